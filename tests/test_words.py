@@ -23,8 +23,6 @@ CLEAN: tuple[str, ...] = (
     "atomic_write.py",
     "bench",
     "bounded_documents.py",
-    "bounded_http.py",
-    "bounded_documents.py",
     "bounded_read.py",
     "cache.py",
     "cli",

@@ -65,12 +65,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Deadline:
-    """A time limit that several operations share.
-
-    Args:
-        max_seconds: from now on.
-        name: of the source, for the message.
-    """
+    """A time limit that several operations share."""
 
     def __init__(self, max_seconds: float, name: str) -> None:
         self.max_seconds = max_seconds
@@ -302,11 +297,7 @@ def gunzipped(data: bytes, name: str, limits: ReadLimits = DEFAULT) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a path that is not a regular file.
-
-    Raises:
-        UnreadableInput: it does not exist, or is a folder, a pipe or a device.
-    """
+    """Refuse a path that is not a regular file (UnreadableInput)."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:

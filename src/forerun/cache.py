@@ -76,13 +76,7 @@ def find_cached(folder: Path, stem: str, suffix: str) -> Path | None:
 
 
 def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from the cache; compute and write it if it is missing.
-
-    Args:
-        folder: the cache.
-        stem: beginning of the name, which says what the object is made from.
-        make: makes it.
-    """
+    """Return a JSON object from the cache; compute and write it if it is missing."""
     if path := find_cached(folder, stem, ".json"):
         with suppress(UnreadableInput):
             known: dict[str, Any] = parse_json(read_bytes(path), str(path))

@@ -30,16 +30,10 @@ class Provenance:
     """Code, machine, versions and models of a measurement, as needed to repeat it.
 
     Attributes:
-        version: of forerun.
         commit: of the checkout the code runs from, "+changes" after it where files differ; None
             outside a checkout.
-        machine: operating system and architecture.
-        cpu: processor model.
         num_cores: cores this process may use.
         num_threads: threads that carried the passes.
-        packages: version of every package that decides speed.
-        models: content hash per model name.
-        date: when, ISO 8601 with time zone.
     """
 
     version: str

@@ -59,13 +59,7 @@ OF_THE_TEACHER = "teacher."
 
 
 def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
-    """Return all inputs that decide the result of an alignment, as text by name.
-
-    Args:
-        config: of the alignment.
-        prompts: of both sides.
-        target_hash: of the target's weights, which take long to read.
-    """
+    """Return all inputs that decide the result of an alignment, as text by name."""
     learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in prompts.training]
     judged = [[prompt.prompt_hash, prompt.tag] for prompt in prompts.held_out]
     return {
@@ -134,11 +128,7 @@ def of_training(identity: Identity) -> dict[str, str]:
 
 
 def check_folder(workspace: Workspace, identity: Identity) -> None:
-    """Refuse a folder that holds an alignment with other settings.
-
-    Raises:
-        InvalidRequest: it does; everything that differs is named.
-    """
+    """Refuse a folder that holds an alignment with other settings (InvalidRequest)."""
     if not workspace.identity.exists():
         return
     found = differences(read_object(workspace.identity), of_folder(identity), DEFAULTS)
@@ -169,11 +159,7 @@ FEW_PROMPTS = 20
 
 
 def check_settings(config: AlignConfig, objective: Objective, workspace: Workspace) -> None:
-    """Refuse settings that contradict each other.
-
-    Raises:
-        InvalidRequest: they do.
-    """
+    """Refuse settings that contradict each other (InvalidRequest)."""
     data = config.data
     shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
     check_place(config, workspace)
@@ -189,11 +175,7 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
 
 
 def check_attached(config: AlignConfig, objective: Objective) -> None:
-    """Refuse settings that apply to draft models and not to attached heads.
-
-    Raises:
-        InvalidRequest: naming the first.
-    """
+    """Refuse settings that apply to draft models and not to attached heads (InvalidRequest)."""
     check_feature_teacher(config.teacher.teacher)
     method = config.method
     if method == "medusa" and config.draft is not None:
@@ -267,11 +249,7 @@ def check_server(config: AlignConfig) -> None:
 
 
 def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
-    """Refuse a domain tag that none of the held-out prompts has.
-
-    Raises:
-        InvalidRequest: no held-out prompt has the tag.
-    """
+    """Refuse a domain tag that none of the held-out prompts has (InvalidRequest)."""
     tags = sorted({prompt.tag for prompt in prompts.held_out})
     if in_domain is not None and in_domain not in tags:
         raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")

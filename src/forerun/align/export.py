@@ -61,13 +61,6 @@ def describe_pair(
 ) -> Serving:
     """Return a description of target and draft for other engines, read from their folders.
 
-    Args:
-        target: folder, hub name or shipped model.
-        draft: folder of the aligned draft.
-        num_speculative_tokens: K of the deployment; 0 where speculation was not found to pay.
-        sampling: parameters of its requests.
-        method: what the draft is.
-
     Raises:
         InvalidModel: a folder cannot be read.
         IncompatibleDraft: the logits are not equally wide, which vLLM and SGLang refuse.
@@ -191,11 +184,7 @@ class HubApi(Protocol):
 
 
 def check_repo(repo: str) -> None:
-    """Refuse a repository name that the hub would only reject after a long run.
-
-    Raises:
-        InvalidRequest: it is no name of a repository.
-    """
+    """Refuse a repository name that the hub would only reject after a long run (InvalidRequest)."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 

@@ -84,10 +84,6 @@ def deployed_distribution(
     Masks, biases and penalties are left out: the engine applies them to the draft's logits as it
     does to the target's, so a draft need not learn them.
 
-    Args:
-        target_logits: of any floating dtype; left as they are.
-        sampling: of the deployment.
-
     Returns:
         At temperature 0 the one most likely token of every row, which has all the mass; else the
         probability of every token. A row whose logits are not finite is NaN.
@@ -280,12 +276,7 @@ def objective_of(config: AlignConfig) -> Objective:
 
 
 def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
-    """Build the objective that the settings name.
-
-    Args:
-        config: by name, with the name's own parameters.
-        temperature: the one the draft is deployed at, which may be its own.
-    """
+    """Build the objective that the settings name."""
     name = suited_objective(temperature) if config.objective == "auto" else config.objective
     divergences: dict[str, Callable[[Logits, Probs], PerRow]] = {
         "fkl": forward_kl,

@@ -83,14 +83,7 @@ def plot_training(
     speedups: Mapping[int, float],
     paths: Sequence[Path],
 ) -> None:
-    """Draw acceptance and predicted speedup over the training, and write the plot to a file.
-
-    Args:
-        steps: what was measured while training.
-        alphas: acceptance probability on held-out prompts, by steps done.
-        speedups: predicted, by steps done; empty without a cost table.
-        paths: for example a .png and a .svg.
-    """
+    """Draw acceptance and predicted speedup over the training, and write the plot to a file."""
     with picture(paths, width=9.0, height=3.4) as figure:
         left, right = figure.subplots(1, 2)
         draw_acceptance(left, steps, alphas)

@@ -46,8 +46,6 @@ class StepMetrics:
         num_learned: rows both are means over.
         num_tokens: places of the packed rows, padding included.
         grad_norm: before clipping.
-        learning_rate: of this step.
-        duration_s: of this step.
     """
 
     step: int
@@ -65,10 +63,6 @@ class MetricsLog:
 
     What a killed process had logged after its last checkpoint is done again when the run goes on,
     so those lines are dropped and every step is there once.
-
-    Args:
-        path: of the .jsonl file.
-        events: folder for TensorBoard; None for none.
     """
 
     def __init__(self, path: Path, events: Path | None = None) -> None:
@@ -163,13 +157,7 @@ MEMORY = 0.9
 
 
 class TrainingProgress:
-    """Progress bar of the training; a context manager.
-
-    Args:
-        console: where to draw.
-        num_steps: of the whole run.
-        first_step: steps done before.
-    """
+    """Progress bar of the training; a context manager."""
 
     def __init__(self, console: Console, num_steps: int, first_step: int) -> None:
         self.num_steps = num_steps

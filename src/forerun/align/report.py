@@ -55,10 +55,7 @@ class DataSummary:
     """Sizes of the training and the held-out data.
 
     Attributes:
-        num_training_prompts: prompts on the side that is learned.
-        num_held_out_prompts: prompts on the side that judges.
         num_samples: texts learned in the last round.
-        num_learned_tokens: learned tokens of those.
         num_rows: packed rows of those, an epoch.
     """
 
@@ -71,12 +68,7 @@ class DataSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPair:
-    """Figures of the first and the kept draft on the same prompts at one temperature.
-
-    Attributes:
-        before: the draft to begin with.
-        after: the draft that was kept.
-    """
+    """Figures of the first and the kept draft on the same prompts at one temperature."""
 
     before: DraftFigures
     after: DraftFigures
@@ -92,17 +84,9 @@ class AlignReport:
     """The report of one alignment.
 
     Attributes:
-        draft: folder of the draft that was kept.
-        objective: what was minimised.
-        data: what was learned and judged on.
         judged: both drafts on all held-out prompts; as deployed first, then at T=0 and T=1 if that
             is something else.
-        ledger: where the rest of the expected length went.
-        judgements: on the way, by step.
         best_step: of the draft that was kept; 0 if training did not help.
-        seconds: of every phase.
-        provenance: of the measurement.
-        identity: what all this is a function of.
     """
 
     draft: Path
@@ -158,13 +142,7 @@ logger = logging.getLogger("forerun.align")
 def judged_at(
     judge: Judge, workspace: Workspace, others: Mapping[float, CostTable | None]
 ) -> tuple[JudgedPair, ...]:
-    """Judge the first and the kept draft on all held-out prompts, at all temperatures.
-
-    Args:
-        judge: of the deployment.
-        workspace: of the alignment.
-        others: costs at the other temperatures.
-    """
+    """Judge the first and the kept draft on all held-out prompts, at all temperatures."""
     check_hashes(workspace.snapshot(0))
     judges = [judge, *(judge.at(temperature, costs) for temperature, costs in others.items())]
     return tuple(
@@ -185,16 +163,7 @@ def report_of(
     data: DataSummary,
     seconds: Mapping[str, float],
 ) -> AlignReport:
-    """Build the report of an alignment.
-
-    Args:
-        config: of the alignment.
-        identity: of the alignment.
-        judged: as deployed first; one of them at temperature 1.
-        selector: of the judgements on the way.
-        data: what was learned and judged on.
-        seconds: of every phase.
-    """
+    """Build the report of an alignment."""
     sampled = next(pair.after for pair in judged if pair.after.temperature == 1)
     hashes = {
         "target": identity["target"],
@@ -278,13 +247,7 @@ def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None
 def finished(
     workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
 ) -> AlignReport | None:
-    """Return the report of an alignment that is already complete; None if phases remain to run.
-
-    Args:
-        workspace: of the alignment.
-        identity: of what is asked for now.
-        predicted: whether speedups are to be predicted.
-    """
+    """Return the report of an alignment that is already complete; None if phases remain to run."""
     report = AlignReport.read(workspace.report)
     if report is None or not workspace.draft.is_dir():
         return None
@@ -313,14 +276,6 @@ def card_of(
     after: Sequence[DraftFigures],
 ) -> DraftCard:
     """Build the card that is written beside the draft.
-
-    Args:
-        config: of the alignment.
-        target_hash: of the target's weights.
-        objective: the one that was minimised, by name.
-        data: hash of the texts it learned from, see `sample.data_hash`.
-        before: the draft it began as, judged at one or more temperatures.
-        after: the draft itself.
 
     Raises:
         InvalidModel: the target cannot be read any more.

@@ -34,13 +34,6 @@ logger = logging.getLogger("forerun.align")
 class RoundData:
     """Provides the texts and the teacher of each training round.
 
-    Args:
-        config: of the alignment.
-        accelerator: the processes; the main one generates, and all fill caches together.
-        workspace: of the alignment.
-        phases: for progress.
-        texts: that may be learned.
-
     Attributes:
         feature_layers: layers of the target that an attached head reads.
     """
@@ -138,11 +131,9 @@ class Judgement:
     """Figures of the draft after some optimiser steps.
 
     Attributes:
-        step: optimiser steps done.
         acceptance_length: tau.
         acceptance_probability: alpha; None for drafters without a model.
         predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
-        duration_s: seconds that judging took.
     """
 
     step: int
@@ -158,13 +149,7 @@ class Judgement:
 
 
 class DraftSelector:
-    """Stores every judgement, and the best draft in `Workspace.draft`.
-
-    Args:
-        workspace: the folder that they are stored in.
-        judge: measures a draft on held-out prompts.
-        max_prompts: the most prompts that one judgement uses.
-    """
+    """Stores every judgement, and the best draft in `Workspace.draft`."""
 
     def __init__(self, workspace: Workspace, judge: Judge, max_prompts: int) -> None:
         self.workspace = workspace

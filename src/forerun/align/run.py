@@ -86,14 +86,7 @@ def align(
 
 
 class Alignment:
-    """One run of an alignment.
-
-    Args:
-        config: of the alignment.
-        accelerator: which processes train, on which devices.
-        costs: to predict speedups from.
-        console: for progress.
-    """
+    """One run of an alignment."""
 
     def __init__(
         self,

@@ -56,10 +56,6 @@ class Serving:
         target: folder or hub name, as an engine takes it.
         draft: folder of the draft.
         num_speculative_tokens: K; 0 where speculation was not found to pay.
-        sampling: parameters of the requests.
-        draft_context: context length of the draft, in tokens.
-        target_context: context length of the target, in tokens.
-        method: what the draft is.
 
     Raises:
         InvalidRequest: K is negative.
@@ -96,12 +92,9 @@ class EngineSettings:
     """Settings that start one engine with the target and its draft.
 
     Attributes:
-        engine: its name.
         settings: its own options by their own names.
         command: what starts it, for a shell or for Python.
-        language: of the command.
         notes: what the user has to know, one sentence each.
-        source: where the options are documented.
     """
 
     engine: str
@@ -187,16 +180,7 @@ def vllm_settings(
     source: str,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineSettings:
-    """Return the settings of vLLM; without speculation they contain the target alone.
-
-    Args:
-        serving: the pair.
-        draft: folder in the form that vLLM reads.
-        method: vLLM's name of the kind of draft.
-        notes: what the user has to know.
-        source: where the options are documented.
-        options: of this method, beside its name, folder and K.
-    """
+    """Return the settings of vLLM; without speculation they contain the target alone."""
     settings: dict[str, Any] = {"model": serving.target}
     command = f"vllm serve {shlex.quote(serving.target)}"
     if serving.speculates:
@@ -237,14 +221,7 @@ def for_sglang(serving: Serving) -> EngineSettings:
 def sglang_settings(
     serving: Serving, *, draft: Path, algorithm: str, notes: tuple[str, ...]
 ) -> EngineSettings:
-    """Return the settings of SGLang; without speculation they contain the target alone.
-
-    Args:
-        serving: the pair.
-        draft: folder in the form that SGLang reads.
-        algorithm: SGLang's name of the kind of draft.
-        notes: what the user has to know.
-    """
+    """Return the settings of SGLang; without speculation they contain the target alone."""
     k = serving.num_speculative_tokens
     settings: dict[str, Any] = {"model-path": serving.target}
     if serving.speculates:
@@ -348,10 +325,6 @@ HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]]
 
 def write_forms(engines: Sequence[str], serving: Serving) -> None:
     """Save the head also in the formats of the engines that cannot read its folder.
-
-    Args:
-        engines: by name.
-        serving: the pair.
 
     Raises:
         InvalidModel: the head cannot be read.

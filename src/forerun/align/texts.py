@@ -85,11 +85,7 @@ def replayed(
 
 
 def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
-    """Refuse a trace that was recorded with another target or tokenizer.
-
-    Raises:
-        InvalidRequest: it is.
-    """
+    """Refuse a trace that was recorded with another target or tokenizer (InvalidRequest)."""
     if header.tokenizer_hash != tokenizer_hash:
         raise InvalidRequest(
             f"the trace {path} was written with another tokenizer ({header.tokenizer_hash}, not "

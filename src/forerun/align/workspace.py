@@ -50,10 +50,6 @@ def from_json(kind: type[KindT], values: Any) -> KindT:
     A field that is missing has its default. A name that is unknown here is accepted only where its
     value is null: it is a setting of another version of forerun that was not used.
 
-    Args:
-        kind: a dataclass, whose fields may be dataclasses.
-        values: as `json.loads` returns them.
-
     Raises:
         ValueError: the values are not those of such an instance.
     """
@@ -104,10 +100,6 @@ def read_lines(path: Path, kind: type[KindT]) -> list[KindT]:
 
     A process that is killed leaves part of a line at the end, which is ignored. Any other damaged
     line is left out with a warning that names it.
-
-    Args:
-        path: of the file.
-        kind: dataclass of every line.
 
     Raises:
         UnreadableInput: the file is too large to be such a file, or cannot be read.
@@ -258,10 +250,6 @@ def lock_for(path: Path) -> FileLock:
 @contextmanager
 def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
     """Hold a lock during the block.
-
-    Args:
-        lock: of `what`.
-        what: is written, for the message.
 
     Raises:
         InvalidRequest: another process writes there, or the folder is not writable.

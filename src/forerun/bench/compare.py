@@ -70,8 +70,6 @@ class BenchArm:
     """One configuration that is compared.
 
     Attributes:
-        name: how tables call it.
-        method: name of the drafter, or "plain".
         num_speculative_tokens: K, 0 for plain decoding; the nodes of a tree.
         engine: what generates.
         draft: name of the draft model, None where there is none.
@@ -105,12 +103,9 @@ class Measurement:
     """Times and outputs of one arm on one batch of prompts.
 
     Attributes:
-        arm: which.
-        batch: what it continued.
         total_s: wall time of the call, prefill included.
         decode_s: time after the first token, prefill excluded; mean over the batch.
         token_ids: what was emitted, per prompt.
-        num_prompt_tokens: tokens of all prompts.
         acceptance: drafted and accepted counts of all prompts.
     """
 
@@ -219,11 +214,6 @@ def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> I
     """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram.
 
     Lazy: a batch is decoded when its first prompt is asked for.
-
-    Args:
-        plain: decodes without a draft.
-        texts: prompts.
-        params: greedy parameters with `max_tokens` set.
     """
     for start in range(0, len(texts), SCOUT_BATCH):
         batch = texts[start : start + SCOUT_BATCH]

@@ -64,10 +64,7 @@ class TracedEngine:
     """Engine wrapper that keeps step records in memory until the measurement is over.
 
     Attributes:
-        engine: what generates.
         arm: name of the arm; it is part of every request id.
-        tags: of its requests.
-        drafter_hash: content hash of its draft.
         calls: what has not been written.
     """
 
@@ -114,13 +111,7 @@ class TracedEngine:
 
 
 class BenchTrace:
-    """Writes the records of a comparison between blocks, outside the measured time.
-
-    Args:
-        trace: where to; its headers are written.
-        draft_hashes: content hash by name of the draft.
-        with_tokens: whether steps record the token ids they emitted.
-    """
+    """Writes the records of a comparison between blocks, outside the measured time."""
 
     def __init__(
         self, trace: TraceWriter, *, draft_hashes: Mapping[str, str], with_tokens: bool
@@ -154,10 +145,6 @@ class BenchTrace:
 
 def read_prompts(path: Path, tag: str | None = None) -> list[str]:
     """Read the prompts of a comparison from a file or a folder.
-
-    Args:
-        path: a file or a folder, see `read_entries`.
-        tag: only prompts with this tag.
 
     Raises:
         InvalidRequest: something cannot be read, a record is malformed or a conversation, or there

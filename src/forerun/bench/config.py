@@ -35,7 +35,6 @@ class DraftArms:
     """One draft with one arm per K and one per tree.
 
     Attributes:
-        name: how tables call it.
         draft: folder, hub name or zoo: name of the draft model, or the name of a drafter.
         ks: every K to measure, ascending.
         trees: every shape of a draft tree to measure.
@@ -101,17 +100,11 @@ class BenchConfig:
     """Settings of a comparison: target, arms, prompts, temperatures, batch sizes and time.
 
     Attributes:
-        target: folder, hub name or zoo: name of the target.
         arms: drafts with their K and trees; plain decoding comes first without being named.
         controllers: one more arm each per draft, in which it chooses K up to the largest.
         temperatures: one cell of the result each; 0 is greedy.
         batches: prompts continued together; one cell each, for every temperature.
         num_blocks: most blocks per cell; fewer where prompts run out.
-        max_tokens: longest completion.
-        max_context: prompt and completion.
-        dtype: of weights and KV.
-        device: where everything runs.
-        runner: what carries the passes.
         num_threads: carry the passes; None takes the number plain decoding is fastest with.
 
     Raises:
@@ -208,17 +201,12 @@ class DemoConfig:
             least number of prompts allows.
         max_tokens: longest completion measured.
         min_tokens: shortest `max_tokens` a slow machine is given.
-        target: name of the target.
         general: a draft trained on other text than the target, with its K.
         drafts: drafts made for the target, each with the K and the trees to choose from; the text
             of the first is checked, at its largest K.
         copied_k: tokens copied from the prompt per step where the prompt asks for an edit.
         num_calibration: prompts set aside for the choice of K.
-        num_exact: prompts of the exactness check.
-        exact_tokens: tokens per prompt there.
         max_batch: sequences decoded at once where nothing is timed.
-        max_context: prompt and completion.
-        runner: what carries the passes.
         num_threads: carry the passes; None takes the number plain decoding is fastest with.
 
     Raises:

@@ -54,13 +54,9 @@ class DemoArms:
     """Engines of the demonstration, which share one target.
 
     Attributes:
-        plain: decodes without a draft.
-        general: with a draft trained on other text.
         drafts: with every draft made for the target, one arm per K and one per tree; chains and
             trees are groups of their own.
-        copying: copies from the prompt.
         step_s: seconds per token of plain decoding.
-        num_threads: threads that is fastest with.
     """
 
     plain: BenchArm

@@ -49,7 +49,6 @@ class ExactnessReport:
 
     Attributes:
         num_tokens: tokens of plain decoding compared, per case.
-        num_prompts: prompts compared in every case.
         num_accepted: draft tokens accepted on the way; without any, nothing was put to the test.
         mismatches: the first difference of every output that differs.
     """
@@ -195,8 +194,6 @@ class DemoReport:
             prompts could be measured.
         sampled_rows: plain decoding and the drafts made for the target at T=1; likewise.
         exactness: None where the run was interrupted before.
-        provenance: of every figure.
-        config: what was compared.
         num_calibration: prompts that chose K.
     """
 
@@ -230,7 +227,6 @@ class CellReport:
         rows: every arm, plain decoding first; empty where too few blocks were measured.
         predictions: by arm, of those whose draft has a cost table that is not too rough.
         best: the best arm, where there was a choice and blocks enough.
-        blocks: everything measured.
     """
 
     temperature: float
@@ -299,9 +295,6 @@ class BenchReport:
 
     Attributes:
         cells: one per temperature and batch size.
-        provenance: of every figure.
-        config: what was compared.
-        num_prompts: prompts there were.
     """
 
     cells: tuple[CellReport, ...]

@@ -47,9 +47,7 @@ class ArmSummary:
     """Figures of one arm over all blocks.
 
     Attributes:
-        arm: which.
         num_blocks: batches measured; batches of one prompt are prompts.
-        num_tokens: emitted tokens over all prompts.
         tokens_per_s: wall time, prefill included.
         decode_tokens_per_s: without the prefill and the token it yields.
         speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
@@ -59,7 +57,6 @@ class ArmSummary:
         cycle_cost: kappa, the same in plain decode steps.
         break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
         mean_context: tokens before the row of a decode step, on average.
-        mean_prompt: tokens of a prompt.
         decode_steps: steps of a prompt after the one that ended its prefill.
         distinct_4gram_share: mean over the completions; low where text loops.
     """
@@ -234,7 +231,6 @@ class BestOfSeveral:
     Attributes:
         num_candidates: arms it was chosen from.
         num_chosen_on: blocks that chose it.
-        summary: its figures on the other blocks.
     """
 
     num_candidates: int

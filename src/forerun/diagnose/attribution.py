@@ -29,7 +29,6 @@ class Part:
     """One part of the time per emitted token.
 
     Attributes:
-        name: in words.
         kind: ideal, rejection, draft, verify, overhead or unsplit.
         cost: plain steps per emitted token; a pass cheaper than a plain step is negative.
     """

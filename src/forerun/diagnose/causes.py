@@ -37,7 +37,6 @@ class Finding:
     """Evidence for or against a cause from one fact, with its weight.
 
     Attributes:
-        fact: the fact.
         weight: log of how much likelier it is under this cause than without it.
     """
 
@@ -64,7 +63,6 @@ class Sign:
     """Weight of one kind of fact for one cause, as the log of a likelihood ratio.
 
     Attributes:
-        fact: which one.
         yes: weight where an observation is yes, or a figure is at or beyond the end of its ramp.
         no: weight where it is no, or at or before the start of the ramp.
         ramp: start and end for a figure, in between linear; the start may be the larger one.
@@ -111,7 +109,6 @@ class Remedy:
     """A change that improves speculation if the cause is present.
 
     Attributes:
-        change: what to do.
         price: what it costs, and what may get worse.
         effect: what it does to a step, for the prediction.
     """
@@ -126,9 +123,7 @@ class Cause:
     """A possible reason why speculation is slow, wrong, or only appears so.
 
     Attributes:
-        label: its name.
         family: which part of the system it is of.
-        what: what is the matter, in one sentence.
         why: how that costs speed or exactness.
         prior: log of how common it is among complaints, against the others.
         signs: evidence for and against.
@@ -156,8 +151,6 @@ class Experiment:
     """A test that distinguishes causes and that an operator can run.
 
     Attributes:
-        name: short.
-        how: what to do, in one sentence.
         minutes: what it takes a person who has the machine; an order of magnitude.
         yields: facts that are known afterwards.
     """
@@ -185,11 +178,6 @@ def best_experiment(
 
     A fact is worth the spread between causes of what it would say of them, weighted by how likely
     they are.
-
-    Args:
-        weights: how likely each cause is, by label; they add up to 1.
-        causes: all of them.
-        evidence: what is known already.
     """
     if not weights:
         return None
@@ -227,7 +215,6 @@ class ScoredCause:
     """A cause with its score and the evidence for and against it.
 
     Attributes:
-        cause: which.
         score: its share of the likelihood of all causes, from 0 to 1.
         evidence_for: facts that speak for it, the strongest first.
         evidence_against: facts that speak against it.

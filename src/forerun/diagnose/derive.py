@@ -227,12 +227,7 @@ DIFFERENCE: Mapping[str, tuple[str, ...]] = {
 
 
 def add_changes(evidence: Evidence, before: Evidence) -> None:
-    """Add what differs between two runs (`changed`) and what is equal in both (`unchanged`).
-
-    Args:
-        evidence: of today; what is found is added to it.
-        before: of the run it is compared with.
-    """
+    """Add what differs between two runs (`changed`) and what is equal in both (`unchanged`)."""
     given = evidence.words("changed")
     changed: set[str] = set(given)
     same: set[str] = set()

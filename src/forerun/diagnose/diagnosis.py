@@ -51,7 +51,6 @@ class RankedCause:
     """A cause with its score, the test that would confirm it, and its remedies.
 
     Attributes:
-        scored: how it fares.
         next_test: what would confirm or clear it; None where all it depends on is known.
         changes: what helps if it is the cause.
     """

@@ -33,11 +33,7 @@ FOLDER = Path(__file__).with_name("tables")
 
 
 def load_table(name: str) -> dict[str, Any]:
-    """Read a table of definitions from a data file of the package.
-
-    Args:
-        name: of the file in the folder `tables`, without its suffix.
-    """
+    """Read a table of definitions from a data file of the package."""
     return tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
 
 
@@ -46,7 +42,6 @@ class FactKind:
     """Definition of a fact: its name, type, unit and bounds.
 
     Attributes:
-        name: how files, flags and causes call it.
         type: number, list of numbers, yes or no, word, or list of words.
         definition: what it is; readers convert figures that an engine defines otherwise.
         unit: of numbers; empty for shares, counts and ratios.
@@ -98,8 +93,6 @@ class Fact:
     """A known value of one kind of fact, with its source and interval.
 
     Attributes:
-        name: in the vocabulary, which has its definition.
-        value: as its definition says.
         source: where it comes from, in words.
         interval: 95%, where counts allow one.
     """
@@ -131,7 +124,6 @@ class Reading:
     """Format and completeness of one source that was read.
 
     Attributes:
-        source: its name.
         kinds: formats found in it.
         num_lines: lines, rows or samples seen.
         num_unknown: those of them that no reader knows.
@@ -169,7 +161,6 @@ class Evidence:
     were counted or calculated. The report prints the `source` of either after the figure.
 
     Attributes:
-        facts: by name.
         disagreements: facts that lost against one of another value.
         readings: sources, as they were read.
         series: figures over time, by tag and by K, for the report.

@@ -22,11 +22,8 @@ class Bar:
     """One bar of a bar chart.
 
     Attributes:
-        label: at its left.
-        value: at its right.
         start: where it begins, as a share of the width.
         length: as a share of the width.
-        kind: its colour.
     """
 
     label: str

@@ -81,7 +81,6 @@ class Prediction:
     Attributes:
         speedup: over plain decoding.
         gain: over what is there now.
-        basis: what it rests on, in words.
         num_speculative_tokens: K that it is reached at, where the remedy chooses one.
     """
 

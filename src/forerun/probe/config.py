@@ -168,8 +168,6 @@ class ProfileCell:
     """One time to measure: quantity, batch size, context and size.
 
     Attributes:
-        quantity: what.
-        batch: sequences.
         context: committed tokens of each when the measurement begins.
         size: see Quantity.
     """

@@ -35,7 +35,6 @@ class ModelFacts:
     """Name, hash, sizes and runner of one model.
 
     Attributes:
-        name: as it was given.
         content_hash: of its weight files.
         dtype: of weights and logits.
         pass_bytes: weights read by a pass; of an embedding that is not also the head only rows are.
@@ -54,9 +53,7 @@ class LoadedPair:
     """A loaded target with its draft.
 
     Attributes:
-        target: the target.
         drafter: the draft, a model or an EAGLE-3 head.
-        tokenizer: the target's.
         engine: settings with room for every measurement.
     """
 
@@ -75,14 +72,6 @@ def load_pair(
     target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProbeConfig
 ) -> tuple[LoadedPair, ProbeConfig]:
     """Load target and draft, with KV stores large enough for all measurements.
-
-    Args:
-        target: folder, hub name or "zoo:" name.
-        draft: the same.
-        dtype: as `Engine.load` takes it.
-        device: the same.
-        engine: runner and threads; sizes are chosen here.
-        config: the measurements.
 
     Returns:
         The pair, and the settings less the contexts it cannot hold and the batches whose KV does

@@ -24,12 +24,7 @@ WIDTH, HEIGHT = 6.4, 4.0
 
 
 def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
-    """Draw v(n) with error bars between its two limits, and write the plot to every path.
-
-    Args:
-        profiles: what was measured, one panel each.
-        paths: for example a .png and a .svg; the suffix names the format.
-    """
+    """Draw v(n) with error bars between its two limits, and write the plot to every path."""
     with picture(paths, width=WIDTH * len(profiles), height=HEIGHT) as figure:
         panels = figure.subplots(1, len(profiles), squeeze=False)[0]
         for axes, profile in zip(panels, profiles, strict=True):

@@ -38,19 +38,7 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSetup:
-    """Machine, models and settings that must match for a profile to be valid.
-
-    Attributes:
-        cpu: processor model.
-        num_cores: cores the process may use.
-        num_threads: threads that carry the passes.
-        device: where the models are, in words.
-        dtype: of weights and logits.
-        target_runner: what runs the target's passes.
-        draft_runner: what runs the draft's.
-        target_hash: content hash of the target's weights.
-        draft_hash: of the draft's.
-    """
+    """Machine, models and settings that must match for a profile to be valid."""
 
     cpu: str
     num_cores: int
@@ -103,8 +91,6 @@ class MeasuredCell:
     """Median, 95% interval and samples of one cell, corrected for drift.
 
     Attributes:
-        cell: what was measured.
-        seconds: median and interval.
         samples_s: as read off the clock, per round and visit.
     """
 
@@ -134,16 +120,9 @@ class Profile:
     """Results of `forerun profile`.
 
     Attributes:
-        target: name of the target as it was given.
-        draft: name of the draft.
         setup: what must be the same for this to hold.
-        provenance: code, versions, machine and date, for people.
-        limit: the read-bandwidth limit.
-        measured: every cell.
         left_out: cells that did not fit into memory.
         stable: whether every interval is as narrow as asked.
-        greedy: costs at T=0.
-        sampled: costs at T=1.
         reading: of prompts; None where it was not measured, as in profiles of format 1.
     """
 
@@ -297,11 +276,7 @@ def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
 
 
 def check_setup(profile: Profile, expect: ProfileSetup) -> None:
-    """Refuse a profile of another machine, other models or other settings.
-
-    Raises:
-        InvalidProfile: they differ; the message names every difference.
-    """
+    """Refuse a profile of another machine, other models or other settings (InvalidProfile)."""
     if differences := profile.setup.differences(expect):
         raise InvalidProfile(
             f"the profile of {profile.target} and {profile.draft} was made with "

@@ -40,14 +40,7 @@ STRIDE = 7919
 
 
 class PassRig:
-    """Measures passes after a committed prefix, and restores the sequences afterwards.
-
-    Args:
-        model: whose passes.
-        cells: what to measure, all of one context.
-        prefix: that context, as `prefixes` made it.
-        stopwatch: of the model's device.
-    """
+    """Measures passes after a committed prefix, and restores the sequences afterwards."""
 
     def __init__(
         self,
@@ -173,13 +166,6 @@ class HeadRig(PassRig):
 
     What a pass takes includes the projection of the target's features. Their values are arbitrary:
     no time depends on them.
-
-    Args:
-        model: the head.
-        cells: what to measure, all of one context.
-        prefix: that context, as `head_prefixes` made it.
-        stopwatch: of the model's device.
-        shape: of a row's features.
     """
 
     def __init__(
@@ -210,13 +196,7 @@ class HeadRig(PassRig):
 def head_prefixes(
     model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
 ) -> Mapping[int, KVPrefix]:
-    """Return KV prefixes of one sequence for a head, by length.
-
-    Args:
-        model: the head.
-        contexts: lengths.
-        shape: of a row's features.
-    """
+    """Return KV prefixes of one sequence for a head, by length."""
 
     def forward(batch: RowBatch) -> object:
         features = some_features(model, len(batch.tokens), shape)
@@ -243,16 +223,7 @@ SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
 
 class EngineRig:
-    """Measures steps of short generations by the engine.
-
-    Args:
-        target: the target, timed.
-        draft: the draft's model, timed.
-        drafter_of: returns a drafter over a model.
-        tokenizer: the target's.
-        config: settings of the engine; K is each cell's own.
-        cells: what to measure; their context is the length of the prompts.
-    """
+    """Measures steps of short generations by the engine."""
 
     def __init__(
         self,

@@ -81,12 +81,7 @@ TYPES: Mapping[str, pa.DataType] = {
 
 
 class ParquetParts:
-    """Writes records as numbered Parquet files in a folder.
-
-    Args:
-        folder: of the trace; it exists.
-        headers: where its headers go.
-    """
+    """Writes records as numbered Parquet files in a folder."""
 
     flush_rule = FlushRule(num_records=4096, seconds=10.0)
 
@@ -223,9 +218,6 @@ Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
 
 def read_columns(path: Path) -> Iterator[Piece]:
     """Yield the content of a trace lazily: tables of steps, headers, requests and damage.
-
-    Args:
-        path: a folder is Parquet, a file JSON lines.
 
     Raises:
         InvalidTrace: it cannot be read.

@@ -19,7 +19,6 @@ class MeasuredCycleCost:
 
     Attributes:
         estimate: seconds of drafting steps over those of as many plain steps.
-        num_steps: drafting steps compared.
         num_uncompared: drafting steps in cycles of a size no plain step had.
     """
 
@@ -94,11 +93,7 @@ class StepCosts:
         }
 
     def cycle_cost(self, plain_step_s: Mapping[int, float]) -> MeasuredCycleCost | None:
-        """Return kappa of the drafting steps; None if no plain step has the same batch size.
-
-        Args:
-            plain_step_s: seconds of a plain step by size of the cycle.
-        """
+        """Return kappa of the drafting steps; None if no plain step has the same batch size."""
         compared = {size: t for size, t in self.drafting.items() if size in plain_step_s}
         num_steps = sum(total.num_steps for total in compared.values())
         if not num_steps:

@@ -59,10 +59,6 @@ class TraceWriter:
     once, what was written before stays, and further records are dropped: a full disk ends the
     trace, not the generation. It reads no clock: the records bring their own.
 
-    Args:
-        sink: where they go.
-        name: of the file, for the warning.
-
     Attributes:
         num_written: records that reached the file.
         failed: whether a write failed; a command that was asked for a trace reports this.
@@ -158,11 +154,7 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a path whose suffix does not belong to a trace format.
-
-    Raises:
-        InvalidRequest: it ends in something else.
-    """
+    """Refuse a path whose suffix does not belong to a trace format (InvalidRequest)."""
     if path.suffix not in SUFFIXES:
         raise InvalidRequest(f"the trace {path} must end in {' or '.join(SUFFIXES)}")
 

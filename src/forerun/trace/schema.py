@@ -68,7 +68,6 @@ class Damage:
 
     Attributes:
         where: line and byte, or part file.
-        what: what is wrong with it.
     """
 
     where: str
@@ -285,9 +284,6 @@ class JsonLines:
     """Writes records as JSON lines.
 
     What is written is handed to the system at once, so it outlives the process.
-
-    Args:
-        file: unbuffered and open for writing.
     """
 
     flush_rule = FlushRule(num_records=256, seconds=1.0)

@@ -53,7 +53,6 @@ class Position:
 
     Attributes:
         num_drafted: steps that drafted it; the denominator of beta.
-        num_accepted: of them, those accepted through it.
         rate: beta with its 95% Wilson interval.
         survival: P(accepted through it) had every step drafted it.
     """
@@ -69,7 +68,6 @@ class GroupSummary:
     """Totals over the steps of a group of requests, such as all requests with one tag.
 
     Attributes:
-        num_requests: requests seen.
         num_steps: their steps, plain ones and those that ended a prefill included.
         num_tokens: emitted tokens, after stop truncation.
         expected_accepted: sum over drafting steps of what the verifier was expected to accept.
@@ -164,9 +162,6 @@ class TimeSplit:
     Attributes:
         num_cycles: cycles that yielded tokens.
         num_prefill_cycles: those of them that also read prompts.
-        draft_s: drafting.
-        verify_s: the target pass.
-        other_s: everything else.
     """
 
     num_cycles: int = 0
@@ -194,14 +189,11 @@ class TraceSummary:
     """All figures of a trace, as `summarise` computes them.
 
     Attributes:
-        headers: what was run; one per draft.
-        overall: all steps.
         tags: steps by tag of their request; a request with several tags counts under each.
         num_unfinished: requests without a record of their end.
         times: where the time went.
         ttft_s: seconds to the first token, one per finished request that had one.
         num_damaged: places that could not be read.
-        damage: the first of them.
     """
 
     headers: list[TraceHeader] = field(default_factory=list)
@@ -323,13 +315,7 @@ MAX_LINES = len(COLOURS)
 
 
 def plot(summary: TraceSummary, title: str, path: Path) -> None:
-    """Draw survival by position for all steps and for the tags with the most steps.
-
-    Args:
-        summary: of a trace.
-        title: above the picture.
-        path: its suffix names the format.
-    """
+    """Draw survival by position for all steps and for the tags with the most steps."""
     with picture([path], width=6.4, height=4.0) as figure:
         axes = figure.subplots()
         axes.set_title(title, fontsize=10)

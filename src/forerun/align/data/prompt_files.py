@@ -63,8 +63,6 @@ class PromptEntry:
         where: file and line, for error messages.
         text: a text to continue as it is, None for a conversation.
         messages: a conversation for the chat template.
-        response: the response that the record has, None without one.
-        tag: the record's own label.
     """
 
     where: str

@@ -21,9 +21,6 @@ class PromptRecord:
 
     Attributes:
         prompt_ids: tokens to be continued, at most as many as were asked for.
-        prompt_hash: of those tokens.
-        tag: the record's own label.
-        where: file and line, for errors.
         messages: the conversation it was rendered from; empty for plain text.
         brought: texts with the response, or all answers of a conversation, that records of this
             prompt have; their prompt is not cut.

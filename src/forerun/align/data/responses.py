@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample, Source, TopLogprobs
@@ -27,7 +28,6 @@ from forerun.models.load import model_folder
 from forerun.models.tokenizers import check_vocabularies
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams, draft_params
-from forerun.theory.record import Json
 from forerun.theory.splitmix import INCREMENT, finalise
 
 __all__ = [
@@ -54,10 +54,7 @@ class ResponseOrigin:
     """All settings that influence responses; responses made with other settings are not reused.
 
     Attributes:
-        source: target or draft.
         model: content hash of its weights, or address and name where a server has it.
-        tokenizer_hash: of the tokenizer.
-        params: sampling parameters of the responses.
     """
 
     source: Source
@@ -65,8 +62,9 @@ class ResponseOrigin:
     tokenizer_hash: str
     params: SamplingParams
 
-    def to_dict(self) -> dict[str, Json]:
-        """Return the origin as JSON values."""
+    @property
+    def header(self) -> str:
+        """The origin as one line of JSON, the same for equal origins."""
         params = {
             field.name: value
             for field in fields(self.params)
@@ -74,19 +72,15 @@ class ResponseOrigin:
             and (value := getattr(self.params, field.name)) != getattr(DEFAULTS, field.name)
             and value != {}  # a logit_bias that names no token changes nothing
         }
-        plain: dict[str, Json] = json.loads(
-            json.dumps(
-                {
-                    "format": FORMAT,
-                    "source": self.source,
-                    "model": self.model,
-                    "tokenizer_hash": self.tokenizer_hash,
-                    "params": params,
-                },
-                default=dict,
-            )
-        )
-        return plain
+        found = {
+            "format": FORMAT,
+            "source": self.source,
+            "model": self.model,
+            "tokenizer_hash": self.tokenizer_hash,
+            "params": params,
+        }
+        plain = json.loads(json.dumps(found, default=dict))  # keys are text before they are sorted
+        return json.dumps(plain, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +88,8 @@ class Response:
     """One response to a prompt.
 
     Attributes:
-        prompt_hash: of the prompt.
         index: which of the prompt's samples.
         token_ids: of the response, the token that ended it included.
-        finish_reason: as the engine or the server gave it.
         top_logprobs: of every token, where a server offers them.
     """
 
@@ -106,6 +98,14 @@ class Response:
     token_ids: tuple[int, ...]
     finish_reason: str
     top_logprobs: TopLogprobs | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse token ids below 0, and log-probabilities of other than all tokens."""
+        tops = self.top_logprobs
+        if min(self.token_ids, default=0) < 0 or (
+            tops is not None and len(tops) != len(self.token_ids)
+        ):
+            raise ValueError("its token ids or its log-probabilities are damaged")
 
     @property
     def key(self) -> tuple[str, int]:
@@ -119,20 +119,15 @@ class ResponseStore:
     Lines are written whole, so a killed process loses at most the one it was writing;
     what is left of that is removed by the next. One process at a time writes, see `writing`.
 
-    Args:
-        folder: of responses, made if need be.
-        origin: of the responses.
-
     Raises:
         InvalidRequest: the file is of another origin, cannot be read, or has to be written
             while another process writes it.
     """
 
     def __init__(self, folder: Path, origin: ResponseOrigin) -> None:
-        header = json.dumps(origin.to_dict(), sort_keys=True)
         self.origin = origin
-        self.path = folder / f"{origin.source}-{hash_of(header.encode())}.jsonl"
-        self._header = header
+        self._header = origin.header
+        self.path = folder / f"{origin.source}-{hash_of(self._header.encode())}.jsonl"
         self._responses: dict[tuple[str, int], Response] = {}
         self._lock = lock_for(self.path)
         self._load()
@@ -241,34 +236,11 @@ class ResponseStore:
 
     def _take(self, line: bytes, number: int) -> None:
         try:
-            response = response_of(json.loads(line))
-        except (KeyError, TypeError, ValueError, RecursionError):
+            response = msgspec.convert(json.loads(line), Response)
+        except (msgspec.ValidationError, ValueError, RecursionError):
             logger.warning("%s:%d is damaged; that response is made again", self.path, number)
             return
         self._responses.setdefault(response.key, response)
-
-
-def response_of(row: Any) -> Response:
-    """Parse the response of one line.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    top = row["top_logprobs"]
-    if top is not None and len(top) != len(row["token_ids"]):
-        raise ValueError("log-probabilities")
-    token_ids = tuple(row["token_ids"])
-    if not all(type(token) is int and token >= 0 for token in token_ids):
-        raise ValueError("token ids")
-    return Response(
-        prompt_hash=str(row["prompt_hash"]),
-        index=int(row["index"]),
-        token_ids=token_ids,
-        finish_reason=str(row["finish_reason"]),
-        top_logprobs=None
-        if top is None
-        else tuple(tuple((int(i), float(p)) for i, p in place) for place in top),
-    )
 
 
 def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sample:
@@ -367,12 +339,6 @@ def draft_writer(
     """Load an engine that decodes with the draft alone, and open the store for its responses.
 
     They are kept by the draft's weights: a draft that has learned meanwhile writes anew.
-
-    Args:
-        draft: folder or name.
-        target: the engine of the target: its tokenizer, ends of texts and settings are used.
-        params: of the deployment.
-        folder: of responses.
 
     Raises:
         InvalidModel: the draft is missing, damaged or of an unsupported kind.

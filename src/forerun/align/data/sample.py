@@ -180,12 +180,7 @@ def drafted_tokens(
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int], list[int]]:
-    """Return how often every token is learned, and how often it occurs in total.
-
-    Args:
-        samples: the texts.
-        vocab_size: of the target.
-    """
+    """Return how often every token is learned, and how often it occurs in total."""
     learned = torch.zeros(vocab_size, dtype=torch.int64)
     read = torch.zeros(vocab_size, dtype=torch.int64)
     for sample in samples:

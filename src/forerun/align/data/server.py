@@ -113,11 +113,7 @@ def response_of(
 
 
 def check_lengths(text: str, ids: Sequence[int] | None, params: SamplingParams) -> None:
-    """Refuse a response that is too long for its `max_tokens`.
-
-    Raises:
-        BrokenReply: it is; a tokenizer would take very long to read it.
-    """
+    """Refuse a response that is too long for its `max_tokens` (BrokenReply)."""
     most = params.max_tokens or 0
     if len(text) > MAX_TOKEN_CHARACTERS * (most + 1) or (
         ids is not None and len(ids) > 2 * most + 16
@@ -131,11 +127,7 @@ def check_lengths(text: str, ids: Sequence[int] | None, params: SamplingParams) 
 def check_ids(
     ids: Sequence[int] | None, places: Sequence[Place] | None, tokenizer: Tokenizer
 ) -> None:
-    """Refuse token ids that are outside the tokenizer's vocabulary.
-
-    Raises:
-        InvalidRequest: there is one.
-    """
+    """Refuse token ids that are outside the tokenizer's vocabulary (InvalidRequest)."""
     named = [token for _, top in places or () for token, _ in top]
     for token in (*(ids or ()), *named):
         if token not in tokenizer.vocabulary:
@@ -243,11 +235,9 @@ class ResponseServerConfig:
             /chat/completions is asked to answer conversations, through its own template.
         model: name of the target on the server.
         num_logprobs: most likely tokens to report with every token, 0 for none.
-        max_concurrent: requests at once.
         num_tries: of a request, before the server counts as broken.
         first_wait_s: before the second try; doubled for every further one.
         max_wait_s: most seconds between two tries, also if the server asks for more.
-        timeout_s: seconds to wait for an answer.
     """
 
     url: str
@@ -280,11 +270,7 @@ class ResponseServer:
     The environment's OPENAI_API_KEY is sent where it is set.
 
     Attributes:
-        config: which server.
-        tokenizer: of the target.
-        client: what carries the requests.
         closing: set when the answers are not needed any more; all waiting then ends.
-        endpoint: where requests are posted.
     """
 
     config: ResponseServerConfig

@@ -43,7 +43,6 @@ class AcceptanceFigures:
     """Figures of a draft over some prompts, with 95% intervals over prompts.
 
     Attributes:
-        num_prompts: judged.
         num_steps: that could draft all K tokens.
         num_tokens: emitted by the verifier, up to where a text begins to loop.
         acceptance_length: tau; None where no step drafted.
@@ -74,11 +73,6 @@ class DraftFigures:
     """All figures of a draft that was judged with one set of sampling parameters.
 
     Attributes:
-        draft: which, in words.
-        temperature: of the requests.
-        num_speculative_tokens: K.
-        overall: over all prompts.
-        by_tag: over the prompts of each tag.
         prompts: what the figures were made of; none where they were read from a report.
     """
 
@@ -189,8 +183,6 @@ class FigureChange:
     Attributes:
         figure: its name in `AcceptanceFigures`.
         tag: of the prompts it is over; None for all.
-        before: of the one draft.
-        after: of the other.
     """
 
     figure: str
@@ -264,7 +256,6 @@ class LedgerItem:
     """Expected gain in tokens per step from one further assumption.
 
     Attributes:
-        name: the condition that differs.
         gain: tokens per step; below 0 where it costs acceptance.
         length: expected tokens per step with this and everything before it.
     """
@@ -279,9 +270,7 @@ class Ledger:
     """Acceptance ledger of a draft: measured tau, gains and capacity, which sum to K + 1.
 
     Attributes:
-        draft: which, in words.
         measured: tau as deployed, over all prompts.
-        items: in the order in which they are supposed.
         capacity: what remains.
         limit: K + 1.
     """

@@ -47,11 +47,9 @@ class JudgedPrompt:
     does any step after the first repeated 32-gram of its text.
 
     Attributes:
-        tag: of the prompt.
         acceptance: counts of those steps.
         num_context_tokens: tokens before each of those steps, summed.
         num_tokens: emitted tokens, up to the first repeated 32-gram.
-        looped: whether there was one.
         distinct_4gram_share: of the tokens before it.
         alphas: acceptance probability at every position of the target's own response, the draft
             reading what the target wrote; empty for drafters without a model.

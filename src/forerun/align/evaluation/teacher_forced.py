@@ -170,10 +170,6 @@ def probs_of_rows(
 def head_in(draft: str | Path, target: LanguageModel) -> Eagle3Head | None:
     """Read the EAGLE-3 head in a folder, in fp32; None if the folder holds another kind of draft.
 
-    Args:
-        draft: folder or name.
-        target: that it was trained for.
-
     Raises:
         InvalidModel: it is damaged.
     """

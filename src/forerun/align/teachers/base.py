@@ -109,10 +109,6 @@ def sample_runs(
 ) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
     """Yield the learned rows of a batch, sample by sample in the order of the rows.
 
-    Args:
-        batch: over these samples.
-        samples: as they were prepared.
-
     Yields:
         A sample's index, and which of its learned places the next rows are.
 

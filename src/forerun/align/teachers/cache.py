@@ -49,9 +49,6 @@ class CacheIdentity:
 
     Attributes:
         kind: "hidden" or "sampled".
-        target_hash: of the target's weights.
-        tokenizer_hash: of the target's tokenizer.
-        template_hash: of its chat template.
         settings: all else, such as the dtype or the sampling parameters of drawn ids.
     """
 
@@ -86,12 +83,7 @@ def key_of(sample: Sample) -> str:
 
 
 class RowCache:
-    """Rows of tensors by key, stored on disk in shards.
-
-    Args:
-        root: folder of all caches; made when something is kept.
-        identity: of this one.
-    """
+    """Rows of tensors by key, stored on disk in shards."""
 
     def __init__(self, root: Path, identity: CacheIdentity) -> None:
         self.folder = root / identity.folder_name

@@ -52,11 +52,7 @@ class TeacherSource:
 
     Attributes:
         target: folder, name or shipped model.
-        target_hash: of its weights.
-        sampling: of the deployment.
-        cache_dir: folder of all caches.
         device: as for the engine, or "sharded" to spread the target over all GPUs.
-        dtype: of the target.
         on_progress: called while a cache is filled.
         share: this process's part of filling it. With several processes all must then prepare the
             teacher together; or one fills it first, alone, and the others find it filled.
@@ -80,12 +76,6 @@ def make_teacher(
     A greedy distribution is one id, which is cached; else last hidden states are cached if they fit
     the disk, and where they do not the target is rerun.
 
-    Args:
-        config: which, and how large its cache may be.
-        objective: what is learned from it.
-        source: the target and its deployment.
-        num_rows: learned rows there will be.
-
     Raises:
         InvalidRequest: the objective cannot be learned from such a teacher.
         InvalidModel: the target's files are missing, damaged or of an unsupported kind.
@@ -105,11 +95,7 @@ def make_teacher(
 
 
 def check_objective(kind: TeacherKind, objective: Objective, sampling: SamplingParams) -> None:
-    """Refuse a teacher whose incomplete distributions would bias the objective.
-
-    Raises:
-        InvalidRequest: they would.
-    """
+    """Refuse a teacher whose incomplete distributions would bias the objective (InvalidRequest)."""
     if kind not in PARTIAL or objective.linear or sampling.greedy:
         return
     reason = {
@@ -198,11 +184,7 @@ def feature_teacher(
 
 
 def check_feature_teacher(kind: TeacherKind) -> None:
-    """Refuse a teacher that cannot give the target's features.
-
-    Raises:
-        InvalidRequest: it has none.
-    """
+    """Refuse a teacher that cannot give the target's features (InvalidRequest)."""
     if kind in PARTIAL:
         raise InvalidRequest(
             f'an attached head reads the target\'s hidden states, which teacher "{kind}" does not '

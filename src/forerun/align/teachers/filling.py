@@ -68,11 +68,6 @@ class CacheFiller:
     ) -> TargetModel | None:
         """Compute and store the missing rows.
 
-        Args:
-            samples: whose rows are wanted.
-            make_columns: what is kept of a sample.
-            read: how a pass of the target gives the learned rows.
-
         Returns:
             The target if it had to be loaded.
 
@@ -122,11 +117,7 @@ class CacheFiller:
 
 
 def check_finite(sample: Sample, hidden: Float[Tensor, rows * states]) -> None:
-    """Refuse hidden states that are not finite.
-
-    Raises:
-        NumericalError: a hidden state holds NaN or infinity.
-    """
+    """Refuse hidden states that are not finite (NumericalError)."""
     if not bool(hidden.isfinite().all()):
         raise NumericalError(
             "the target's hidden states are not finite in a response to the prompt "

@@ -47,13 +47,7 @@ __all__ = [
 
 
 class HeadRows:
-    """Distributions computed from hidden states, in chunks of rows; see `TeacherRows`.
-
-    Args:
-        hidden: last hidden states of the learned rows.
-        head: of the target.
-        sampling: of the deployment.
-    """
+    """Distributions computed from hidden states, in chunks of rows; see `TeacherRows`."""
 
     def __init__(
         self, *, hidden: Float[Tensor, "rows hidden"], head: TargetHead, sampling: SamplingParams
@@ -72,12 +66,7 @@ class HeadRows:
 
 
 class ModelTeacher:
-    """Teacher that runs the target over every batch; see `Teacher`.
-
-    Args:
-        target: the target.
-        sampling: of the deployment.
-    """
+    """Teacher that runs the target over every batch; see `Teacher`."""
 
     truncated = False
 
@@ -106,13 +95,7 @@ STATES = "states"
 
 
 class HiddenTeacher:
-    """Teacher over cached hidden states; see `Teacher`.
-
-    Args:
-        filler: of the cache.
-        sampling: of the deployment.
-        device: on which distributions are computed.
-    """
+    """Teacher over cached hidden states; see `Teacher`."""
 
     truncated = False
 
@@ -159,12 +142,7 @@ def states_column(
 
 
 def find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
-    """Return the target's output layer (LM head), from the cache if it is stored there.
-
-    Args:
-        filler: of the cache.
-        target: if it is loaded.
-    """
+    """Return the target's output layer (LM head), from the cache if it is stored there."""
     folder, share = filler.cache.folder, filler.share
     head = read_head(folder)
     share.wait()  # no process writes before all have read
@@ -249,13 +227,7 @@ class FeaturesOfRows(HeadRows):
 
 
 class OnlineFeatures(ModelTeacher):
-    """Teacher that runs the target over every batch; see `Teacher`.
-
-    Args:
-        target: frozen.
-        layers: whose input is read.
-        sampling: of the deployment.
-    """
+    """Teacher that runs the target over every batch; see `Teacher`."""
 
     def __init__(
         self, target: TargetModel, layers: tuple[int, ...], sampling: SamplingParams
@@ -274,14 +246,7 @@ class OnlineFeatures(ModelTeacher):
 
 
 class CachedFeatures:
-    """Teacher over cached hidden states of all rows; see `Teacher`.
-
-    Args:
-        filler: of the cache.
-        layers: whose input is kept.
-        sampling: of the deployment.
-        device: on which features are used.
-    """
+    """Teacher over cached hidden states of all rows; see `Teacher`."""
 
     truncated = False
 

@@ -37,11 +37,7 @@ __all__ = ["SampledTeacher", "SparseRows", "TopKTeacher", "draw_ids", "known_sha
 
 
 class SparseRows:
-    """Sparse distributions of learned rows; see `TeacherRows`.
-
-    Args:
-        distribution: of all learned rows.
-    """
+    """Sparse distributions of learned rows; see `TeacherRows`."""
 
     def __init__(self, distribution: SparseDistribution) -> None:
         self._whole = distribution
@@ -56,14 +52,7 @@ class SparseRows:
 
 
 class SampledTeacher:
-    """Teacher over cached token ids; see `Teacher`.
-
-    Args:
-        filler: of the cache.
-        sampling: of the deployment.
-        num_ids: draws per row.
-        device: on which distributions are computed.
-    """
+    """Teacher over cached token ids; see `Teacher`."""
 
     truncated = False
 
@@ -192,12 +181,7 @@ def joined(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
 
 
 class TopKTeacher:
-    """Teacher over log-probabilities in the samples; see `Teacher`.
-
-    Args:
-        sampling: of the deployment.
-        device: on which distributions are computed.
-    """
+    """Teacher over log-probabilities in the samples; see `Teacher`."""
 
     def __init__(self, *, sampling: SamplingParams, device: torch.device | str) -> None:
         self._sampling = sampling

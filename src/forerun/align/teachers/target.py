@@ -100,11 +100,7 @@ class TargetModel:
 
 
 def adopt_target(model: Any) -> TargetModel:
-    """Freeze a transformers model and use it as a teacher's target.
-
-    Args:
-        model: a causal language model of a supported family, on its device or devices.
-    """
+    """Freeze a transformers model and use it as a teacher's target."""
     model.eval().requires_grad_(False)
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
     return TargetModel(
@@ -118,11 +114,7 @@ def adopt_target(model: Any) -> TargetModel:
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    """Refuse layer numbers that the target does not have.
-
-    Raises:
-        UnsupportedFeatures: naming them.
-    """
+    """Refuse layer numbers that the target does not have (UnsupportedFeatures)."""
     missing = [layer for layer in layers if not 0 <= layer <= num_layers]
     if missing:
         raise UnsupportedFeatures(
@@ -134,9 +126,6 @@ def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
 @torch.no_grad()
 def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
     """Return the embedding of every token as it enters the residual stream of a target.
-
-    Args:
-        model: a causal language model of transformers, of a supported family.
 
     Raises:
         UnsupportedFeatures: embeddings are projected before they enter the first layer.
@@ -243,11 +232,7 @@ class TargetHead:
 
 
 def head_of(model: Any) -> TargetHead:
-    """Return the head of a transformers model, which shares its weights.
-
-    Args:
-        model: a causal language model of a supported family.
-    """
+    """Return the head of a transformers model, which shares its weights."""
     settings: Mapping[str, Any] = model.config.to_dict()
     projection = model.get_output_embeddings()
     bias = dict(projection.named_parameters()).get("bias")
@@ -267,12 +252,6 @@ def load_sharded(
     One process spreads the layers over all GPUs it has, one after the other (accelerate's device
     map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
     all of them must make equally many passes, which `CacheFiller` and the trainer do.
-
-    Args:
-        source: as for `load_target`.
-        dtype: likewise.
-        device: of this process, where there are several.
-        share: of this process.
 
     Raises:
         InvalidModel: files are missing, damaged or of an unsupported kind.

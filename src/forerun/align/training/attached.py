@@ -63,12 +63,7 @@ class TargetParts:
     """Parts of the target that heads use unchanged, in fp32.
 
     Attributes:
-        settings: of the target, as transformers has them.
-        architecture: its sizes.
-        model: the target itself.
         embedding: of every token, as it enters the residual stream.
-        norm: weight of the final norm.
-        head: output matrix.
     """
 
     settings: Mapping[str, Any]
@@ -124,10 +119,6 @@ class AttachedDraft:
         """Write the head in bf16, in the form that engines with native support for it read.
 
         The folder is there as a whole or not at all; an earlier one is replaced.
-
-        Args:
-            folder: to write.
-            weights: trained weights by their names in `PassLoss`, as `Trainer.weights` gives them.
         """
         head = copy.deepcopy(self.model.head).cpu().float()
         parameters = dict(head.named_parameters())
@@ -163,10 +154,6 @@ class AttachedDraft:
 
 def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDraft:
     """Load the head to start from, or create one for the training texts.
-
-    Args:
-        config: of the alignment.
-        samples: the responses, from which a reduced vocabulary is chosen.
 
     Raises:
         InvalidModel: files are missing, damaged or of an unsupported kind.
@@ -233,14 +220,7 @@ def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, .
 def fresh_eagle3(
     attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
 ) -> Eagle3Head:
-    """Create an EAGLE-3 head in fp32.
-
-    Args:
-        attached: its shape.
-        target: what it is made for.
-        samples: the responses, from which its vocabulary is chosen.
-        seed: of its weights.
-    """
+    """Create an EAGLE-3 head in fp32."""
     sizes, settings = target.architecture, target.settings
     tokens = drafted_tokens(samples, sizes.vocab_size, attached.draft_vocab_size)
     num_heads = attached.num_heads or sizes.num_heads
@@ -303,12 +283,6 @@ def with_vocabulary(
 ) -> Eagle3Head:
     """Return a head whose vocabulary is chosen again; tokens new to it begin with the target's row.
 
-    Args:
-        head: in fp32.
-        target: of the head.
-        samples: the responses, from which the vocabulary is chosen.
-        size: tokens that can be drafted; see `drafted_tokens`.
-
     Raises:
         InvalidRequest: the vocabulary is to be larger than the target's.
     """
@@ -333,12 +307,7 @@ def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTar
 
 
 class MedusaOverTarget(nn.Module):
-    """Medusa heads under training, with the target's frozen output matrix.
-
-    Args:
-        head: the heads, in fp32, without output matrices of their own.
-        output: the target's output matrix.
-    """
+    """Medusa heads under training, with the target's frozen output matrix."""
 
     def __init__(self, head: MedusaHeads, output: Float[Tensor, "vocab hidden"]) -> None:
         super().__init__()

@@ -107,11 +107,7 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def check_hash(file: Any, metadata: Mapping[str, str]) -> None:
-    """Refuse a checkpoint whose tensors do not match its hash; old files have no hash.
-
-    Raises:
-        ValueError: a byte was changed.
-    """
+    """Refuse a checkpoint whose tensors do not match its hash (ValueError); old files have none."""
     names = sorted(file.keys())
     found = tensors_hash((name, file.get_tensor(name)) for name in names)
     if metadata.get("sha256", found) != found:
@@ -135,13 +131,6 @@ def load_checkpoint(
     defaults: Mapping[str, str],
 ) -> int:
     """Restore the state if there is a checkpoint.
-
-    Args:
-        path: of the file.
-        module: what is trained.
-        optimiser: its optimiser.
-        identity: what the run is a function of.
-        defaults: see `differences`.
 
     Returns:
         Steps done; 0 without a file.
@@ -184,11 +173,7 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 def check_identity(
     path: Path, found: Mapping[str, str], wanted: Mapping[str, str], defaults: Mapping[str, str]
 ) -> None:
-    """Refuse the checkpoint of a run with other settings.
-
-    Raises:
-        InvalidCheckpoint: naming what differs.
-    """
+    """Refuse the checkpoint of a run with other settings (InvalidCheckpoint)."""
     different = differences(found, wanted, defaults)
     if different:
         raise InvalidCheckpoint(

@@ -57,7 +57,6 @@ class LearnedRows:
 
     Attributes:
         hidden: the draft's, after its final norm.
-        labels: the tokens of the text.
         teacher: the target's distribution at these rows; None for objectives that need none.
         weights: of each row in the sum; None weighs all 1.
     """
@@ -78,7 +77,6 @@ class LossSum:
     Attributes:
         loss: differentiable in hidden rows and head.
         acceptance: sum of alpha under the deployed rule; None if not asked for.
-        num_rows: summed over.
     """
 
     loss: Float[Tensor, ""]

@@ -57,12 +57,7 @@ All else in training is the same for every kind of draft."""
 def causal_rows(
     model: Any, batch: PackedBatch
 ) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
-    """Return the learned rows of an ordinary draft model, a decoder of transformers.
-
-    Args:
-        model: a causal language model with a linear head, tied or not.
-        batch: on the device of the model.
-    """
+    """Return the learned rows of an ordinary draft model, a decoder of transformers."""
     hidden = model.get_decoder()(
         input_ids=batch.ids, position_ids=batch.positions, use_cache=False
     ).last_hidden_state[batch.predicts]
@@ -184,13 +179,7 @@ class TrainedDraft(Protocol):
 
 
 class Draft:
-    """A draft model under training; see `TrainedDraft`.
-
-    Args:
-        config: which.
-        model: of transformers, in fp32; with adapters in its layers if `lora_rank` is above 0.
-        read_rows: how this kind of draft reads a batch; see `DraftLoss`.
-    """
+    """A draft model under training; see `TrainedDraft`."""
 
     def __init__(self, config: DraftConfig, model: Any, read_rows: DraftRows = causal_rows) -> None:
         self.config = config
@@ -206,10 +195,6 @@ class Draft:
         """Write a Hugging Face folder in bf16: weights, configuration and the target's tokenizer.
 
         The folder is there as a whole or not at all; an earlier one is replaced.
-
-        Args:
-            folder: to write.
-            weights: trained weights by their names in `DraftLoss`, as `Trainer.weights` gives them.
         """
         merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
         remove_unfinished(folder)  # only one process writes it, under the lock of the folder

@@ -48,12 +48,7 @@ class PassStates:
 
 
 def learned_passes(batch: PackedBatch, num_passes: int) -> Bool[Tensor, "passes rows width"]:
-    """Return which rows have a loss in each pass: in pass i, row t learns token t + i + 2.
-
-    Args:
-        batch: of texts.
-        num_passes: tokens that a row predicts.
-    """
+    """Return which rows have a loss in each pass: in pass i, row t learns token t + i + 2."""
     found = torch.zeros((num_passes, *batch.ids.shape), dtype=torch.bool, device=batch.ids.device)
     for number in range(num_passes):
         shift = number + 1
@@ -98,12 +93,7 @@ class PassLoss(nn.Module):
     def forward(
         self, batch: PackedBatch, rows: FeatureTeacherRows
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return loss and acceptance probability, summed over the learned rows of a batch.
-
-        Args:
-            batch: on the device of the head.
-            rows: the target's features and distributions.
-        """
+        """Return loss and acceptance probability, summed over the learned rows of a batch."""
         learning = learned_passes(batch, self.num_passes)
         found: PassStates = self.model(batch, rows, learning)
         learned = self._sorted(batch, rows, learning, found)
@@ -193,12 +183,7 @@ class TeacherRowsByPosition:
 
 
 class UnrolledEagle3(nn.Module):
-    """An EAGLE-3 head under training with the target's frozen embedding; see `PassLoss`.
-
-    Args:
-        head: in fp32.
-        embedding: of the target, as it enters the residual stream; unused where the head has one.
-    """
+    """An EAGLE-3 head under training with the target's frozen embedding; see `PassLoss`."""
 
     def __init__(self, head: Eagle3Head, embedding: Float[Tensor, "vocab hidden"]) -> None:
         super().__init__()
@@ -236,15 +221,7 @@ def unroll(
     features: Float[Tensor, "rows width layers hidden"],
     learning: Bool[Tensor, "passes rows width"],
 ) -> list[Float[Tensor, "_ hidden"]]:
-    """Return the head's hidden states in every pass, at the rows that have a loss in it.
-
-    Args:
-        head: the head.
-        embed: token ids to embeddings.
-        batch: of texts.
-        features: of the target, at all rows.
-        learning: rows that learn in each pass.
-    """
+    """Return the head's hidden states in every pass, at the rows that have a loss in it."""
     num_passes = len(learning)
     active = learning.any(0)  # the rows that draft; the others are only seen
     attention = ColumnAttention(mask=seen(batch), active=active)
@@ -272,7 +249,6 @@ class ColumnAttention:
 
     Attributes:
         mask: what a row sees of pass 0.
-        active: the drafting rows.
     """
 
     mask: Bool[Tensor, "rows 1 width width"]

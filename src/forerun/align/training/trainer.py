@@ -215,11 +215,6 @@ class Trainer:
     def run(self, rows: RowSource, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
         """Train until the given number of steps is done, and write a checkpoint.
 
-        Args:
-            rows: where the packed rows of the steps come from.
-            until_step: steps done at the end, those before this call included.
-            on_step: called after every step, in every process.
-
         Raises:
             TrainingDiverged: loss or gradient is no number; the last checkpoint is left as it was.
             KeyboardInterrupt: a signal came; the step was finished and a checkpoint kept.

@@ -56,12 +56,7 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
 
 
 def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
-    """Return evidence as the content of a facts file for `read_facts`.
-
-    Args:
-        evidence: of whatever kind.
-        source: who or what states it.
-    """
+    """Return evidence as the content of a facts file for `read_facts`."""
     facts: dict[str, Json] = {}
     for fact in evidence:
         value: Json = [*fact.value] if isinstance(fact.value, tuple) else fact.value

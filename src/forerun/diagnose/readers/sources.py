@@ -1,18 +1,36 @@
-"""Reads evidence from a named source: a trace, a text file, standard input or a URL."""
+"""Reads evidence from a named source: a trace, a text file, standard input or a URL.
+
+A page is read within limits on bytes and total time, because its server may never end it.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedReader, RawIOBase
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
-from forerun.bounded_read import BoundedFile, ReadLimits, open_bounded, open_stdin
+from forerun.bounded_read import (
+    BoundedFile,
+    Deadline,
+    ReadLimits,
+    gunzipped,
+    open_bounded,
+    open_stdin,
+)
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
 from forerun.errors import InvalidRequest, UnreadableInput
 
-__all__ = ["as_reference", "read_live", "read_source"]
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+__all__ = ["as_reference", "http_get", "read_live", "read_source"]
 
 MAX_PAGE_BYTES = 1 << 25
 TIMEOUT_S = 10.0
@@ -74,26 +92,130 @@ def page_of(url: str) -> PrometheusText:
     Raises:
         InvalidRequest: as for `read_live`.
     """
-    from forerun.bounded_http import http_request  # with the HTTP client, for URLs only
-
     try:
-        answer = http_request(
-            url, limits=ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S)
-        )
+        body = http_get(url, ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S))
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
-    if 300 <= answer.status < 400:
-        where = answer.headers.get("location", "elsewhere")
-        raise InvalidRequest(
-            f"{url} redirects to {where}, which is not followed: give that address"
-        )
-    if answer.status != 200:
-        raise InvalidRequest(f"{url} answers {answer.status}: {answer.reason}")
     page = PrometheusText()
-    for line in answer.body.decode("utf-8", errors="replace").splitlines():
+    for line in body.decode("utf-8", errors="replace").splitlines():
         page.read(line)
     page.close()
     return page
+
+
+CHUNK_BYTES = 1 << 16
+HEADER_BYTES = 1 << 20
+"""Status lines, headers and trailers of one exchange, beside the body."""
+
+
+class LimitedSocket(RawIOBase):
+    """Reads a socket within one deadline for the whole response, headers and trailers included.
+
+    http.client waits anew for every read, so a server that sends one byte a second never ends.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: Deadline, max_bytes: int) -> None:
+        self.connection = connection
+        self.deadline = deadline
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def readable(self) -> bool:
+        """Return True, as `io.RawIOBase` requires of readable streams."""
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Read the bytes that have arrived into a buffer."""
+        self.connection.settimeout(self.deadline.remaining_s())
+        try:
+            size = self.connection.recv_into(cast("bytearray", buffer))
+        except TimeoutError:
+            self.deadline.remaining_s()  # raises
+            raise
+        self.num_bytes += size
+        if self.num_bytes > self.max_bytes:
+            raise UnreadableInput(
+                f"{self.deadline.name} sends more than {self.max_bytes} bytes, the limit here"
+            )
+        return size
+
+
+class LimitedConnection:
+    """The part of a socket's interface that http.client needs, over a socket that stays open."""
+
+    def __init__(self, reader: LimitedSocket) -> None:
+        self.reader = reader
+
+    def makefile(self, _mode: str) -> BufferedReader:
+        """Return the file that responses are read from."""
+        return BufferedReader(self.reader, CHUNK_BYTES)
+
+    def sendall(self, data: ReadableBuffer) -> None:
+        """Send a request."""
+        connection = self.reader.connection
+        connection.settimeout(self.reader.deadline.remaining_s())
+        connection.sendall(data)
+
+    def close(self) -> None:
+        """Do nothing: http.client closes its socket before the body of a response is read."""
+
+
+def http_get(url: str, limits: ReadLimits) -> bytes:
+    """Return the decompressed body of a page, requested without proxies and redirects.
+
+    Args:
+        url: http or https.
+        limits: bytes (as sent and as decompressed) and seconds, connecting included.
+
+    Raises:
+        UnreadableInput: the address is malformed or redirects, nothing answers, or the answer is an
+            error or over a limit.
+    """
+    deadline = Deadline(limits.max_seconds, url)
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UnreadableInput(f"{url} cannot be read: it is not an http or https address")
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname, parts.port, timeout=deadline.remaining_s())
+        connection.connect()
+        opened: socket.socket = connection.sock
+        try:
+            connection.sock = LimitedConnection(
+                LimitedSocket(opened, deadline, limits.max_bytes + HEADER_BYTES)
+            )
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", target)
+            with connection.getresponse() as answer:
+                return body_of(answer, url, limits, deadline)
+        finally:
+            opened.close()
+    except UnreadableInput:
+        raise
+    except (HTTPException, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UnreadableInput(f"{url} cannot be read: {reason}") from error
+
+
+def body_of(answer: HTTPResponse, url: str, limits: ReadLimits, deadline: Deadline) -> bytes:
+    """Read the whole response and return its body; a redirect or an error is refused."""
+    pieces, num_bytes = [], 0
+    while piece := answer.read(CHUNK_BYTES):
+        deadline.remaining_s()
+        num_bytes += len(piece)
+        if num_bytes > limits.max_bytes:
+            raise UnreadableInput(f"{url} sends more than {limits.max_bytes} bytes, the limit here")
+        pieces.append(piece)
+    if 300 <= answer.status < 400:
+        where = answer.headers.get("location", "elsewhere")
+        raise UnreadableInput(
+            f"{url} redirects to {where}, which is not followed: give that address"
+        )
+    if answer.status != 200:
+        raise UnreadableInput(f"{url} answers {answer.status}: {answer.reason}")
+    body = b"".join(pieces)
+    is_packed = answer.headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate")
+    return gunzipped(body, url, limits) if is_packed else body
 
 
 REFERENCE = {
@@ -114,10 +236,6 @@ FIRST_DATA_S = 20.0
 
 def read_source(name: str, *, interval_s: float) -> Evidence:
     """Return the evidence of one source.
-
-    Args:
-        name: a path, - for stdin, or an http(s) URL.
-        interval_s: between the two samples of a URL.
 
     Raises:
         InvalidRequest: it cannot be read, or nothing in it is understood.

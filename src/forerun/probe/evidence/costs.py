@@ -93,13 +93,7 @@ def rig_of(
 
 
 def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None:
-    """Return the settings of pass timing; None if the context has no room for two pass widths.
-
-    Args:
-        max_rows: widest pass to time.
-        budget_s: time for all of them.
-        room: tokens that fit into the context behind each other.
-    """
+    """Return the settings of pass timing; None if the context has no room for two pass widths."""
     context = min(CONTEXT, room // 2)
     rows = tuple(width for width in WIDTHS if width <= min(max_rows, room - context))
     if context < 1 or len(rows) < 2 or budget_s <= 0.0:
@@ -149,15 +143,7 @@ def add_self_draft(
     params: Sequence[SamplingParams],
     num_tokens: int,
 ) -> None:
-    """Add the share of accepted tokens where the target is its own draft, half of it greedy.
-
-    Args:
-        evidence: takes the fact.
-        engine: whose draft is its target.
-        prompts: token ids.
-        params: one per prompt.
-        num_tokens: most output tokens of each.
-    """
+    """Add the share of accepted tokens where the target is its own draft, half of it greedy."""
     short = [replace(asked, max_tokens=num_tokens, ignore_eos=True) for asked in params]
     greedy = [replace(asked, temperature=0.0) for asked in short]
     asked = [greedy[i] if i % 2 else short[i] for i in range(len(short))]

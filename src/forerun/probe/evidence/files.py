@@ -119,12 +119,7 @@ POWER_STEPS = 20
 
 
 def add_weights(evidence: Evidence, files: Sequence[Path]) -> None:
-    """Add whether matrices are constant or not finite, and the share that appears untrained.
-
-    Args:
-        evidence: takes the facts.
-        files: with the draft's weights.
-    """
+    """Add whether matrices are constant or not finite, and the share that appears untrained."""
     wrong: list[str] = []
     drawn: list[str] = []
     num_large = 0

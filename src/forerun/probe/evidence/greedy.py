@@ -164,12 +164,6 @@ def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, r
 
     The largest move over one text, between passes of many rows and of few; not less than what
     adding up in fp32 does anyway.
-
-    Args:
-        model: the target.
-        request: the text.
-        replayed: its logits in passes of many rows.
-        rows: of the narrow passes.
     """
     few = torch.cat([*logits_of(model, request.ids, request.num_prompt - 1, rows)]).float()
     many = replayed.target_logits

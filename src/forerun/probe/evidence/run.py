@@ -281,8 +281,6 @@ class PairNames:
     Attributes:
         target: folder, hub name or "zoo:" name.
         draft: the same, or a drafter by its name.
-        dtype: of weights.
-        device: of both.
     """
 
     target: str

@@ -25,7 +25,6 @@ class TapedStep:
     """One recorded step of one request.
 
     Attributes:
-        record: as the engine traces it.
         proposal: what was drafted; None for a plain step.
     """
 
@@ -53,10 +52,6 @@ class TapedRequest:
     """One finished request with its recorded steps.
 
     Attributes:
-        prompt_ids: its prompt.
-        token_ids: its output.
-        params: of the request.
-        steps: in order.
         num_cached: prompt tokens that were found in the prefix cache.
     """
 
@@ -98,11 +93,6 @@ def run_taped(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[TapedRequest]:
     """Generate with an engine, and return the recorded requests.
-
-    Args:
-        engine: with nothing else to do.
-        prompts: token ids.
-        params: one per prompt, one sample each.
 
     Raises:
         NumericalError: the target returned NaN.

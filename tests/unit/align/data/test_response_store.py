@@ -162,10 +162,10 @@ def test_nobody_mends_what_another_is_writing(tmp_path):
 
 def test_a_maker_is_what_decides_a_response(tmp_path):
     """Parameters at their defaults are not named, so that one that is new changes no maker."""
-    made = origin().to_dict()
+    made = origin().header
     assert made["params"] == {"max_tokens": 6, "seed": 1}
-    assert origin(params=replace(origin().params, n=3, logprobs=2)).to_dict() == made
-    assert origin(params=replace(origin().params, top_p=0.5)).to_dict() != made
+    assert origin(params=replace(origin().params, n=3, logprobs=2)).header == made
+    assert origin(params=replace(origin().params, top_p=0.5)).header != made
 
 
 # A process that keeps one response after the other until it is killed, or the disk is full.
@@ -228,4 +228,4 @@ def test_an_empty_bias_is_none():
     empty = replace(origin(), params=SamplingParams(max_tokens=6, logit_bias={}))
     none = replace(origin(), params=SamplingParams(max_tokens=6))
     some = replace(origin(), params=SamplingParams(max_tokens=6, logit_bias={3: 1.0}))
-    assert empty.to_dict() == none.to_dict() != some.to_dict()
+    assert empty.header == none.header != some.header

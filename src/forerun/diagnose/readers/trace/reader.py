@@ -32,14 +32,7 @@ COMMON = 10
 def add_setup(
     evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
 ) -> None:
-    """Add models, versions and methods from the trace headers, and changes between headers.
-
-    Args:
-        evidence: takes the facts.
-        headers: of the trace, in order.
-        methods: drafting steps by drafter.
-        source: name of the trace.
-    """
+    """Add models, versions and methods from the trace headers, and changes between headers."""
     if not headers:
         return
     evidence.add_or_note("engine", "forerun", source)
@@ -160,9 +153,6 @@ class TraceRead:
     """Content of a trace that was read: totals, headers, requests and damage.
 
     Attributes:
-        totals: over its steps.
-        headers: what was run.
-        requests: finished requests.
         num_damaged: places that could not be read.
         damage: the first of them, in words.
         limit: the limit at which reading stopped, in words; None where all was read.
@@ -196,12 +186,7 @@ def read_trace_evidence(path: Path) -> Evidence:
 
 
 def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
-    """Return the evidence of step records in memory, given as complete cycles in order.
-
-    Args:
-        steps: of a server that runs.
-        name: what facts give as their source.
-    """
+    """Return the evidence of step records in memory, given as complete cycles in order."""
     read = TraceRead()
     for table in table_of(steps):
         read.totals.add(table)
@@ -213,13 +198,7 @@ def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
 
 
 def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
-    """Return the facts that follow from the totals, headers and requests of a trace.
-
-    Args:
-        read: the totals.
-        name: of the reading.
-        source: what facts give as their source.
-    """
+    """Return the facts that follow from the totals, headers and requests of a trace."""
     evidence = Evidence(readings=[reading_of(read, name)])
     add_figures(evidence, read.totals, read.requests, source)
     add_contrasts(evidence, read.totals, read.requests, source)

@@ -85,7 +85,6 @@ class Stretches:
     """Counts of drafting steps by stretch, for each property that is compared.
 
     Attributes:
-        request_ids: of every stretch.
         starts_s: time of its first step.
         parts: counts by name of what is told apart, block by block.
     """
@@ -95,11 +94,7 @@ class Stretches:
     parts: dict[str, list[StretchCounts]] = field(default_factory=dict)
 
     def add(self, drafting: pa.Table) -> None:
-        """Count a block of drafting steps, ordered by request and step.
-
-        Args:
-            drafting: with what came before each step, as `with_previous` adds it.
-        """
+        """Count a block of drafting steps, ordered by request and step."""
         stretch, first = stretch_of(drafting)
         share = expected_share(drafting)
         accepted = (column(drafting, "num_accepted") > 0).astype(np.float64)
@@ -221,7 +216,6 @@ class Side:
     """Sums over one of the two groups of steps in a comparison.
 
     Attributes:
-        num_steps: how many.
         num_stretches: that they are from.
         mean: of their shares; of what they exceed others by, where those are compared.
         num_first: those that accepted at least one token.

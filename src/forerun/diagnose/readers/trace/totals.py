@@ -28,7 +28,6 @@ class Hits:
     """Counts of how often the first drafted token was accepted.
 
     Attributes:
-        num_steps: drafting steps.
         num_first: those that accepted at least one token.
     """
 

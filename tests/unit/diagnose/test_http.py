@@ -14,8 +14,8 @@ import pytest
 
 SCRIPT = """
 import json, socket, threading, time
-from forerun.bounded_http import HEADER_BYTES, http_request
 from forerun.bounded_read import ReadLimits
+from forerun.diagnose.readers.sources import http_get
 from forerun.errors import UnreadableInput
 
 OK = b"HTTP/1.1 200 OK\\r\\n"
@@ -49,7 +49,7 @@ for name, answer in ANSWERS.items():
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     begun_s = time.monotonic()
     try:
-        body = http_request(url, limits=ReadLimits(max_bytes=1000, max_seconds=1.0)).body
+        body = http_get(url, ReadLimits(max_bytes=1000, max_seconds=1.0))
         found[name] = {"body": body.decode()}
     except UnreadableInput as error:
         found[name] = {"error": str(error)}
