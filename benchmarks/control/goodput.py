@@ -16,10 +16,10 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, cycle
 from typing import Any
 
+from msgspec.structs import replace
 from profiles import read_costs
 from served import (
     LOOKAHEADS,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 from tests.records import STEP
 from tests.simulated import Tables, table
 
@@ -70,7 +70,7 @@ def happened(plan: Plan, state: RequestState, fate, cycle: int) -> StepRecord:
     k = max(0, min(plan.num_speculative_tokens, state.max_new - 1))
     drafted = round(drafted_share * k) if plan.stop else k
     accepted = round(accepted_share * drafted)
-    return replace(
+    return changed(
         STEP,
         cycle_id=cycle,
         request_id=state.request_id,
@@ -104,7 +104,7 @@ def played(
         ]
         if behind is not None:
             records = [
-                replace(
+                changed(
                     r,
                     stop_values=(
                         *r.stop_values[: r.num_accepted + 1],

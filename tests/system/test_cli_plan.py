@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 from tests.profiles import SETUP, profile_of
 from tests.records import HEADER, REQUEST, steps
 
@@ -48,8 +49,8 @@ def trace(tmp_path):
         writer.add(HEADER)
         for request, accepted in (("a", 4), ("b", 2), ("c", 1)):
             for record in steps(30, num_accepted=accepted, num_emitted=1):
-                writer.add(replace(record, request_id=request))
-            writer.add(replace(REQUEST, request_id=request, parameters={"temperature": 0.0}))
+                writer.add(changed(record, request_id=request))
+            writer.add(changed(REQUEST, request_id=request, parameters={"temperature": 0.0}))
     return str(path)
 
 
@@ -122,7 +123,7 @@ def test_drafters_are_compared(profile, tmp_path, capsys):
 def test_a_drafter_without_a_model_costs_what_the_trace_says(profile, tmp_path, capsys):
     path = tmp_path / "suffix.jsonl"
     with open_trace(path) as writer:
-        writer.add(replace(HEADER, draft="suffix", draft_hash=None))
+        writer.add(changed(HEADER, draft="suffix", draft_hash=None))
         for record in steps(30, method="suffix", draft_s=0.004, other_s=0.0025):
             writer.add(record)
     arguments = ("--profile", profile, "--draft", "suffix", "--batch", "1")

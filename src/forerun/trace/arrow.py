@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import islice, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,7 +31,6 @@ from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.schema import (
     COUNTS,
     DURATIONS,
-    FIELDS,
     KINDS,
     MAX_COUNT,
     MAX_NODES,
@@ -41,7 +40,7 @@ from forerun.trace.schema import (
     FlushRule,
     Item,
     JsonLines,
-    Row,
+    Record,
     item_of,
     read_json_lines,
     record_from,
@@ -90,16 +89,16 @@ class ParquetParts:
         self.headers = headers
         self.num_parts = dict.fromkeys(FOLDERS, 0)
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, records: Iterable[Record]) -> None:
         """Write one file per kind of record."""
-        sorted_rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
-        for row in rows:
-            sorted_rows[row.kind].append(row)
-        if sorted_rows["header"]:
-            self.headers.write(sorted_rows["header"])
+        by_kind: dict[str, list[Record]] = {kind: [] for kind in KINDS}
+        for record in records:
+            by_kind[str(record.__struct_config__.tag)].append(record)
+        if by_kind["header"]:
+            self.headers.write(by_kind["header"])
         for name, kind in FOLDERS.items():
-            if sorted_rows[kind]:
-                self._write_part(name, part_table(kind, sorted_rows[kind]))
+            if by_kind[kind]:
+                self._write_part(name, part_table(kind, by_kind[kind]))
 
     def close(self) -> None:
         """Do nothing: every file is closed once it is written."""
@@ -112,15 +111,15 @@ class ParquetParts:
         self.num_parts[name] += 1
 
 
-def part_table(kind: str, rows: Sequence[Row]) -> pa.Table:
-    """Convert rows of one kind to a table."""
-    columns = []
-    by_field = zip(*(row.values for row in rows), strict=True)
-    for field, values in zip(fields(KINDS[kind]), by_field, strict=True):
-        annotation = str(field.type)
-        column = map(json.dumps, values) if annotation == JSON_TEXT else values
-        columns.append(pa.array(column, TYPES[annotation.removesuffix(" | None")]))
-    return pa.Table.from_arrays(columns, names=FIELDS[kind])
+def part_table(kind: str, records: Sequence[Record]) -> pa.Table:
+    """Convert records of one kind to a table."""
+    columns = {}
+    for name, annotation in KINDS[kind].__annotations__.items():
+        values: Iterable[object] = map(attrgetter(name), records)
+        if annotation == JSON_TEXT:
+            values = map(json.dumps, values)
+        columns[name] = pa.array(values, TYPES[annotation.removesuffix(" | None")])
+    return pa.table(columns)
 
 
 def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]:
@@ -189,8 +188,8 @@ def row_item(kind: str, row: dict[str, object], where: str) -> Item:
         if kind == "request":
             row["parameters"] = parse_json(str(row.get("parameters")), "parameters")
         return record_from(kind, row)
-    except (OverflowError, ValueError) as error:
-        return Damage(where=where, what=str(error))
+    except ValueError as error:
+        return Damage(where=where, what=f"{error!s:.300}")
 
 
 STEP_TYPES: Mapping[str, pa.DataType] = {

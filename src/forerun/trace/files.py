@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from msgspec.structs import replace
+
 from forerun.errors import InvalidRequest, InvalidTrace, UnreadableInput
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.schema import (
@@ -18,9 +20,7 @@ from forerun.trace.schema import (
     Item,
     JsonLines,
     Record,
-    Row,
     read_json_lines,
-    row_of,
 )
 
 __all__ = ["SUFFIXES", "Sink", "TraceWriter", "check_suffix", "open_trace", "read_trace"]
@@ -37,8 +37,8 @@ class Sink(Protocol):
     def flush_rule(self) -> FlushRule:
         """Limits at which buffered records are written to this format."""
 
-    def write(self, rows: Iterable[Row]) -> None:
-        """Write rows that remain readable if the process is killed afterwards.
+    def write(self, records: Iterable[Record]) -> None:
+        """Write records that remain readable if the process is killed afterwards.
 
         Raises:
             OSError: they could not be written; earlier ones are still there.
@@ -100,7 +100,9 @@ class TraceWriter:
         if self.failed or not waiting:
             return
         try:
-            self.sink.write(row_of(record, changes) for record, changes in waiting)
+            self.sink.write(
+                replace(record, **changes) if changes else record for record, changes in waiting
+            )
         except OSError as error:
             self._fail(error)
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace as changed
 from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
@@ -154,12 +155,12 @@ def traced(path: Path, target: Path, prompts: Iterable[Sequence[int]]) -> Path:
     """A trace in which every prompt was answered in one step, whose last token was the target's."""
     hashes = {"target_hash": content_hash(str(target)), "tokenizer_hash": tokenizer_hash(target)}
     with open_trace(path) as trace:
-        trace.add(replace(HEADER, **hashes))
+        trace.add(changed(HEADER, **hashes))
         for number, prompt_ids in enumerate(prompts):
             length, own = len(prompt_ids), {"request_id": str(number)}
-            trace.add(replace(STEP, **own, context_tokens=length, token_ids=(5, 6, 7)))
-            request = replace(REQUEST, **own, num_prompt_tokens=length, num_output_tokens=3)
-            trace.add(replace(request, prompt_token_ids=tuple(prompt_ids)))
+            trace.add(changed(STEP, **own, context_tokens=length, token_ids=(5, 6, 7)))
+            request = changed(REQUEST, **own, num_prompt_tokens=length, num_output_tokens=3)
+            trace.add(changed(request, prompt_token_ids=tuple(prompt_ids)))
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 from tests.records import STEP
 
 from forerun.control.base import RequestState
@@ -18,7 +19,7 @@ WAY = DraftVariant("d", stops=False)
 
 
 def outcome(accepted: int, **changes) -> StepRecord:
-    return replace(
+    return changed(
         STEP, request_id="r", k_budget=1, depth_drafted=1, num_accepted=accepted, **changes
     )
 
@@ -37,7 +38,7 @@ def test_a_request_is_believed_to_be_so_much_like_the_others_of_its_kind(strengt
     for state in (STATE, others):
         beliefs.curve(state, WAY, 1)
     for _ in range(50):
-        beliefs.observe(replace(outcome(0), request_id="other"), WAY)
+        beliefs.observe(changed(outcome(0), request_id="other"), WAY)
     for _ in range(num_own):
         beliefs.observe(outcome(1), WAY)
     (pool,) = beliefs.curve(fresh, WAY, 1).survival

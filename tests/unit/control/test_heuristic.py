@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec.structs import replace as changed
 from tests.records import STEP
 from tests.simulated import CAPACITY
 
@@ -14,7 +15,7 @@ STATE = RequestState(request_id="r", num_committed=5, max_new=50, temperature=1.
 
 
 def outcome(k: int, accepted: int, **changes):
-    return replace(STEP, request_id="r", k_budget=k, num_accepted=accepted, **changes)
+    return changed(STEP, request_id="r", k_budget=k, num_accepted=accepted, **changes)
 
 
 def test_k_grows_by_two_and_shrinks_by_one():

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 from tests.simulated import CAPACITY, Tables, World, best_rate, seconds_of, table
 
 from forerun.control.base import Controller, Plan
@@ -145,7 +146,7 @@ def test_steps_beside_a_prefill_are_not_judged():
     for _ in range(50):
         (plan,) = safe.decide(ours.states(), CAPACITY)
         record = ours.record("r", plan, 1.0, 1.0, 1.0)
-        safe.observe([replace(record, num_prefill_rows=4)])
+        safe.observe([changed(record, num_prefill_rows=4)])
     assert not safe.switches
 
 

@@ -220,24 +220,24 @@ def test_a_part_that_unpacks_to_billions_of_rows_is_damage(tmp_path):
 MEMORY = """
 import resource, sys
 from pathlib import Path
+from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.sources import read_source
 from forerun.trace.files import read_trace
 from forerun.trace.schema import line_of
-from forerun.trace.schema import row_of
 from forerun.trace.summary import summarise
 
 path, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-with path.open("w") as file:
-    file.write(line_of(row_of(HEADER)))
+with path.open("wb") as file:
+    file.write(line_of(HEADER))
     for i in range(count):
         changes = {"request_id": f"request-{i}"}
         if kind == "steps":
-            row = row_of(STEP, {**changes, "cycle_id": i, "t_s": float(i), "step": 0})
+            record = replace(STEP, **changes, cycle_id=i, t_s=float(i), step=0)
         else:
-            row = row_of(REQUEST, {**changes, "tags": [f"tag-{i}-{j}" for j in range(10)]})
-        file.write(line_of(row))
+            record = replace(REQUEST, **changes, tags=tuple(f"tag-{i}-{j}" for j in range(10)))
+        file.write(line_of(record))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 summarise(read_trace(path))
 diagnose(read_source(str(path), interval_s=1.0))

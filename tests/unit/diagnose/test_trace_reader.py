@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, plain
 
 from forerun.diagnose.derive import derive

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from tests.records import STEP
 
 from forerun.server.live_figures import HISTORY_S, WINDOW_S, LiveFigures

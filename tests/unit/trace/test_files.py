@@ -6,18 +6,18 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.theory.record import StepRecord
 from forerun.trace import schema as jsonl
 from forerun.trace.files import SUFFIXES, open_trace, read_trace
-from forerun.trace.schema import Damage, JsonLines, Record, row_of
+from forerun.trace.schema import Damage, JsonLines, Record
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,15 +56,6 @@ def test_lines_are_json_whatever_is_in_them(tmp_path):
     assert lines[1]["parameters"] == {"stop": ["%s"], "x": {"y": None}}
     assert list(lines[0])[:3] == ["record", "cycle_id", "t_s"]
     assert records_in(path)[0] == odd
-
-
-def test_lines_keep_nanoseconds(tmp_path):
-    path = tmp_path / "t.jsonl"
-    write(path, [replace(STEP, t_s=123456.123456789123, draft_s=0.0012345678949)])
-    (found,) = records_in(path)
-    assert isinstance(found, StepRecord)
-    assert found.t_s == 123456.123456789
-    assert found.draft_s == 0.001234568
 
 
 def test_several_headers_and_requests_among_steps(path):
@@ -179,7 +170,7 @@ class Sipping:
 
 def test_partial_writes_are_completed(tmp_path, unchecked):
     file = Sipping()
-    JsonLines(file).write([row_of(HEADER), row_of(STEP)])
+    JsonLines(file).write([HEADER, STEP])
     path = tmp_path / "trace.jsonl"
     path.write_bytes(file.content)
     assert list(read_trace(path)) == [HEADER, STEP]
@@ -244,13 +235,14 @@ def test_a_line_cut_off_at_the_end(lines):
 @pytest.mark.parametrize(
     ("bad", "what"),
     [
-        (b"\x00" * 200 + b"\n", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b"\xff\xfe\x80{}\n", "is not UTF-8 at byte 0"),
-        (b"[1, 2]\n", "no JSON object"),
-        (b"[" * 100_000 + b"\n", "nests lists and objects more than 64 deep, the limit here"),
-        (b'{"record": "step"}\n', "no cycle_id"),
-        (b'{"cycle_id": 3}\n', "a record of kind None"),
-        (b'{"record": {"a": 1}}\n', "a record of kind {'a': 1}"),
+        (b"\x00" * 200 + b"\n", "JSON is malformed: invalid character (byte 0)"),
+        (b"\xff\xfe\x80{}\n", "JSON is malformed: invalid character (byte 0)"),
+        (b"[1, 2]\n", "Expected `object`, got `array`"),
+        (b"[" * 100_000 + b"\n", "Expected `object`, got `array`"),
+        (b'{"record": "step"}\n', "Object missing required field `cycle_id`"),
+        (b'{"cycle_id": 3}\n', "Object missing required field `record`"),
+        (b'{"record": "banana"}\n', "Invalid value 'banana' - at `$.record`"),
+        (b'{"record": {"a": 1}}\n', "Expected `str` - at `$.record`"),
     ],
 )
 def test_damage_in_the_middle_costs_its_own_line(lines, bad, what):
@@ -333,7 +325,7 @@ def test_a_part_of_another_table_is_damage(parts):
         (parts / "requests" / "00001.parquet").read_bytes()
     )
     (damage,) = damage_in(parts)
-    assert "unknown fields" in damage
+    assert "unknown field" in damage
 
 
 def test_lost_headers_cost_nothing_else(parts):

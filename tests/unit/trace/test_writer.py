@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, steps
 
 from forerun.trace.files import FlushRule, TraceWriter
-from forerun.trace.schema import FIELDS, Record, Row, record_from
+from forerun.trace.schema import Record
 
 
 class Pile:
@@ -25,16 +25,11 @@ class Pile:
         self.refuse_close = refuse_close
         self.num_tries = 0
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, records: Iterable[Record]) -> None:
         self.num_tries += 1
         if self.num_tries > self.refuse_from:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.writes.append(
-            [
-                record_from(kind, dict(zip(FIELDS[kind], values, strict=True)))
-                for kind, values in rows
-            ]
-        )
+        self.writes.append(list(records))
 
     def close(self) -> None:
         if self.refuse_close:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace as changed
 from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
@@ -34,10 +33,10 @@ def step(number: int, context: int, *token_ids: int, source: str = "recovered", 
         "num_accepted": len(token_ids) - (source != "accepted"),
         "last_token_source": source,
     }
-    return replace(STEP, **(values | changes))
+    return changed(STEP, **(values | changes))
 
 
-REQUEST_OF_3 = replace(
+REQUEST_OF_3 = changed(
     REQUEST, num_prompt_tokens=3, num_output_tokens=6, prompt_token_ids=(7, 8, 9)
 )
 STEPS = [
@@ -66,13 +65,13 @@ def test_the_order_of_records_does_not_matter(tmp_path):
 
 @pytest.mark.parametrize("lost", range(4))
 def test_a_request_with_a_lost_step_is_passed_over(tmp_path, lost):
-    other = replace(REQUEST_OF_3, request_id="whole")
+    other = changed(REQUEST_OF_3, request_id="whole")
     path = write(
         tmp_path / "t.jsonl",
         [
             HEADER,
             *(s for number, s in enumerate(STEPS) if number != lost),
-            *(replace(s, request_id="whole") for s in STEPS),
+            *(changed(s, request_id="whole") for s in STEPS),
             REQUEST_OF_3,
             other,
         ],
@@ -87,7 +86,7 @@ def test_damage_costs_its_own_request(tmp_path):
 
 
 def test_what_was_never_rejected_teaches_nothing(tmp_path):
-    steps = [replace(s, last_token_source="bonus") for s in STEPS]
+    steps = [changed(s, last_token_source="bonus") for s in STEPS]
     path = write(tmp_path / "t.jsonl", [HEADER, *steps, REQUEST_OF_3])
     assert replayed(path, **HASHES) == []
 
@@ -97,7 +96,7 @@ def test_what_was_never_rejected_teaches_nothing(tmp_path):
     [
         ([HEADER, *STEPS, REQUEST_OF_3], {"tokenizer_hash": "k1"}, "another tokenizer"),
         ([HEADER, *STEPS, REQUEST_OF_3], {"target_hash": "t1"}, "another target"),
-        ([HEADER, *STEPS, replace(REQUEST_OF_3, prompt_token_ids=None)], {}, "--trace-tokens"),
+        ([HEADER, *STEPS, changed(REQUEST_OF_3, prompt_token_ids=None)], {}, "--trace-tokens"),
         ([HEADER, *STEPS], {}, "no finished request"),
     ],
 )
