@@ -153,7 +153,8 @@ class Stepper:
         self.is_committing = False
         if self.drafter is not None:
             self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
-        records = self._records(emitting, fed, clock) if emitting else []
+        is_observed = self.drafter is not None or bool(self.observers)
+        records = self._records(emitting, fed, clock) if emitting and is_observed else []
         if self.drafter is not None:
             self.controller.observe(records)
         self._count(emitting)
