@@ -190,7 +190,7 @@ class WithoutObserve:
         (WithoutObserve(), "type WithoutObserve without the method observe"),
         (FixedController, "controller is the class FixedController; pass an object of it"),
     ],
-    ids=repr,
+    ids=["a name", "an empty text", "a number", "half a controller", "a class"],
 )
 def test_what_is_no_controller_is_refused_before_anything_is_loaded(controller, message):
     with pytest.raises(InvalidRequest, match=message):
