@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
+ZOO = HERE / "src" / "forerun" / "models" / "zoo"
 SHIPPED = {
     True: {"target": "zoo:code-11m", "draft": "zoo:code-2m"},
     False: {"target": "zoo:target", "draft": "zoo:draft-domain"},  # names before 2026-11-22
@@ -37,7 +38,10 @@ CELLS = {  # arm, temperature, batch, new tokens
     ],
     "29m": [("plain", 0, 1, 64), ("speculative", 0, 1, 64), ("speculative", 0, 8, 64)],
     "292m": [("plain", 0, 1, 32), ("speculative", 0, 1, 32), ("speculative", 0, 8, 32)],
-    "deep": [("plain", 0, 1, 64), ("speculative", 0, 1, 64), ("speculative", 1, 1, 64)],
+    "code-40m": [
+        *(("plain", 0, 1, 96), ("speculative", 0, 1, 96)),
+        *(("plain", 1, 1, 96), ("speculative", 1, 1, 96), ("speculative", 0, 8, 48)),
+    ],
 }
 K = 4
 
@@ -139,10 +143,10 @@ def main() -> None:
         for is_new, tree in ((False, options.before), (True, options.after)):
             folder = options.pairs / size
             job = dict(SHIPPED[is_new])
-            if size != "code-11m":
-                job["target"] = str(folder / "target")
-            if size in ("29m", "292m"):
-                job["draft"] = str(folder / "draft")
+            if size == "code-40m":  # older trees do not ship it
+                job = {"target": str(ZOO / size), "draft": str(ZOO / "code-2m-for-40m")}
+            elif size != "code-11m":
+                job = {"target": str(folder / "target"), "draft": str(folder / "draft")}
             trees.append(Tree(tree, job))
         rounds = max(8, options.rounds // 2) if size == "292m" else options.rounds
         for cell in CELLS[size]:
