@@ -1,6 +1,6 @@
 """`auto` without a profile beside plain decoding: drafts that pay and drafts that do not.
 
-    python benchmarks/control/without_profile.py --pairs build/pairs --out FILE
+    python benchmarks/control/without_profile.py --out FILE
 
 Requests of 256 tokens one at a time, arms in turns on the same prompts; a new engine per round, so
 that `auto` begins without any costs or acceptance. Ratios are geometric means over rounds with
@@ -30,9 +30,6 @@ CASES = {  # target, draft, temperature
     "code-11m, useless draft, T=0": ("zoo:code-11m", "zoo:books-1m", 0.0),
     "code-11m, useless draft, T=1": ("zoo:code-11m", "zoo:books-1m", 1.0),
     "code-11m, domain draft, T=0": ("zoo:code-11m", "zoo:code-2m", 0.0),
-    "93 MB, useless draft, T=0": ("deep", "zoo:books-1m", 0.0),
-    "93 MB, useless draft, T=1": ("deep", "zoo:books-1m", 1.0),
-    "93 MB, domain draft, T=0": ("deep", "zoo:code-2m", 0.0),
 }
 
 
@@ -46,8 +43,6 @@ def seconds(engine: Engine, prompts: list[str], temperature: float) -> float:
 
 def case(options: argparse.Namespace, name: str) -> dict[str, Any]:
     target, draft, temperature = CASES[name]
-    if target == "deep":
-        target = str(options.pairs / "deep" / "target")
     config = EngineConfig(num_threads=2, sharing="none", num_speculative_tokens=4)
     plain = Engine.load(target, config=config)
     fixed = Engine.load(target, draft, config=replace(config, controller="fixed"))
@@ -74,7 +69,6 @@ def case(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=Path, default=Path("build/pairs"))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--cases", nargs="+", default=[*CASES])
     parser.add_argument("--out", type=Path)
