@@ -18,7 +18,7 @@ from itertools import pairwise
 import msgspec
 
 from forerun.engine.engine import Engine
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.server.live import LiveView
 from forerun.theory.intervals import bootstrap_ratio

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from forerun.models.zoo.catalog import zoo_path
+from forerun.models.catalog import zoo_path
 
 __all__ = ["SHAPES", "Shape", "make_deep", "make_pair"]
 

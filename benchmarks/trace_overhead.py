@@ -25,7 +25,7 @@ from forerun.cli.session import Session
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import StreamChunk
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio

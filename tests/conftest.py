@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "not full":
         checking.BUDGET.per_test = None
     from forerun.errors import RunnerUnavailable
-    from forerun.native.compiler import compiled_kernels
+    from forerun.native.library import compiled_kernels
 
     if "PYTEST_XDIST_WORKER" not in os.environ:
         with contextlib.suppress(RunnerUnavailable):  # the tests that need them will say so

@@ -12,7 +12,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.noise import position_key, request_key
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.race import race
+from forerun.sampling.walk import race
 
 
 def naive_tokens(

@@ -35,8 +35,7 @@ from forerun.engine.results import TokenStops
 from forerun.engine.sequence import Sequence
 from forerun.models.huggingface import HuggingFaceModel, adapt
 from forerun.models.tabular import TabularModel
-from forerun.models.tokenizer_files import adopt
-from forerun.models.tokenizers import Detokenizer, Tokenizer
+from forerun.models.tokenizers import Detokenizer, Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal, Verdict
 from forerun.theory.tree import TokenTree

@@ -34,8 +34,8 @@ from forerun.align.progress import StepMetrics
 from forerun.align.training.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.training.trainer import Trainer, make_accelerator
+from forerun.models.catalog import held_out_prompts
 from forerun.models.load import load_tokenizer, model_folder
-from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 

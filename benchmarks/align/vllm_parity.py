@@ -32,9 +32,9 @@ from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
+from forerun.models.catalog import held_out_prompts
 from forerun.models.checkpoint import read_object
 from forerun.models.load import load_tokenizer, model_folder
-from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts

@@ -25,7 +25,7 @@ from forerun.control.fixed import FixedController
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.budget import depths_within

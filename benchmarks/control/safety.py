@@ -35,8 +35,8 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
 from forerun.engine.observing import EmittedRecords
+from forerun.models.catalog import held_out_prompts
 from forerun.models.load import model_folder
-from forerun.models.zoo.catalog import held_out_prompts
 from forerun.pictures import picture
 from forerun.probe.profile import load_profile
 from forerun.provenance import collect

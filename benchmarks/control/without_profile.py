@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import Engine, EngineConfig, SamplingParams
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 
 CASES = {  # target, draft, temperature
     "code-40m, useless draft, T=0": ("zoo:code-40m", "zoo:books-1m", 0.0),

@@ -28,8 +28,8 @@ from urllib.request import Request, urlopen
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.sources import read_live
+from forerun.models.catalog import held_out_prompts
 from forerun.models.load import model_folder
-from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peers"))  # benchmarks are scripts

@@ -22,8 +22,8 @@ from harness import Harness, Plan
 from protocol import SPECULATIVE, Setup
 from report import write
 
+from forerun.models.catalog import PREFIX, held_out_prompts
 from forerun.models.load import load_tokenizer, model_folder
-from forerun.models.zoo.catalog import PREFIX, held_out_prompts
 from forerun.provenance import collect, content_hash
 
 MAX_CONTEXT = 512

@@ -28,8 +28,8 @@ from servers import Models, Server, arms_of
 
 from forerun.bench.endpoints import LoadBlock, load_figures, load_rows, measure_load
 from forerun.engine.http_backend import HttpBackend
+from forerun.models.catalog import held_out_prompts
 from forerun.models.load import load_tokenizer
-from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 

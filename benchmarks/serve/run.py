@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
 

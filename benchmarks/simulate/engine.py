@@ -28,7 +28,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput, request_records
 from forerun.engine.thread import EngineThread
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import SimulatedServerConfig, Slo

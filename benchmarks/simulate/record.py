@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.plan.simulation.config import Phase, Workload
 from forerun.plan.simulation.kinds import Bursty, Constant, Poisson, Uniform
 from forerun.plan.simulation.traffic import traffic_of

@@ -35,8 +35,8 @@ from forerun.bench.compare import (
 from forerun.bench.summary import ArmSummary, summarise
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
-from forerun.drafters.suffix.automaton import SuffixAutomaton
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.drafters.suffix_automaton import SuffixAutomaton
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch
-from forerun.models.kv_store import chain_by_forward
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, chain_by_forward
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
 

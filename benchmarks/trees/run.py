@@ -41,7 +41,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.models.base import ModelOutput, RowBatch
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams

@@ -28,7 +28,7 @@ from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.tree_rules import expected_accepted, tree_weights
 from forerun.theory.record import StepRecord

@@ -17,7 +17,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.engine import Engine
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.server.app import create_app
 
 WIDTH, HEIGHT = 1200, 1400

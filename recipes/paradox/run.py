@@ -23,7 +23,7 @@ from rich.console import Console
 from story import draw, story_of, table
 
 from forerun.align.config import TrainingConfig
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 
 HERE = Path(__file__).parent
 OFF_THE_SHELF = "zoo:books-1m"

@@ -23,7 +23,7 @@ import tyro
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 

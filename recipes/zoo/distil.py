@@ -17,7 +17,7 @@ from pathlib import Path
 
 from grow import grow
 
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 
 PARADOX = Path(__file__).parents[1] / "paradox"
 

@@ -12,7 +12,7 @@ from train import TrainConfig, held_out_bits_per_byte
 from transformers import AutoModelForCausalLM
 
 from forerun.engine.engine import Engine
-from forerun.models.zoo.catalog import held_out_prompts
+from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.text import distinct_ngram_share, first_repeat
 

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from forerun.control.base import Chain, Controller, Plan, Tree
     from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
     from forerun.engine.asynchronous import AsyncEngine
-    from forerun.engine.backend import Backend
     from forerun.engine.config import EngineConfig, RequestTerms
     from forerun.engine.engine import Engine
     from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
-    from forerun.engine.results import RequestOutput
+    from forerun.engine.results import Backend, RequestOutput
     from forerun.engine.thread import EngineThread
     from forerun.errors import ForerunError
     from forerun.sampling.config import SamplingParams
@@ -58,7 +57,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AsyncEngine": "forerun.engine.asynchronous",
-    "Backend": "forerun.engine.backend",
+    "Backend": "forerun.engine.results",
     "Chain": "forerun.control.base",
     "Controller": "forerun.control.base",
     "DraftRequest": "forerun.drafters.base",

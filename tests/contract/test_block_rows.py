@@ -11,8 +11,7 @@ from tests.natives import native_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.models.base import Span
-from forerun.models.context import Context
+from forerun.models.base import Context, Span
 from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree
 

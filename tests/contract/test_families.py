@@ -19,12 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forerun.drafters.base import Drafter
-from forerun.drafters.self_draft import SelfDraft
+from forerun.drafters.draft_model import SelfDraft
 from forerun.errors import RunnerUnavailable
 from forerun.models import attention
 from forerun.models.attention import AttentionPass
-from forerun.models.base import LanguageModel
-from forerun.models.context import Context
+from forerun.models.base import Context, LanguageModel
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model
 from forerun.sampling.config import SamplingParams

@@ -17,8 +17,7 @@ from tests.contract.test_language_model import (
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
-from forerun.models.base import ModelOutput, Span
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, ModelOutput, Span, pack
 from forerun.models.tabular import TabularModel
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.base import KVStore, LanguageModel, Span
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, LanguageModel, Span, pack
+from forerun.models.kv_store import KVStore
 from forerun.models.tabular import TabularModel, TokenStore
 from forerun.theory.tree import TokenTree
 

@@ -18,8 +18,7 @@ from forerun.drafters import tree_growth
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.models.tabular import TabularModel, TokenStore
-from forerun.sampling.choice import Choice, TokenSource
-from forerun.sampling.config import SamplingParams, resolve_verification
+from forerun.sampling.config import Choice, SamplingParams, TokenSource, resolve_verification
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.sampling.tree_rules import tree_weights
 from forerun.testing.exact.trees import reach_probs
@@ -184,7 +183,7 @@ def two_steps(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> dict[T
     target = tempered(target, params)
 
     def first_step() -> tuple[Sequence, Proposal]:
-        draft._store = TokenStore(2, tiny.MAX_CONTEXT, max_staged_rows=16)
+        draft.store = TokenStore(2, tiny.MAX_CONTEXT, max_staged_rows=16)
         sequence = Sequence(draft, params)
         return sequence, sequence.propose(FIRST)
 

@@ -22,13 +22,12 @@ from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.several import SeveralDrafters
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History, RowHistory
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.proposal import Choice, Proposal, TokenSource
 from forerun.theory.record import StepRecord

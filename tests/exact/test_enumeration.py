@@ -16,8 +16,13 @@ from forerun.testing.exact import run, walks
 from forerun.testing.exact.chains import ChainVerifier, confident_before, emit_chains
 from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, structured_pairs
 from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, SHAPES, PlantedView, shaped_pairs
-from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult, render
-from forerun.testing.exact.run import run_enumeration
+from forerun.testing.exact.run import (
+    ExactReport,
+    PlantedResult,
+    VerifierResult,
+    render,
+    run_enumeration,
+)
 from forerun.testing.exact.walks import (
     Walker,
     compare_with_plain,

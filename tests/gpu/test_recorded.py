@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forerun.engine.engine import Engine
-from forerun.models.base import RowBatch
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, RowBatch, pack
 from forerun.models.huggingface import adapt
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.programs import CudaRecorder

@@ -16,9 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from forerun.models.base import Span
-from forerun.models.context import pack
-from forerun.models.runner.graphs.layers import TorchElementwise
+from forerun.models.base import Span, pack
+from forerun.models.runner.graphs.layers import Elementwise as TorchElementwise
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.programs import Programs

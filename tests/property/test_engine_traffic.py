@@ -19,11 +19,11 @@ from tests import tiny
 from tests.naive import naive_tokens
 
 from forerun.control.base import Capacity, Plan, RequestState, Tree
+from forerun.drafters.config import SuffixConfig
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.several import SeveralDrafters
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams

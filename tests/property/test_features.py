@@ -15,8 +15,7 @@ from tests import tiny
 from tests.natives import native_model
 from torch import Tensor
 
-from forerun.models.base import LanguageModel, Span
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, LanguageModel, Span, pack
 from forerun.models.slots import MIN_SHARED_TOKENS
 from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.base import KVPrefix, KVStore
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import ContiguousKVStore, KVPrefix, KVStore
 from forerun.models.memory import KVGeometry
 from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
 from forerun.models.tabular import TokenStore

@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from tests.natives import decoder_of, random_parameters, run_by_torch, run_natively
 from torch import Tensor
 
-from forerun.models.base import LanguageModel
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, LanguageModel, chain_by_forward, pack
 from forerun.models.decoder import Decoder
-from forerun.models.kv_store import chain_by_forward
 from forerun.models.runner.native import NativeModel
 from forerun.theory.tree import TokenTree
 

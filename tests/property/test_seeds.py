@@ -13,7 +13,7 @@ from tests import tiny
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion

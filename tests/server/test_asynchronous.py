@@ -15,8 +15,7 @@ from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.config import RequestTerms
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.sampling.config import SamplingParams
-from forerun.server.connection import Disconnected, EventStream, while_connected
-from forerun.server.generation import Generation
+from forerun.server.generation import Disconnected, EventStream, Generation, while_connected
 
 PARAMS = SamplingParams(seed=2, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(seed=2, max_tokens=80, ignore_eos=True)

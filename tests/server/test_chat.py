@@ -8,7 +8,7 @@ from tests import tiny
 from tests.server.conftest import MODEL, serving, tiny_engine
 from tests.server.test_completions import streamed
 
-from forerun.models.tokenizer_files import adopt
+from forerun.models.tokenizers import adopt
 from forerun.sampling.config import SamplingParams
 
 TEMPLATE = (

@@ -11,8 +11,8 @@ import pytest
 from tests.server.conftest import MODEL, serving, tiny_engine
 
 from forerun.bench.compare import BenchArm, Prompt, measure
-from forerun.engine.backend import Backend
 from forerun.engine.http_backend import HttpBackend, counts_of
+from forerun.engine.results import Backend
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.sampling.config import SamplingParams
 from forerun.server.answers import speculation_of

@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.server.keys import ApiKey
-from forerun.server.live_types import LiveSnapshot
+from forerun.server.live_page import LiveSnapshot
 from forerun.server.vllm import create_proxy, speculative_config, vllm_running
 from forerun.server.vllm_view import VllmView
 

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.cli.main import main
 from forerun.testing.exact import run as enumeration
-from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
+from forerun.testing.exact.run import ExactReport, PlantedResult, VerifierResult
 
 
 def test_json_reports_every_verifier_and_planted_bug(capsys):

@@ -13,14 +13,11 @@ from tests.profiles import exact_times
 from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
-from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.medusa.checkpoint import write_medusa
-from forerun.drafters.medusa.config import MedusaConfig
-from forerun.drafters.medusa.head import MedusaHeads
-from forerun.models.base import Span
-from forerun.models.context import pack
+from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
+from forerun.models.base import Span, pack
 from forerun.models.draft_card import identify, write_card
 from forerun.models.load import load_model, model_folder
 from forerun.probe.profile import load_profile

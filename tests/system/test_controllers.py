@@ -17,7 +17,7 @@ from forerun.control.goodput import GoodputController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
 from forerun.drafters.several import SeveralDrafters
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.observing import EmittedRecords
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.sampling.config import SamplingParams

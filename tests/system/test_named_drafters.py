@@ -12,10 +12,9 @@ from tests import natives, tiny
 from forerun.control.base import Plan, Tree
 from forerun.control.fixed import FixedController
 from forerun.drafters.base import DraftRequest, Pause
-from forerun.drafters.config import NamedDrafter
+from forerun.drafters.config import NamedDrafter, SuffixConfig
 from forerun.drafters.registry import build_drafter
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, pack
+from forerun.models.catalog import held_out_prompts
 from forerun.models.runner.native import NativeModel
-from forerun.models.zoo.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unchecked")

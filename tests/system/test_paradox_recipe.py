@@ -14,8 +14,8 @@ from tests.conftest import ROOT
 
 from forerun.align.config import DataConfig
 from forerun.align.texts import read_prompt_split
+from forerun.models.catalog import held_out_prompts
 from forerun.models.load import load_tokenizer
-from forerun.models.zoo.catalog import held_out_prompts
 
 RECIPES = ("paradox", "zoo")
 OWN_MODULES = ("corpus", "finetune", "openings", "prompts", "story")

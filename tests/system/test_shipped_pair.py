@@ -12,8 +12,8 @@ from forerun.cli.main import main
 from forerun.control.base import Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.models.catalog import held_out_prompts, zoo_path
 from forerun.models.draft_card import identify, read_card
-from forerun.models.zoo.catalog import held_out_prompts, zoo_path
 from forerun.sampling.config import SamplingParams
 
 MEBIBYTE = 2**20

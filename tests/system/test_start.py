@@ -11,7 +11,7 @@ import pytest
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import RunnerUnavailable
-from forerun.native.compiler import compiled_kernels
+from forerun.native.library import compiled_kernels
 
 STARTED = """
 import json, sys

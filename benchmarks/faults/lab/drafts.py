@@ -8,8 +8,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Pause, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
-from forerun.models.base import LanguageModel
-from forerun.models.context import Context
+from forerun.models.base import Context, LanguageModel
 from forerun.sampling.proposal import Proposal
 
 __all__ = ["Broken", "ForgetsOnPause", "KeepsRejected", "MissesBonus"]

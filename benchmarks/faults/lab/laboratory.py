@@ -11,10 +11,10 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids, load_pair_member
+from forerun.models.architecture import Runner
 from forerun.models.base import LanguageModel
-from forerun.models.runner.config import Runner
+from forerun.models.catalog import held_out_prompts
 from forerun.models.tokenizers import Tokenizer
-from forerun.models.zoo.catalog import held_out_prompts
 from lab.device import DRAFT_PACE, TARGET_PACE, Device, Pace, on_device
 from lab.engine import VerdictChange, lab_engine
 

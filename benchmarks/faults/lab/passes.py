@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch, Span
-from forerun.models.kv_store import chain_by_forward
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, Span, chain_by_forward
 from forerun.models.wrapped import WrappedModel
 
 __all__ = ["ForeignIds", "NearSighted", "RowByRow"]

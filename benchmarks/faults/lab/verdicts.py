@@ -13,7 +13,7 @@ from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.models.base import LanguageModel
-from forerun.sampling.choice import TokenSource
+from forerun.sampling.config import TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal, Verdict

@@ -19,7 +19,7 @@ from typing import Any
 from forerun.align.config import Export, Method
 from forerun.align.teachers.target import load_target
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
-from forerun.drafters.medusa.checkpoint import VLLM_NOTE, read_medusa, write_medusa_vllm
+from forerun.drafters.medusa_head import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams, draft_params
 

@@ -29,8 +29,8 @@ from forerun.bench.compare import (
 )
 from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
-from forerun.engine.draft_cards import check_card
 from forerun.engine.engine import Engine
+from forerun.engine.loading import check_card
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput, request_records
 from forerun.errors import InvalidRequest

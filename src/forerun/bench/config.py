@@ -11,8 +11,8 @@ from forerun.control.config import ControllerName
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.models.runner.config import Runner
-from forerun.models.zoo.catalog import PREFIX
+from forerun.models.architecture import Runner
+from forerun.models.catalog import PREFIX
 
 __all__ = [
     "DEMO_DRAFTS",

@@ -16,8 +16,7 @@ from functools import partial
 
 from forerun.bench.config import LEAST_BLOCKS
 from forerun.bench.summary import MIN_BLOCKS
-from forerun.engine.backend import Backend
-from forerun.engine.results import Completion
+from forerun.engine.results import Backend, Completion
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval

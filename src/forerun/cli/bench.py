@@ -20,8 +20,8 @@ from forerun.cli.flags import TraceFlags, check_picture, check_threads, check_wr
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
-from forerun.models.runner.config import Runner
-from forerun.models.zoo.catalog import PREFIX
+from forerun.models.architecture import Runner
+from forerun.models.catalog import PREFIX
 
 if TYPE_CHECKING:
     from forerun.bench.comparison import BenchComparison, BenchTrace
@@ -222,7 +222,7 @@ def texts_of(options: BenchOptions) -> list[str]:
         return read_prompts(options.prompts, options.tag)
     if options.tag is not None:
         raise InvalidRequest("--tag needs --prompts: the shipped prompts have no tags")
-    from forerun.models.zoo.catalog import held_out_prompts
+    from forerun.models.catalog import held_out_prompts
 
     return neighbours_apart([prompt.text for prompt in held_out_prompts()])
 

@@ -14,7 +14,7 @@ from forerun.cli.command import Command
 from forerun.cli.flags import check_threads, shortened
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.errors import InvalidRequest
-from forerun.models.runner.config import Runner
+from forerun.models.architecture import Runner
 
 if TYPE_CHECKING:
     from forerun.bench.demo import Demo
@@ -55,7 +55,7 @@ def run(options: DemoOptions) -> int:
         make_folder(options.out)
 
     from forerun.bench.demo import Demo
-    from forerun.models.zoo.catalog import edit_prompts, held_out_prompts
+    from forerun.models.catalog import edit_prompts, held_out_prompts
 
     with SafeConsole(stderr=True).status("starting") as status:
         demo = Demo(

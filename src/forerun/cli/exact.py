@@ -29,8 +29,7 @@ def run(options: ExactOptions) -> int:
     if options.distributions < 1:
         raise InvalidRequest(f"--distributions is {options.distributions}; it must be at least 1")
 
-    from forerun.testing.exact.report import render
-    from forerun.testing.exact.run import run_enumeration
+    from forerun.testing.exact.run import render, run_enumeration
 
     with SafeConsole(stderr=True).status("enumerating") as status:
         report = run_enumeration(

@@ -15,8 +15,8 @@ from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.models.runner.config import Runner
-from forerun.models.zoo.catalog import PREFIX
+from forerun.models.architecture import Runner
+from forerun.models.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:

@@ -73,8 +73,7 @@ def run(options: InfoOptions) -> int:
 
 def show_with_head(target: ModelDescription, options: InfoOptions) -> int:
     """Describe a model and its attached drafter; returns 1 if the drafter does not fit, else 0."""
-    from forerun.cli.info_head import describe_head, print_head
-    from forerun.cli.info_report import print_model
+    from forerun.cli.info_report import describe_head, print_head, print_model
     from forerun.models.load import model_folder
 
     assert options.draft is not None

@@ -1,25 +1,39 @@
-"""Description of a model from its files, comparison with a draft, and both as text."""
+"""Descriptions of models, drafts and heads, and whether a draft fits its target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from forerun.cli.tables import SafeConsole
-from forerun.engine.config import EngineConfig
-from forerun.models.architecture import Architecture
-from forerun.models.checkpoint import read_checkpoint, tokenizer_hash, weights_hash
+from forerun.errors import IncompatibleDraft, InvalidModel
+from forerun.models.checkpoint import read_checkpoint, read_object, tokenizer_hash, weights_hash
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
-from forerun.models.load import choose_dtype, load_tokenizer, model_folder, read_config
+from forerun.models.load import choose_dtype, load_model, load_tokenizer, model_folder, read_config
 from forerun.models.memory import MemoryEstimate, estimate, geometry_of, readable
-from forerun.models.tokenizers import Tokenizer, VocabularyComparison
-from forerun.theory.intervals import Interval
 
-__all__ = ["DraftFit", "ModelDescription", "compare", "describe", "print_fit", "print_model"]
+if TYPE_CHECKING:
+    from forerun.engine.config import EngineConfig
+    from forerun.models.architecture import Architecture
+    from forerun.models.base import LanguageModel
+    from forerun.models.tokenizers import Tokenizer, VocabularyComparison
+    from forerun.theory.intervals import Interval
+
+__all__ = [
+    "DraftFit",
+    "ModelDescription",
+    "compare",
+    "describe",
+    "describe_head",
+    "print_fit",
+    "print_head",
+    "print_model",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,29 +85,38 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftFit:
-    """Whether a draft can draft for a target, and whether a speedup is likely.
+class Fit:
+    """Whether a draft can draft for a target.
 
     Attributes:
-        vocabularies: the two tokenizers compared by id.
         problems: what makes it impossible.
         warnings: what makes it slow or short.
-        relative_size: draft parameters over target parameters.
     """
 
-    vocabularies: VocabularyComparison
-    problems: tuple[str, ...]
-    warnings: tuple[str, ...]
-    relative_size: float
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether an engine would accept the pair."""
+        """Whether an engine would accept the draft."""
         return not self.problems
 
     def to_dict(self) -> dict[str, object]:
         """Fields of the JSON output."""
         return {"fits": self.fits, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFit(Fit):
+    """Comparison of a draft model with a target.
+
+    Attributes:
+        vocabularies: the two tokenizers compared by id.
+        relative_size: draft parameters over target parameters.
+    """
+
+    vocabularies: VocabularyComparison
+    relative_size: float
 
 
 def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescription, Tokenizer]:
@@ -193,7 +216,12 @@ def print_model(model: ModelDescription) -> None:
     }
     if model.card is not None:
         rows["aligned"] = escape("\n".join(story(model.card)))
-    table = Table(title=escape(model.name), title_justify="left", show_header=False, box=None)
+    print_sheet(model.name, rows)
+
+
+def print_sheet(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table of properties on stdout."""
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
@@ -239,15 +267,133 @@ def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
 
 def print_fit(fit: DraftFit) -> None:
     """Print whether the pair works, and warnings."""
-    console = SafeConsole()
     size = f"{fit.relative_size:.1%} of the target's parameters"
-    if fit.fits:
-        console.print(f"[bold green]the draft fits[/]: same tokenizer, {size}")
-    else:
-        console.print(f"[bold red]the draft does not fit[/] ({size})")
-    for problem in fit.problems:
-        console.print(f"  {problem}", markup=False)
+    print_verdict("draft", fit, f": same tokenizer, {size}" if fit.fits else f" ({size})")
+    console = SafeConsole()
     for token, target, draft in fit.vocabularies.first_differences:
         console.print(f"    id {token}: target {target!r}, draft {draft!r}", markup=False)
+    print_warnings(fit)
+
+
+def print_verdict(kind: str, fit: Fit, remark: str = "") -> None:
+    """Print whether a draft fits, and the problems."""
+    console = SafeConsole()
+    verdict = "[bold green]the {} fits[/]" if fit.fits else "[bold red]the {} does not fit[/]"
+    console.print(verdict.format(kind) + remark)
+    for problem in fit.problems:
+        console.print(f"  {problem}", markup=False)
+
+
+def print_warnings(fit: Fit) -> None:
+    """Print the warnings about a draft."""
     for warning in fit.warnings:
-        console.print(f"  [yellow]warning[/]: {escape(warning)}")
+        SafeConsole().print(f"  [yellow]warning[/]: {escape(warning)}")
+
+
+MAX_CONTEXT = 64
+"""Tokens of the sequence on which features are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadDescription(Fit):
+    """An attached drafter, the settings its files were read with, and whether it fits the target.
+
+    Attributes:
+        folder: where it is.
+        method: "eagle3" or "medusa".
+        sizes: and flags, as they are used; empty where the head cannot be read.
+        num_parameters: elements of all weights.
+        weights_hash: short content hash of its files.
+        changes: readings that golden rows show and config.json states otherwise.
+        is_checked: its golden rows were computed again.
+    """
+
+    folder: str
+    method: str
+    sizes: dict[str, Any]
+    num_parameters: int
+    weights_hash: str
+    changes: tuple[str, ...] = ()
+    is_checked: bool = False
+
+
+def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
+    """Describe a head and compare it with its target, which is loaded for it.
+
+    Raises:
+        InvalidModel: the target cannot be loaded.
+        NotEnoughMemory: there is no room for the target.
+    """
+    from forerun.drafters.eagle3.formats import is_eagle3
+    from forerun.engine.loading import check_head_card
+
+    target = load_model(target_folder, max_batch=1, max_context=MAX_CONTEXT)
+    is_eagle = is_eagle3(read_object(folder / "config.json"))
+    described: dict[str, Any] = {"sizes": {}, "num_parameters": 0}
+    try:
+        described |= of_eagle3(folder, target) if is_eagle else of_medusa(folder, target)
+        check_head_card(folder, target_folder)
+    except (InvalidModel, IncompatibleDraft) as error:
+        described["problems"] = (str(error),)
+    return HeadDescription(
+        folder=str(folder),
+        method="eagle3" if is_eagle else "medusa",
+        weights_hash=weights_hash(folder.glob("*.safetensors")),
+        warnings=tuple(head_warnings(folder, target_folder, is_eagle, described)),
+        **described,
+    )
+
+
+def of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
+    """Return the fields that describe an EAGLE-3 head."""
+    from forerun.drafters.eagle3.load import examine
+
+    report = examine(folder, target)
+    return {
+        "sizes": asdict(report.head.config),
+        "num_parameters": sum(p.numel() for p in report.head.parameters()),
+        "changes": report.changes,
+        "is_checked": report.is_checked,
+    }
+
+
+def of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
+    """Return the fields that describe Medusa heads."""
+    from forerun.drafters.medusa import load_medusa
+
+    heads = load_medusa(folder, target).heads
+    return {
+        "sizes": asdict(heads.config),
+        "num_parameters": sum(p.numel() for p in heads.parameters()),
+    }
+
+
+def head_warnings(
+    folder: Path, target_folder: Path, is_eagle: bool, described: dict[str, Any]
+) -> Iterator[str]:
+    """Return warnings about a head that can be used."""
+    if is_eagle and not described.get("is_checked") and "problems" not in described:
+        yield "the head has no golden rows, so its flags and layers are taken as config.json says"
+    for change in described.get("changes", ()):
+        yield f"config.json is wrong: the golden rows show {change}, which is used"
+    try:
+        changed = staleness(folder, target_folder)
+    except InvalidModel as error:
+        changed = f"the card is of no use: {error}"
+    if changed is not None:
+        yield changed
+
+
+def print_head(head: HeadDescription) -> None:
+    """Print a table of a head's properties, and whether it fits, on stdout."""
+    parameters = f"{head.num_parameters:,} ({readable(2 * head.num_parameters)} in bf16)"
+    rows = {
+        "method": head.method,
+        **{name.replace("_", " "): escape(str(value)) for name, value in head.sizes.items()},
+        "parameters": parameters,
+        "golden rows": "computed again, equal" if head.is_checked else "none or not equal",
+        "hash": head.weights_hash,
+    }
+    print_sheet(head.folder, rows)
+    print_verdict("head", head)
+    print_warnings(head)

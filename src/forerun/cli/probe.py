@@ -12,7 +12,7 @@ from forerun.cli.flags import LookAhead, ModelFlags, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
-from forerun.models.zoo.catalog import PREFIX
+from forerun.models.catalog import PREFIX
 from forerun.probe.config import QUICK, EvidenceConfig
 from forerun.sampling.config import SamplingParams, Verification
 
@@ -152,7 +152,7 @@ def probed(
 def texts(options: ProbeOptions) -> list[str]:
     """Read the prompts."""
     if options.prompts is None:
-        from forerun.models.zoo.catalog import held_out_prompts
+        from forerun.models.catalog import held_out_prompts
 
         return [prompt.text for prompt in held_out_prompts()]
     from forerun.bench.comparison import read_prompts

@@ -17,7 +17,7 @@ from forerun.cli.session import Figures
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.sampling.choice import TokenSource
+from forerun.sampling.config import TokenSource
 from forerun.terminal_text import printable
 
 __all__ = ["ColouredText", "Writer", "choose_writer", "legend", "print_figures"]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.models.context import Context
+from forerun.models.base import Context
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict

@@ -1,11 +1,13 @@
-"""Drafters that are chosen by a name instead of a model folder; torch-free."""
+"""Names and settings of drafters that need no model folder; torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["DRAFTER_NAMES", "DrafterName", "NamedDrafter", "parse_drafter"]
+from forerun.errors import Range, check_ranges
+
+__all__ = ["DRAFTER_NAMES", "DrafterName", "NamedDrafter", "SuffixConfig", "parse_drafter"]
 
 DrafterName = Literal["suffix", "self", "recycling"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
@@ -31,3 +33,35 @@ def parse_drafter(text: str) -> NamedDrafter | None:
         if head == name:
             return NamedDrafter(name=name, argument=argument)
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig:
+    """Settings of the suffix drafter: length and assumed costs of copies, and size of the store.
+
+    Costs are in plain steps; see docs/performance.md for what they are on a machine.
+
+    Attributes:
+        tokens_per_match: budget per token of the match, the alpha of SuffixDecoding's
+            MAX_SPEC = alpha x p (Oliaro et al. 2024, arXiv:2411.04975): a match of p tokens is
+            continued by at most as many times alpha.
+        step_cost: what drafting in a step costs before the first row; mostly overhead, so the
+            default is for small models.
+        row_cost: what verifying one more row costs.
+        store_tokens: outputs of finished requests kept for later ones of the same scope, in tokens
+            over all scopes; 0 keeps none, and then a request draws on its own text only.
+
+    Raises:
+        InvalidRequest: a value cannot work.
+    """
+
+    tokens_per_match: float = 2.0
+    step_cost: float = 0.1
+    row_cost: float = 0.06
+    store_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, by name."""
+        costs = Range("step_cost", 0), Range("row_cost", 0)
+        integers = Range("store_tokens", 0, integer=True)
+        check_ranges(self, Range("tokens_per_match", 0), *costs, integers)

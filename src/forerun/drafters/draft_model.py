@@ -1,4 +1,4 @@
-"""Drafting with a separate, smaller language model: greedily at temperature 0, else by sampling.
+"""Drafting with a smaller language model, or with the target's own first layers.
 
 A step costs one pass over the committed tokens that the draft has not read, then K - 1 passes of
 one row per sequence; for trees, one pass per further level. Each pass reads the draft's weights
@@ -22,14 +22,13 @@ from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
 from forerun.drafters.tree_growth import MAX_WIDTH
 from forerun.drafters.tree_levels import draft_trees
 from forerun.errors import DrafterError
-from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
-from forerun.models.context import Context, pack
-from forerun.sampling.choice import Choice
+from forerun.models.base import Context, LanguageModel, RowBatch, SampledChains, Span, pack
+from forerun.sampling.config import Choice
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "SelfDraft"]
 
 PREFILL_CHUNK = 256
 
@@ -283,3 +282,38 @@ def sampled_proposal(
         stop_values=None if values is None else values[:length],
         assurance=Assurance(tokens=tokens, draft_probs=draft_probs) if num_valid else None,
     )
+
+
+class SelfDraft(DraftModel):
+    """A draft of the target's own first layers, final norm and output head, untrained.
+
+    It shares the target's weights and KV cache: a layer's rows do not depend on the layers above
+    it, so the rows of committed tokens are there already. Draft rows are staged in the target's own
+    slot, and the target's next pass overwrites them.
+    """
+
+    method = "self"
+
+    def _open(self, request: DraftRequest) -> Context:
+        assert request.context is not None
+        return TargetKVView(request.context)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a request; its slot belongs to the target."""
+        self._sequences.pop(request_id, None)
+
+
+class TargetKVView(Context):
+    """The target's KV of a sequence, in which a drafter may stage rows but not commit them.
+
+    Args:
+        target: the target's context.
+    """
+
+    def __init__(self, target: Context) -> None:
+        self.store = target.store
+        self.ids = target.ids
+        self.slot = target.slot
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Do nothing: the target commits its own rows, and the draft's are the same rows."""

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest
-from forerun.models.base import Span
-from forerun.models.context import Context
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams, draft_params
+from forerun.models.base import Context, Span
+from forerun.sampling.config import Choice, SamplingParams, draft_params
 from forerun.sampling.proposal import Proposal
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree

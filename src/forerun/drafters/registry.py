@@ -13,12 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.drafters.base import Drafter
-from forerun.drafters.config import DrafterName, NamedDrafter
+from forerun.drafters.config import DrafterName, NamedDrafter, SuffixConfig
+from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
-from forerun.drafters.self_draft import SelfDraft
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.models.base import LanguageModel, LayeredModel
 from forerun.models.checkpoint import read_object
@@ -120,7 +119,7 @@ def eagle3(folder: Path, target: LanguageModel) -> Drafter:
 
 def medusa(folder: Path, target: LanguageModel) -> Drafter:
     """Load the Medusa heads in a folder; see `load_medusa`."""
-    from forerun.drafters.medusa.drafter import load_medusa  # as above
+    from forerun.drafters.medusa import load_medusa  # as above
 
     return load_medusa(folder, target)
 

@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 import torch
 
 from forerun.control.base import Tree
-from forerun.sampling.choice import Choice
+from forerun.sampling.config import Choice
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
 

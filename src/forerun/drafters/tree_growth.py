@@ -22,10 +22,10 @@ from torch import Tensor
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
 from forerun.errors import DrafterError
-from forerun.sampling.choice import Choice
+from forerun.sampling.config import Choice
 from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
 from forerun.sampling.proposal import Assurance, Proposal
-from forerun.sampling.race import race
+from forerun.sampling.walk import race
 from forerun.theory.static_tree import static_tree
 from forerun.theory.tree import TokenTree
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from forerun.engine.backend import BackendStats, Capabilities
 from forerun.engine.config import RequestTerms
 from forerun.engine.intake import Prompt
-from forerun.engine.results import StreamChunk
+from forerun.engine.results import BackendStats, Capabilities, StreamChunk
 from forerun.engine.thread import EngineThread, Ticket
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.history import TokenMask
 
 __all__ = ["AsyncEngine"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from forerun.control.base import Plan, Tree
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest, Range, check_ranges
-from forerun.models.runner.config import RUNNERS, Runner
+from forerun.models.architecture import RUNNERS, Runner
 
 __all__ = ["EngineConfig", "RequestTerms", "Sharing"]
 

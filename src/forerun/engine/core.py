@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+# `signal` converts to enumerations on every call, which costs a step 20 us.
+import _signal  # type: ignore[import-not-found]  # typeshed does not describe it
 import math
+import os
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from forerun.control.base import Controller
@@ -15,7 +21,6 @@ from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
-from forerun.engine.guarding import EngineGuard
 from forerun.engine.intake import Intake, Prompt
 from forerun.engine.loading import check_features, default_controller
 from forerun.engine.observing import StepObserver
@@ -23,14 +28,88 @@ from forerun.engine.results import FinishReason, RequestOutput, Stop, StreamChun
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
-from forerun.errors import EngineStopped, InvalidRequest, NumericalError
-from forerun.models.base import LanguageModel
-from forerun.models.context import Context
+from forerun.errors import EngineBusy, EngineStopped, InvalidRequest, NumericalError
+from forerun.models.base import Context, LanguageModel
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.history import TokenMask
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "EngineGuard"]
+
+SIGINT = int(signal.SIGINT)
+
+
+class EngineGuard:
+    """Context manager for every change of an engine's state; it can be nested.
+
+    It refuses a second thread and a forked process. An interrupt from the keyboard (SIGINT with
+    Python's own handler) is raised when the outermost block ends, so that a step is taken as a
+    whole; a second interrupt is raised at once, for a step that does not end.
+
+    Raises:
+        EngineBusy: another thread is inside, or this process was forked after the engine was made.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._main_thread = threading.main_thread().ident
+        self._depth = 0
+        self._defers = False
+        self._interrupted = False
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineBusy(
+                "the engine was made in another process, and its threads and device memory do not "
+                "survive a fork: load it in the process that uses it"
+            )
+        # An interrupt behind the lock but ahead of the handler would leave the lock taken.
+        self._begin_deferring()
+        if not self._lock.acquire(blocking=False):
+            self._end_deferring(None)
+            raise EngineBusy(
+                "another thread is using the engine: call it from one thread, or put it into an "
+                "EngineThread, which takes requests from any"
+            )
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        is_outermost = self._depth == 0
+        self._lock.release()
+        if is_outermost:
+            self._end_deferring(error)
+
+    def _begin_deferring(self) -> None:
+        """Replace Python's interrupt handler, unless a custom handler is installed."""
+        if self._defers or threading.get_ident() != self._main_thread:
+            return
+        if _signal.getsignal(SIGINT) is signal.default_int_handler:
+            self._interrupted = False
+            _signal.signal(SIGINT, self._note)
+            self._defers = True
+
+    def _end_deferring(self, error: BaseException | None) -> None:
+        """Restore Python's interrupt handler, and raise an interrupt that was deferred."""
+        if not self._defers or threading.get_ident() != self._main_thread:
+            return
+        self._defers = False
+        _signal.signal(SIGINT, signal.default_int_handler)
+        interrupted, self._interrupted = self._interrupted, False
+        if interrupted:
+            raise KeyboardInterrupt from error
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Defer the first interrupt; raise the second."""
+        if self._interrupted:
+            signal.default_int_handler(number, frame)
+        self._interrupted = True
 
 
 class EngineCore:
@@ -241,7 +320,13 @@ class EngineCore:
         """Preempt and admit sequences; an admitted one reuses a prefix that is in the KV store."""
         store = self.target.store
         if not self.scheduler.running and store.feature_layers != self.stepper.feature_layers:
-            self._keep_features()
+            try:
+                store.keep_features(self.stepper.feature_layers)
+            except ValueError as error:
+                raise InvalidRequest(
+                    f"the target's store cannot keep the features this engine needs ({error}): "
+                    "finish or abort the requests of other engines over the same target first"
+                ) from error
         for sequence in self.scheduler.preempt(store.num_free):
             self._release(sequence)
         for sequence in self.scheduler.admit(store.num_free):
@@ -249,16 +334,6 @@ class EngineCore:
             if sequence.joined_at_s is None:
                 sequence.joined_at_s = time.monotonic()
                 sequence.num_cached = sequence.context.num_cached
-
-    def _keep_features(self) -> None:
-        """Enable storage of the features that the drafter reads in the target's KV store."""
-        try:
-            self.target.store.keep_features(self.stepper.feature_layers)
-        except ValueError as error:
-            raise InvalidRequest(
-                f"the target's store cannot keep the features this engine needs ({error}): finish "
-                "or abort the requests of other engines over the same target first"
-            ) from error
 
     def _end_late_ones(self) -> bool:
         """End the sequences that are past their deadline; returns whether any was ended."""

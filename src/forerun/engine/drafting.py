@@ -24,8 +24,7 @@ from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, Top
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import resolve_verification
+from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.proposal import Proposal
 from forerun.sampling.tree_rules import expanded
 from forerun.theory.tree import TokenTree

@@ -13,13 +13,11 @@ from forerun.control.named import check_controller
 from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.several import SeveralDrafters
-from forerun.engine.backend import BackendStats, Capabilities
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.core import EngineCore
-from forerun.engine.draft_cards import check_card
 from forerun.engine.intake import Prompt, as_prompts, params_for
-from forerun.engine.loading import Source, as_sources, load_drafters, load_target
-from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.engine.loading import Source, as_sources, check_card, load_drafters, load_target
+from forerun.engine.results import BackendStats, Capabilities, RequestOutput, StreamChunk
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["Engine"]

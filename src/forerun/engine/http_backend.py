@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from forerun.engine.backend import BackendStats, Capabilities
 from forerun.engine.endpoint import (
     BrokenReply,
     Endpoint,
@@ -23,11 +22,17 @@ from forerun.engine.endpoint import (
     read_whole,
     sampling_fields,
 )
-from forerun.engine.results import Completion, FinishReason, RequestOutput, StreamChunk
+from forerun.engine.results import (
+    BackendStats,
+    Capabilities,
+    Completion,
+    FinishReason,
+    RequestOutput,
+    StreamChunk,
+)
 from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.tokenizers import Tokenizer
-from forerun.sampling.choice import TokenSource
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 

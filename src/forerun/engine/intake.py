@@ -16,8 +16,7 @@ from forerun.errors import InvalidRequest, QueueFull
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History
-from forerun.sampling.mask import TokenMask, problem_of_allowed
+from forerun.sampling.history import History, TokenMask, problem_of_allowed
 from forerun.sampling.noise import request_key
 
 __all__ = ["Intake", "Prompt", "as_prompts", "params_for"]

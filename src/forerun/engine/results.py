@@ -1,4 +1,4 @@
-"""Results of requests, and their stop conditions.
+"""Results of requests, their stop conditions, and the interface of what generates them.
 
 Tokens of an accepted block are checked one at a time, as plain decoding would do, so that a
 stop inside the block drops what follows it.
@@ -6,16 +6,19 @@ stop inside the block drops what follows it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
-from forerun.sampling.choice import TokenSource
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, RequestRecord
 
 __all__ = [
+    "Backend",
+    "BackendStats",
+    "Capabilities",
     "Completion",
     "FinishReason",
     "RequestOutput",
@@ -250,3 +253,71 @@ def plain(value: object) -> Json:
     if isinstance(value, Collection):
         return [plain(entry) for entry in value]
     return str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendStats:
+    """Counts of a backend since it was created.
+
+    Attributes:
+        num_running: sequences that are being decoded.
+        num_waiting: sequences that wait for a place.
+        num_steps: target passes.
+        num_drafted: draft nodes that were verified.
+        num_accepted: of these, accepted.
+        num_emitted: output tokens.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Features and limits of a backend.
+
+    Attributes:
+        max_context: prompt plus output tokens of one sequence.
+        max_batch: sequences decoded at once.
+        methods: names of its drafters; empty where it decodes plainly.
+        token_prompts: whether a prompt may be a list of token ids.
+        logprobs: whether log-probabilities can be had.
+        seeds: whether the text is a function of the seed.
+    """
+
+    max_context: int
+    max_batch: int
+    methods: tuple[str, ...] = ()
+    token_prompts: bool = True
+    logprobs: bool = True
+    seeds: bool = True
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Interface for text generation by an `Engine` or by an OpenAI-compatible server's client."""
+
+    def generate(
+        self,
+        prompts: str | Seq[str | Seq[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts and return one output per prompt, in order."""
+
+    def stream(
+        self, prompt: str | Seq[int], params: SamplingParams | None = None
+    ) -> Iterator[StreamChunk]:
+        """Yield the chunks of one prompt; closing the iterator aborts the request."""
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and return its output so far; None where the id is unknown."""
+
+    def stats(self) -> BackendStats:
+        """Return counts since the backend was created."""
+
+    def capabilities(self) -> Capabilities:
+        """Return the features and limits of the backend."""

@@ -26,15 +26,12 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.results import TokenLogprobs
 from forerun.engine.sequence import Sequence
 from forerun.errors import MaskError
-from forerun.models.base import Span
-from forerun.models.context import Context
+from forerun.models.base import Context, Span
 from forerun.models.slots import MIN_SHARED_TOKENS, common_length
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams, resolve_verification
-from forerun.sampling.history import RowHistory
-from forerun.sampling.logprobs import raw_logprobs
-from forerun.sampling.mask import problem_of_allowed
+from forerun.sampling.config import Choice, SamplingParams, resolve_verification
+from forerun.sampling.history import RowHistory, problem_of_allowed
 from forerun.sampling.proposal import Proposal, Verdict
+from forerun.sampling.rows import raw_logprobs
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["PLAIN", "Rule", "ScheduledSequence", "Scheduler"]

@@ -18,10 +18,9 @@ from forerun.engine.results import (
     held_back,
     sample_key,
 )
-from forerun.models.context import Context
+from forerun.models.base import Context
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.sampling.choice import TokenSource
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.sampling.history import History
 from forerun.theory.acceptance import AcceptanceCounts
 

@@ -24,8 +24,7 @@ from forerun.engine.observing import ObservedStep, StepObserver
 from forerun.engine.scheduler import PLAIN, ScheduledSequence, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.verification import verify
-from forerun.models.base import LanguageModel, RowBatch
-from forerun.models.context import pack
+from forerun.models.base import LanguageModel, RowBatch, pack
 from forerun.sampling.proposal import Verdict
 from forerun.theory.record import StepRecord
 

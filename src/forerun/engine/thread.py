@@ -22,7 +22,7 @@ from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineStopped, ForerunError, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.history import TokenMask
 
 __all__ = ["EngineThread", "Ticket"]
 

@@ -20,16 +20,15 @@ from torch import Tensor
 from forerun.engine.scheduler import Rule, ScheduledSequence
 from forerun.errors import NumericalError
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
-from forerun.sampling.choice import Choice, TokenSource
+from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.history import RowHistory
-from forerun.sampling.host import on_host
-from forerun.sampling.largest import largest
 from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Verdict
-from forerun.sampling.race import coupled_match_probs
+from forerun.sampling.rows import largest, on_host
 from forerun.sampling.tree_rules import tree_keys, verify_trees
 from forerun.sampling.walk import (
+    coupled_match_probs,
     edge_probs,
     expected_accepted,
     target_keys,

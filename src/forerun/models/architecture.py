@@ -1,18 +1,20 @@
-"""Supported architectures, recognised from config.json before any weight is read."""
+"""Supported architectures, recognised from config.json before any weight is read, and runners."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidModel
 
 __all__ = [
     "ROPE_TYPES",
+    "RUNNERS",
     "SUPPORTED",
     "Architecture",
+    "Runner",
     "check_layer_count",
     "checked_size",
     "optional_size",
@@ -224,3 +226,10 @@ def rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in nested or [parameters]:
         yield rope.get("rope_type", "default")
+
+
+Runner = Literal["auto", "native", "graphs", "eager"]
+"""native: our own CPU kernels. graphs: lean torch passes, recorded as CUDA graphs on CUDA. eager:
+transformers' own modules. auto: the fastest that the device and the model allow."""
+
+RUNNERS: tuple[Runner, ...] = get_args(Runner)

@@ -1,7 +1,8 @@
-"""Interfaces of language models: RowBatch in, ModelOutput out, with a KVStore in between."""
+"""Language models: RowBatch in, ModelOutput out, a KVStore between, a Context per sequence."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -10,13 +11,15 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from forerun.errors import UnsupportedFeatures
+from forerun.models.architecture import Architecture
+from forerun.models.kv_store import ContiguousKVStore, KVStore
 from forerun.models.slots import Prefix
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = [
-    "KVPrefix",
-    "KVStore",
+    "Context",
     "LanguageModel",
     "LayeredModel",
     "ModelOutput",
@@ -24,6 +27,9 @@ __all__ = [
     "SampledChains",
     "SampledTokens",
     "Span",
+    "StoredModel",
+    "chain_by_forward",
+    "pack",
 ]
 
 
@@ -53,11 +59,7 @@ class Span:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a draft tree whose preceding rows are not a causal chain.
-
-        Raises:
-            ValueError: `causal` is False and there is a tree.
-        """
+        """Raise ValueError for a draft tree whose preceding rows are not a causal chain."""
         if not self.causal and self.tree.parents:
             raise ValueError("a span with causal=False cannot have a tree")
 
@@ -100,91 +102,6 @@ class ModelOutput:
 
     logits: Float[Tensor, "wanted vocab"]
     features: Float[Tensor, "rows layers width"] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KVPrefix:
-    """A copy of a committed prefix, which only stores of the same class can import."""
-
-    num_tokens: int
-    tensors: tuple[Tensor, ...]
-
-
-@runtime_checkable
-class KVStore(Protocol):
-    """Per-sequence state of a model; its layout is private.
-
-    Rows past the committed length are staged: they are there until the next commit.
-    """
-
-    @property
-    def num_free(self) -> int:
-        """Number of slots that are not reserved."""
-
-    def reserve(self) -> int:
-        """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
-
-    def length(self, slot: int) -> int:
-        """Number of committed tokens in `slot`."""
-
-    def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit the staged rows listed in `rows` and drop the other staged rows.
-
-        They are ascending offsets from the committed length.
-        """
-
-    def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that already contains the longest stored prefix of `wanted`.
-
-        The last token is never among them. Until it is given back, others find in this slot what it
-        has committed. Raises NotEnoughMemory when no slot is left.
-        """
-
-    def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot`, but store its first tokens for `begin` until the memory is needed."""
-
-    def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
-
-    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Return a copy of the KV of the first `num_tokens` committed tokens."""
-
-    def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
-        """Fill an empty slot with an exported prefix."""
-
-    def free(self, slot: int) -> None:
-        """Free `slot` and discard its contents."""
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose features the store holds; see `keep_features`."""
-
-    def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Store features of these layers with the KV from now on; an empty sequence ends this.
-
-        From then on every commit needs the features of its rows, so that no row is ever without
-        them. Kept prefixes of earlier sequences are forgotten.
-
-        Raises:
-            ValueError: a slot is reserved.
-            NotEnoughMemory: there is no room for them.
-        """
-
-    def stage_features(
-        self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
-    ) -> None:
-        """Store the features that a pass returned for the staged rows from `start` on.
-
-        Raises:
-            ValueError: no features are kept, the shape is wrong, or the rows are not staged.
-        """
-
-    def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
-        """A copy of the features of committed rows [start, stop).
-
-        Raises:
-            ValueError: no features are kept, or fewer rows are committed.
-        """
 
 
 @runtime_checkable
@@ -321,3 +238,155 @@ class SampledChains(Protocol):
             stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
                 stops.
         """
+
+
+class StoredModel(ABC):
+    """A LanguageModel whose sizes, device and dtype follow from its architecture and its store.
+
+    Args:
+        architecture: sizes, the number of layers a pass goes through among them.
+        store: KV of the sequences, on the device of the weights and in their dtype.
+    """
+
+    def __init__(self, architecture: Architecture, store: ContiguousKVStore) -> None:
+        self.architecture = architecture
+        self.store = store
+        self.vocab_size = architecture.vocab_size
+        self.num_layers = architecture.num_layers
+        self.hidden_size = architecture.hidden_size
+        self.max_context = store.geometry.capacity
+        self.device = store.device
+        self.dtype = store.geometry.dtype
+
+    @abstractmethod
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """Run one pass, which stages the KV of every row; the caller commits the rows."""
+
+    @torch.inference_mode()
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Feed `batch`, then continue every sequence with its most likely tokens, pass by pass."""
+        return chain_by_forward(self, batch, num_tokens, vocab_size)
+
+    def _check_features(self, layers: tuple[int, ...]) -> None:
+        """Refuse layers the model does not have.
+
+        Raises:
+            UnsupportedFeatures: one is negative or above `num_layers`.
+        """
+        for layer in layers:
+            if not 0 <= layer <= self.num_layers:
+                raise UnsupportedFeatures(
+                    f"features of layer {layer} were asked for; {self.architecture.name} has "
+                    f"layers 0 to {self.num_layers} (what leaves the last one)"
+                )
+
+    def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
+        """Stage the rows of a pass, and `num_later` further rows for every sequence."""
+        for span in batch.spans:
+            self.store.claim(span.slot, span.start, span.num_rows + num_later)
+
+
+def chain_by_forward(
+    model: LanguageModel | StoredModel, batch: RowBatch, num_tokens: int, vocab_size: int
+) -> Int64[Tensor, "sequences num_tokens"]:
+    """`LanguageModel.greedy_chain`, level by level: one pass per token, one row per sequence."""
+    levels = [_most_likely(model, batch, vocab_size)]
+    positions = batch.positions[batch.logit_rows]
+    rows = torch.arange(len(batch.spans), device=batch.tokens.device)
+    for depth in range(num_tokens - 1):
+        level = RowBatch(
+            tokens=levels[-1],
+            positions=positions + (depth + 1),
+            spans=tuple(
+                Span(slot=s.slot, start=s.start + s.num_chain + depth, num_chain=1)
+                for s in batch.spans
+            ),
+            logit_rows=rows,
+        )
+        levels.append(_most_likely(model, level, vocab_size))
+    return torch.stack(levels, dim=1)
+
+
+def _most_likely(model: LanguageModel | StoredModel, batch: RowBatch, vocab_size: int) -> Tensor:
+    return model.forward(batch).logits[:, :vocab_size].argmax(dim=-1)
+
+
+class Context:
+    """The committed tokens of a request, and the slot that holds their KV in one model.
+
+    `ids` is owned by the request and only ever appended to; what this model has not cached of it is
+    pending and is fed by the next pass, so neither drafters nor the step do catch-up arithmetic.
+
+    Args:
+        store: of the model.
+        ids: of the sequence.
+        scope: sequences of one scope share what is cached of tokens they begin with; None begins
+            with nothing and shares nothing.
+    """
+
+    def __init__(self, store: KVStore, ids: list[int], scope: str | None = None) -> None:
+        self.store = store
+        self.ids = ids
+        if scope is None:
+            self.slot = store.reserve()
+        else:
+            self.slot = store.begin(Prefix(ids=ids, scope=scope))
+
+    @property
+    def num_cached(self) -> int:
+        """Committed tokens whose KV this model holds."""
+        return self.store.length(self.slot)
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens whose KV is not cached yet."""
+        return len(self.ids) - self.num_cached
+
+    def pending(self, limit: int | None = None) -> list[int]:
+        """Return the next committed tokens to feed, at most `limit`."""
+        start = self.num_cached
+        return self.ids[start : len(self.ids) if limit is None else start + limit]
+
+    def span(self, num_chain: int, tree: TokenTree = NO_TREE, num_staged: int = 0) -> Span:
+        """Return a span of a chain and a tree after the cached and `num_staged` staged rows."""
+        start = self.num_cached + num_staged
+        return Span(slot=self.slot, start=start, num_chain=num_chain, tree=tree)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Commit the given staged rows and drop all other staged rows."""
+        self.store.commit(self.slot, rows)
+
+    def close(self, num_kept: int = 0) -> None:
+        """Free the slot, but keep its first `num_kept` tokens for requests with the same prefix."""
+        self.store.keep(self.slot, num_kept)
+
+
+def positions_of(span: Span) -> list[int]:
+    """Return the absolute position of every row of a span."""
+    last = span.start + span.num_chain - 1
+    return [*range(span.start, last + 1), *[last + depth for depth in span.tree.depths]]
+
+
+def pack(
+    spans: Sequence[Span],
+    tokens: Sequence[int] | Tensor,
+    logit_rows: Sequence[int],
+    device: torch.device,
+) -> RowBatch:
+    """Pack spans, their tokens and the rows to score into a RowBatch; one copy to the device.
+
+    Tokens that are a tensor already may be on any device.
+    """
+    positions = [position for span in spans for position in positions_of(span)]
+    ids = [] if isinstance(tokens, Tensor) else tokens
+    numbers = torch.tensor([*ids, *positions, *logit_rows], dtype=torch.int64)
+    sizes = [len(ids), len(positions), len(logit_rows)]
+    parts = numbers.to(device, non_blocking=True).split_with_sizes(sizes)
+    return RowBatch(
+        tokens=tokens.to(device, non_blocking=True) if isinstance(tokens, Tensor) else parts[0],
+        positions=parts[1],
+        spans=tuple(spans),
+        logit_rows=parts[2],
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,9 +18,9 @@ from transformers.utils import logging as transformers_logging
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import SUPPORTED, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
-from forerun.models.base import ModelOutput, RowBatch
+from forerun.models.base import ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.kv_store import ContiguousKVStore, StoredModel, chain_by_forward
+from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 
 __all__ = [
@@ -33,6 +33,9 @@ __all__ = [
     "read_weights",
     "sharing",
 ]
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ class HuggingFaceModel(StoredModel):
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
-                attention_pass=plan_pass(batch.spans, self._store, groups),
+                attention_pass=plan_pass(batch.spans, self.store, groups),
             )
         if not features:
             return ModelOutput(logits=outputs.logits[0])
@@ -167,25 +170,13 @@ class HuggingFaceModel(StoredModel):
         projected: Tensor = rows if module is None else module(rows)
         return projected
 
-    @torch.inference_mode()
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed `batch`, then continue every sequence with its most likely tokens.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot.
-            ValueError: rows overwrite committed ones or leave a gap.
-        """
-        return chain_by_forward(self, batch, num_tokens, vocab_size)
-
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
         """Return the model cut after its first layers; weights and store are shared."""
         return HuggingFaceModel(
             network=without_upper_layers(
                 self.network, MODULE_NAMES[self.architecture.name].layers, num_layers
             ),
-            store=self._store,
+            store=self.store,
             architecture=replace(self.architecture, num_layers=num_layers),
         )
 
@@ -227,8 +218,7 @@ def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[in
 
 def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
     """Return a copy of a network's module tree with only its first layers, sharing all tensors."""
-    tensors = [*network.parameters(), *network.buffers()]
-    shorter = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
+    shorter = sharing(network)
     kept: Any = shorter.get_submodule(layers)
     del kept[num_kept:]
     return shorter
@@ -281,7 +271,7 @@ def adapt(
     )
 
 
-def sharing(model: PreTrainedModel) -> PreTrainedModel:
+def sharing(model: ModuleT) -> ModuleT:
     """Copy the modules and the configuration of a model, sharing its parameters.
 
     What is done to the attention and to the mode of the copy leaves the model as it is.

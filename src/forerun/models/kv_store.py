@@ -1,25 +1,308 @@
-"""Preallocated KV for a fixed number of sequences, and the base class of models that use it."""
+"""KV of a fixed number of sequences: the contract of a store, and a store in one tensor.
+
+A drafter that reads features must have them for every committed token, those found in a shared
+prefix included. So a store holds them by the same rows as the KV: they are staged after a pass,
+move with a commit and are copied with a prefix, and a commit without them is an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float
 from torch import Tensor
 
-from forerun.errors import UnsupportedFeatures
-from forerun.models.architecture import Architecture
-from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
-from forerun.models.features import check_features
-from forerun.models.memory import KVGeometry, bytes_needed
-from forerun.models.slot_store import SlotStore
-from forerun.models.slots import num_in_place
+from forerun.errors import NotEnoughMemory
+from forerun.models.memory import KVGeometry, available_bytes, bytes_needed, readable
+from forerun.models.slots import Prefix, SlotTable, num_in_place
 
-__all__ = ["ContiguousKVStore", "StoredModel", "chain_by_forward"]
+__all__ = ["ContiguousKVStore", "FeatureRows", "KVPrefix", "KVStore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVPrefix:
+    """A copy of a committed prefix, which only stores of the same class can import."""
+
+    num_tokens: int
+    tensors: tuple[Tensor, ...]
+
+
+class FeatureRows:
+    """Features of every row of every slot of a store.
+
+    `num_valid` rows at the beginning of a slot have features; a pass that writes rows again makes
+    theirs invalid until they are staged again.
+
+    Args:
+        layers: layers whose input is kept.
+        shape: slots, rows per slot, width of the residual stream.
+        dtype: of the features.
+        device: where they are kept.
+
+    Raises:
+        NotEnoughMemory: there is no room for them.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_slots, num_rows, width = shape
+        num_bytes = num_slots * num_rows * len(layers) * width * dtype.itemsize
+        available = available_bytes(device)
+        if num_bytes > available:
+            raise NotEnoughMemory(
+                f"features of {len(layers)} layers need {readable(num_bytes)} on {device} for "
+                f"{num_slots} sequences of {num_rows} rows, {readable(available)} are available; "
+                "lower max_batch or max_context"
+            )
+        self.layers = layers
+        self._rows = torch.zeros(
+            (num_slots, num_rows, len(layers), width), dtype=dtype, device=device
+        )
+        self._num_valid = [0] * num_slots
+
+    def invalidate(self, slot: int, start: int) -> None:
+        """Mark the features of rows from `start` on as missing."""
+        self._num_valid[slot] = min(self._num_valid[slot], start)
+
+    def stage(
+        self, slot: int, start: int, num_written: int, features: Float[Tensor, "rows layers width"]
+    ) -> None:
+        """Store the features of rows `start` and following of a slot with `num_written` rows.
+
+        Raises:
+            ValueError: the shape is wrong, or the rows are not written or leave a gap.
+        """
+        end = start + len(features)
+        if features.shape[1:] != self._rows.shape[2:]:
+            raise ValueError(
+                f"features have the shape {tuple(features.shape[1:])} per row; the store keeps "
+                f"{tuple(self._rows.shape[2:])} (layers, width)"
+            )
+        if not start <= self._num_valid[slot] or end > num_written:
+            raise ValueError(
+                f"features of rows {start} to {end} of slot {slot} cannot be stored: "
+                f"{num_written} rows are written, {self._num_valid[slot]} have features"
+            )
+        self._rows[slot, start:end] = features
+        self._num_valid[slot] = end
+
+    def check_commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Refuse a commit of rows without features.
+
+        Raises:
+            ValueError: features of one of the rows, offsets from `start`, were not staged.
+        """
+        if rows and start + rows[-1] >= self._num_valid[slot]:
+            raise ValueError(
+                f"row {rows[-1]} of slot {slot} is to be committed without features; the store "
+                f"keeps those of layers {self.layers}: call stage_features after every pass"
+            )
+
+    def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Move features of committed rows together; `rows` ascend and are relative to `start`."""
+        end = start + len(rows)
+        if rows and rows[-1] != len(rows) - 1:
+            places = torch.tensor([start + row for row in rows], device=self._rows.device)
+            self._rows[slot, start:end] = self._rows[slot].index_select(0, places)
+        self._num_valid[slot] = end
+
+    def copy(self, slot: int, other: int, num_tokens: int) -> None:
+        """Copy the features of the first tokens of `slot` to an empty slot."""
+        self._rows[other, :num_tokens] = self._rows[slot, :num_tokens]
+        self._num_valid[other] = num_tokens
+
+    def read(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
+        """A copy of the features of rows [start, stop)."""
+        return self._rows[slot, start:stop].clone()
+
+    def fill(self, slot: int, features: Float[Tensor, "rows layers width"]) -> None:
+        """Store the features of all tokens of a slot filled at once."""
+        self._num_valid[slot] = 0
+        self.stage(slot, 0, len(features), features)
+
+
+class KVStore(ABC):
+    """Per-sequence state of a model; subclasses store the rows, in a layout of their own.
+
+    Rows past the committed length are staged: they are there until the next commit.
+
+    Args:
+        num_slots: sequences the store has room for.
+        capacity: most tokens a slot may commit.
+        max_staged_rows: rows that may be staged past `capacity`.
+    """
+
+    def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
+        self._slots = SlotTable(num_slots, capacity, max_staged_rows)
+        self._features: FeatureRows | None = None
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that are not reserved."""
+        return self._slots.num_free
+
+    def reserve(self) -> int:
+        """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
+        return self._slots.reserve()
+
+    def length(self, slot: int) -> int:
+        """Number of committed tokens in `slot`."""
+        return self._slots.length(slot)
+
+    def claim(self, slot: int, start: int, num_rows: int) -> None:
+        """Stage rows whose contents the caller writes; SlotTable.stage lists the errors."""
+        self._slots.stage(slot, start, num_rows)
+        if self._features is not None:
+            self._features.invalidate(slot, start)
+
+    @abstractmethod
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        """Commit the staged rows listed in `rows` and drop the other staged rows.
+
+        They are ascending offsets from the committed length.
+
+        Raises:
+            ValueError: the rows are not ascending or were never staged.
+            NotEnoughMemory: the slot would exceed its capacity.
+        """
+
+    def begin(self, wanted: Prefix) -> int:
+        """Reserve a slot that already contains the longest stored prefix of `wanted`.
+
+        The last token is never among them. Until it is given back, others find in this slot what it
+        has committed. Raises NotEnoughMemory when no slot is left.
+        """
+        slot = self._slots.begin(wanted, self.fork)
+        if self._features is not None:
+            self._features.invalidate(slot, self._slots.length(slot))
+        return slot
+
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Free `slot`, but store its first tokens for `begin` until the memory is needed.
+
+        Raises:
+            ValueError: fewer than `num_tokens` are committed.
+        """
+        self._slots.keep(slot, num_tokens)
+
+    @abstractmethod
+    def fork(self, slot: int, num_tokens: int | None = None) -> int:
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot.
+
+        Raises:
+            ValueError: fewer are committed.
+        """
+
+    @abstractmethod
+    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
+        """Return a copy of the KV of the first `num_tokens` committed tokens.
+
+        Raises:
+            ValueError: fewer are committed.
+        """
+
+    @abstractmethod
+    def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
+        """Fill an empty slot with an exported prefix.
+
+        Raises:
+            ValueError: the slot is not empty, or features are kept and the prefix has none.
+            NotEnoughMemory: the prefix exceeds the capacity.
+        """
+
+    def free(self, slot: int) -> None:
+        """Free `slot` and discard its contents."""
+        self._slots.free(slot)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose features the store holds; see `keep_features`."""
+        return () if self._features is None else self._features.layers
+
+    @abstractmethod
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Store features of these layers with the KV from now on; an empty sequence ends this.
+
+        From then on every commit needs the features of its rows, so that no row is ever without
+        them. Kept prefixes of earlier sequences are forgotten.
+
+        Raises:
+            ValueError: a slot is reserved, or the geometry has no hidden size.
+            NotEnoughMemory: there is no room for them.
+        """
+
+    def stage_features(
+        self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
+    ) -> None:
+        """Store the features that a pass returned for the staged rows from `start` on.
+
+        Raises:
+            ValueError: no features are kept, the shape is wrong, or the rows are not staged.
+        """
+        self._kept_features().stage(slot, start, self._slots.num_written(slot), features)
+
+    def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
+        """A copy of the features of committed rows [start, stop).
+
+        Raises:
+            ValueError: no features are kept, or fewer rows are committed.
+        """
+        self._slots.check_prefix(slot, stop)
+        return self._kept_features().read(slot, start, stop)
+
+    def _kept_features(self) -> FeatureRows:
+        if self._features is None:
+            raise ValueError("this store keeps no features; call keep_features(layers) first")
+        return self._features
+
+    def _commit(self, slot: int, rows: Sequence[int]) -> int:
+        """Commit staged rows and their features; return the committed length before this call."""
+        if self._features is not None:
+            self._features.check_commit(slot, self._slots.length(slot), rows)
+        start = self._slots.commit(slot, rows)
+        if self._features is not None:
+            self._features.commit(slot, start, rows)
+        return start
+
+    def _exported(self, slot: int, num_tokens: int, content: Tensor) -> KVPrefix:
+        """Return a prefix with this content and the features of its tokens."""
+        if self._features is None:
+            return KVPrefix(num_tokens=num_tokens, tensors=(content,))
+        features = self._features.read(slot, 0, num_tokens)
+        return KVPrefix(num_tokens=num_tokens, tensors=(content, features))
+
+    def _fill(self, slot: int, prefix: KVPrefix) -> Tensor:
+        """Commit the tokens and features of a prefix in an empty slot; return its content."""
+        content, *features = prefix.tensors
+        if self._features is not None and not features:
+            raise ValueError("the prefix was exported without features, which this store keeps")
+        self._slots.fill(slot, prefix.num_tokens)
+        if self._features is not None:
+            self._features.fill(slot, features[0])
+        return content
+
+    def _renew_features(
+        self, layers: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Discard stored prefixes, and store features of these layers from now on."""
+        slots = self._slots
+        slots.forget_kept()
+        self._features = None
+        if layers:
+            shape = (slots.num_slots, slots.capacity + slots.max_staged_rows, width)
+            self._features = FeatureRows(layers, shape, dtype, device)
+
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -35,7 +318,7 @@ def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=geometry.dtype).view(geometry.shape)
 
 
-class ContiguousKVStore(SlotStore):
+class ContiguousKVStore(KVStore):
     """A KVStore in one tensor, so that one call commits or copies rows for all layers.
 
     Committing, forking and copying take one tensor operation; so does cutting all layers' views for
@@ -74,15 +357,7 @@ class ContiguousKVStore(SlotStore):
         return self._data[:, slot : slot + 1, :, start:end].unbind(0)
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit the staged rows listed in `rows` and drop the other staged rows.
-
-        They are ascending offsets from the committed length. No data move when they are a prefix of
-        what is staged; otherwise the kept rows move forward.
-
-        Raises:
-            ValueError: the rows are not ascending or were never staged.
-            NotEnoughMemory: the slot would exceed its capacity.
-        """
+        """Commit staged rows; no data move when they are a prefix of what is staged."""
         start = self._commit(slot, rows)
         num_placed = num_in_place(rows)
         if num_placed == len(rows):
@@ -93,11 +368,7 @@ class ContiguousKVStore(SlotStore):
         sequence[:, :, start + num_placed : start + len(rows)] = kept
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
         length = self._slots.length(slot) if num_tokens is None else num_tokens
         self._slots.check_prefix(slot, length)
         copy = self._slots.reserve()
@@ -108,131 +379,17 @@ class ContiguousKVStore(SlotStore):
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Return a copy of the KV of the first `num_tokens` committed tokens.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Return a copy of the KV of the first `num_tokens` committed tokens; see `KVStore`."""
         self._slots.check_prefix(slot, num_tokens)
-        tensor = self._data[:, slot, :, :num_tokens].clone()
-        if self._features is None:
-            return KVPrefix(num_tokens=num_tokens, tensors=(tensor,))
-        features = self._features.read(slot, 0, num_tokens)
-        return KVPrefix(num_tokens=num_tokens, tensors=(tensor, features))
+        return self._exported(slot, num_tokens, self._data[:, slot, :, :num_tokens].clone())
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
-        """Fill an empty slot with an exported prefix.
-
-        Raises:
-            ValueError: the slot is not empty, or features are kept and the prefix has none.
-            NotEnoughMemory: the prefix exceeds the capacity.
-        """
-        tensor, *features = prefix.tensors
-        check_features(prefix, self._features)
-        self._slots.fill(slot, prefix.num_tokens)
-        if self._features is not None:
-            self._features.fill(slot, features[0])
-        self._data[:, slot, :, : prefix.num_tokens] = tensor
+        """Fill an empty slot with an exported prefix; see `KVStore`."""
+        self._data[:, slot, :, : prefix.num_tokens] = self._fill(slot, prefix)
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Store features of these layers with the KV from now on; see `KVStore`.
-
-        Raises:
-            ValueError: a slot is reserved, or the geometry has no hidden size.
-            NotEnoughMemory: there is no room for them.
-        """
+        """Store features of these layers with the KV from now on; see `KVStore`."""
         geometry = self.geometry
         if layers and not geometry.hidden_size:
             raise ValueError("a store without hidden_size in its geometry cannot keep features")
         self._renew_features(layers, geometry.hidden_size, geometry.dtype, self.device)
-
-
-class StoredModel:
-    """A LanguageModel whose sizes, store, device and dtype follow from its architecture and store.
-
-    Args:
-        architecture: sizes, the number of layers a pass goes through among them.
-        store: KV of the sequences, on the device of the weights and in their dtype.
-    """
-
-    def __init__(self, architecture: Architecture, store: ContiguousKVStore) -> None:
-        self.architecture = architecture
-        self._store = store
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits; may exceed the tokenizer's vocabulary."""
-        return self.architecture.vocab_size
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        return self.architecture.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream, and so of features."""
-        return self.architecture.hidden_size
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self._store.geometry.capacity
-
-    @property
-    def store(self) -> ContiguousKVStore:
-        """The store that holds this model's KV."""
-        return self._store
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the inputs and of the logits."""
-        return self._store.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of weights and KV."""
-        return self._store.geometry.dtype
-
-    def _check_features(self, layers: tuple[int, ...]) -> None:
-        """Refuse layers the model does not have.
-
-        Raises:
-            UnsupportedFeatures: one is negative or above `num_layers`.
-        """
-        for layer in layers:
-            if not 0 <= layer <= self.num_layers:
-                raise UnsupportedFeatures(
-                    f"features of layer {layer} were asked for; {self.architecture.name} has "
-                    f"layers 0 to {self.num_layers} (what leaves the last one)"
-                )
-
-    def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
-        """Stage the rows of a pass, and `num_later` further rows for every sequence."""
-        for span in batch.spans:
-            self._store.claim(span.slot, span.start, span.num_rows + num_later)
-
-
-def chain_by_forward(
-    model: LanguageModel, batch: RowBatch, num_tokens: int, vocab_size: int
-) -> Int64[Tensor, "sequences num_tokens"]:
-    """`LanguageModel.greedy_chain`, level by level: one pass per token, one row per sequence."""
-    levels = [_most_likely(model, batch, vocab_size)]
-    positions = batch.positions[batch.logit_rows]
-    rows = torch.arange(len(batch.spans), device=batch.tokens.device)
-    for depth in range(num_tokens - 1):
-        level = RowBatch(
-            tokens=levels[-1],
-            positions=positions + (depth + 1),
-            spans=tuple(
-                Span(slot=s.slot, start=s.start + s.num_chain + depth, num_chain=1)
-                for s in batch.spans
-            ),
-            logit_rows=rows,
-        )
-        levels.append(_most_likely(model, level, vocab_size))
-    return torch.stack(levels, dim=1)
-
-
-def _most_likely(model: LanguageModel, batch: RowBatch, vocab_size: int) -> Tensor:
-    return model.forward(batch).logits[:, :vocab_size].argmax(dim=-1)

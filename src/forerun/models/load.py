@@ -1,31 +1,36 @@
-"""Loading of models and tokenizers; everything is checked before memory is allocated."""
+"""Loading of models and tokenizers; everything is checked before memory is allocated.
+
+To read a configuration transformers loads a good part of itself and torch's compiler: a second of
+every start, for a handful of numbers. So the result is cached on disk by the content of the file
+and the version that read it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.architecture import Architecture, read_architecture
+from forerun.models.architecture import Architecture, Runner, check_layer_count, read_architecture
 from forerun.models.base import LanguageModel
-from forerun.models.checkpoint import Checkpoint, read_checkpoint
+from forerun.models.catalog import PREFIX, zoo_path
+from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
 from forerun.models.memory import check_fits, estimate, geometry_of
 from forerun.models.runner.choose import ModelFiles, run_by, try_out
-from forerun.models.runner.config import Runner
-from forerun.models.settings import read_settings
-from forerun.models.tokenizer_files import adopt, read_tokenizer
-from forerun.models.tokenizers import Tokenizer
-from forerun.models.zoo.catalog import PREFIX, zoo_path
+from forerun.models.tokenizers import Tokenizer, adopt, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "choose_device",
@@ -35,8 +40,42 @@ __all__ = [
     "load_tokenizer",
     "model_folder",
     "read_config",
+    "read_settings",
     "share_loaded",
 ]
+
+
+def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
+    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`.
+
+    Args:
+        checkpoint: whose.
+        folder: cache to use instead of `cache_folder()`.
+
+    Raises:
+        InvalidModel: transformers refuses it.
+    """
+    check_layer_count(read_object(checkpoint.folder / "config.json"))
+    content = (checkpoint.folder / "config.json").read_bytes()
+    key = hash_of(content + b"\0" + version("transformers").encode())
+    return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint))
+
+
+def understood(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the configuration with transformers and convert it to JSON types."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise InvalidModel(
+            f"the configuration in {checkpoint.folder} is refused: {error}"
+        ) from error
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return settings
+
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -9,10 +9,8 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
-from forerun.models.base import KVPrefix, ModelOutput, RowBatch, Span
-from forerun.models.features import check_features
-from forerun.models.kv_store import chain_by_forward
-from forerun.models.slot_store import SlotStore
+from forerun.models.base import ModelOutput, RowBatch, Span, chain_by_forward
+from forerun.models.kv_store import KVPrefix, KVStore
 
 __all__ = ["TabularModel", "TokenStore"]
 
@@ -62,7 +60,7 @@ def check_layers(layers: Sequence[int]) -> None:
             )
 
 
-class TokenStore(SlotStore):
+class TokenStore(KVStore):
     """A KVStore that stores token ids instead of KV, so that a wrong commit changes the output."""
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
@@ -97,18 +95,11 @@ class TokenStore(SlotStore):
         """Return a copy of the first `num_tokens` committed tokens."""
         self._slots.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
-        if self._features is None:
-            return KVPrefix(num_tokens=num_tokens, tensors=(tokens,))
-        features = self._features.read(slot, 0, num_tokens)
-        return KVPrefix(num_tokens=num_tokens, tensors=(tokens, features))
+        return self._exported(slot, num_tokens, tokens)
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix."""
-        check_features(prefix, self._features)
-        self._slots.fill(slot, prefix.num_tokens)
-        self._tokens[slot] = prefix.tensors[0].tolist()
-        if self._features is not None:
-            self._features.fill(slot, prefix.tensors[1])
+        self._tokens[slot] = self._fill(slot, prefix).tolist()
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Store features of these layers with the tokens from now on; see `KVStore`."""
@@ -135,8 +126,14 @@ class TabularModel:
     ) -> None:
         self.log_probs = log_probs
         self.order = order
+        self.store = store
         self.dtype = dtype
-        self._store = store
+        self.vocab_size = log_probs.shape[1]
+        self.num_parameters = log_probs.numel()
+        self.num_layers = NUM_LAYERS
+        self.hidden_size = FEATURE_WIDTH
+        self.max_context = store.capacity
+        self.device = log_probs.device
 
     @classmethod
     def from_seed(
@@ -164,41 +161,6 @@ class TabularModel:
         log_probs = logits.normal_(0.0, scale, generator=generator).log_softmax(-1)
         store = TokenStore(num_slots, max_context, max_staged_rows=64)
         return cls(log_probs=log_probs, order=order, store=store)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.log_probs.shape[1]
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of entries of the table."""
-        return self.log_probs.numel()
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers whose features can be requested; the table itself has no layers."""
-        return NUM_LAYERS
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the features."""
-        return FEATURE_WIDTH
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self._store.capacity
-
-    @property
-    def store(self) -> TokenStore:
-        """The store that holds the tokens."""
-        return self._store
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the inputs and of the logits."""
-        return self.log_probs.device
 
     def state_of(self, ids: Sequence[int]) -> int:
         """Return the row of the table for the last tokens; a start mark fills missing ones."""
@@ -228,7 +190,7 @@ class TabularModel:
         first = 0
         for span in batch.spans:
             rows = tokens[first : first + span.num_rows]
-            self._store.stage(span.slot, span.start, rows)
+            self.store.stage(span.slot, span.start, rows)
             if not span.causal:
                 raise ValueError("a tabular model takes causal spans only")
             histories = list(self.histories(span, rows))
@@ -260,7 +222,7 @@ class TabularModel:
 
     def histories(self, span: Span, rows: Sequence[int]) -> Iterator[list[int]]:
         """Yield the tokens visible to each row of a span, its own included, read from the store."""
-        chain = self._store.tokens(span.slot, span.start + span.num_chain)
+        chain = self.store.tokens(span.slot, span.start + span.num_chain)
         for end in range(span.start + 1, len(chain) + 1):
             yield chain[:end]
         for node in range(len(span.tree.parents)):

@@ -9,14 +9,8 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from forerun.models.base import (
-    KVStore,
-    LanguageModel,
-    ModelOutput,
-    RowBatch,
-    SampledChains,
-    SampledTokens,
-)
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, SampledChains, SampledTokens
+from forerun.models.kv_store import KVStore
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]

@@ -1,19 +1,19 @@
-"""ctypes declarations of the CPU kernels, matching kernels/interface.h."""
+"""Compiles the CPU kernels once per machine and declares their interface, kernels/interface.h."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from ctypes import (
-    POINTER,
-    Structure,
-    c_bool,
-    c_float,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_void_p,
-)
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_size_t, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,8 @@ from types import MappingProxyType
 
 import torch
 
+from forerun.cache import cache_folder, find_cached, hash_of, write_cached
 from forerun.errors import RunnerUnavailable
-from forerun.native.compiler import compiled_kernels
 from forerun.theory.stop_rule import Measure
 
 __all__ = [
@@ -36,9 +36,195 @@ __all__ = [
     "StopsStruct",
     "StoreStruct",
     "VectorKind",
+    "compiled_kernels",
     "load_kernels",
     "open_library",
 ]
+
+logger = logging.getLogger("forerun.preparation")
+
+SOURCES = Path(__file__).parent / "kernels"
+MAIN = "kernels.cpp"
+SUFFIX = ".so"
+COMPILERS = ("c++", "g++", "clang++")
+PRIVATE = 0o700
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
+
+
+def compiled_kernels(folder: Path | None = None) -> ctypes.CDLL:
+    """Load the kernels from the cache, or compile them.
+
+    Args:
+        folder: cache to use instead of `cache_folder()`.
+
+    Raises:
+        RunnerUnavailable: there is no compiler, or it fails.
+    """
+    return _load(folder or cache_folder(), find_compiler())
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the path of a C++ compiler: CXX, or the first of the usual names.
+
+    Raises:
+        RunnerUnavailable: none is installed.
+    """
+    names = [environment["CXX"]] if environment.get("CXX") else list(COMPILERS)
+    for name in names:
+        if found := shutil.which(name):
+            return found
+    raise RunnerUnavailable(
+        f"no C++ compiler ({', '.join(names)}); install g++ or clang, or set CXX to one"
+    )
+
+
+@cache
+def _load(folder: Path, compiler: str) -> ctypes.CDLL:
+    stem = f"kernels-{fingerprint(compiler)}"
+    with suppress(OSError):  # reported where the library is to be kept
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    danger = unsafe_folder(folder)
+    if danger:
+        logger.warning(
+            "compiled kernels are neither loaded from %s nor kept there: %s; they are compiled at "
+            "every start until that is changed or FORERUN_CACHE names another folder",
+            folder,
+            danger,
+        )
+    elif kept := find_cached(folder, stem, SUFFIX):
+        try:
+            if danger := unsafe(kept):
+                raise OSError(danger)
+            return ctypes.CDLL(str(kept))
+        except OSError as error:
+            logger.warning("the kernels in %s cannot be loaded (%s); compiling again", kept, error)
+    with scratch_folder() as scratch:
+        built = scratch / f"kernels{SUFFIX}"
+        compile_to(built, compiler)
+        library = opened(built, compiler)
+        if danger:
+            return library
+        try:
+            write_cached(folder, stem, SUFFIX, built.read_bytes())
+        except OSError as error:
+            logger.warning(
+                "compiled kernels cannot be kept in %s (%s): they are compiled again next time; "
+                "set FORERUN_CACHE to a folder that can be written",
+                folder,
+                error,
+            )
+    return library
+
+
+def unsafe_folder(folder: Path) -> str | None:
+    """Return why another user could place a library in a folder; None if only root could.
+
+    A folder that does not exist is safe: only its own user could create it here.
+    """
+    if not folder.exists():
+        return None
+    folder = folder.resolve()
+    if reason := unsafe(folder):
+        return reason
+    return next(filter(None, (unsafe(above, is_above=True) for above in folder.parents)), None)
+
+
+def unsafe(path: Path, *, is_above: bool = False) -> str | None:
+    """Return why another user could replace a file or a folder's content; None if none could.
+
+    Args:
+        path: exists.
+        is_above: it is a folder above: one with the sticky bit may be written by all, as /tmp is.
+    """
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to another user (uid {found.st_uid})"
+    if found.st_mode & WRITABLE_BY_OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
+        return f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Create a temporary folder to compile in.
+
+    Raises:
+        RunnerUnavailable: there is no place for one.
+    """
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="forerun-")
+    except OSError as error:
+        raise RunnerUnavailable(f"no folder to compile the CPU kernels in: {error}") from error
+    with scratch as name:
+        yield Path(name)
+
+
+def compile_to(path: Path, compiler: str) -> None:
+    """Compile the kernels for this processor.
+
+    Raises:
+        RunnerUnavailable: the compiler fails; the message has its last line.
+    """
+    logger.info("compiling the CPU kernels with %s, once for this machine ...", compiler)
+    start_s = time.monotonic()
+    done = run_compiler(compiler, *FLAGS, native_flag(), str(SOURCES / MAIN), "-o", str(path))
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise RunnerUnavailable(f"{compiler} cannot compile the CPU kernels: {reason}")
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - start_s)
+
+
+def opened(library: Path, compiler: str) -> ctypes.CDLL:
+    """Load a library that was just compiled; its file may be deleted afterwards.
+
+    Raises:
+        RunnerUnavailable: it is none.
+    """
+    try:
+        made = ctypes.CDLL(str(library))
+        made.forerun_interface  # noqa: B018 (raises where there is none)
+        return made
+    except (OSError, AttributeError) as error:
+        raise RunnerUnavailable(f"what {compiler} made cannot be loaded: {error}") from error
+
+
+def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run the compiler and return its exit code and output.
+
+    Raises:
+        RunnerUnavailable: it cannot be started.
+    """
+    try:
+        return subprocess.run([compiler, *arguments], capture_output=True, check=False)
+    except OSError as error:
+        raise RunnerUnavailable(f"{compiler} cannot be run: {error}") from error
+
+
+def fingerprint(compiler: str) -> str:
+    """Hash the sources, compiler, flags and processor that determine the library."""
+    parts = [run_compiler(compiler, "--version").stdout]
+    for part in (compiler, *FLAGS, native_flag(), platform.platform(), processor()):
+        parts.append(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        parts.append(source.name.encode() + b"\0" + source.read_bytes())
+    return hash_of(b"".join(parts))
+
+
+def native_flag() -> str:
+    """Return the compiler flag that allows all instructions of this processor."""
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def processor() -> str:
+    """Describe the processor, since a cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    telling = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(telling)}))
 
 
 class Sizes(Structure):

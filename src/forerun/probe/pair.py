@@ -12,12 +12,10 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.registry import is_head
 from forerun.engine.config import EngineConfig
-from forerun.engine.draft_cards import check_card
-from forerun.engine.loading import load_drafter, load_pair_member
+from forerun.engine.loading import check_card, load_drafter, load_pair_member
 from forerun.errors import InvalidRequest, NotEnoughMemory
-from forerun.models.base import LanguageModel
+from forerun.models.base import LanguageModel, StoredModel
 from forerun.models.checkpoint import read_checkpoint, read_object
-from forerun.models.kv_store import StoredModel
 from forerun.models.load import choose_dtype, model_folder, read_config
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import ProbeConfig

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Drafter
-from forerun.drafters.eagle3.drafter import AttachedModel
-from forerun.drafters.eagle3.states import HeadBatch
+from forerun.drafters.eagle3.drafter import AttachedModel, HeadBatch
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, LanguageModel, RowBatch, Span, pack
+from forerun.models.kv_store import KVPrefix
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import OVERHEAD_OF, ProfileCell, Quantity
 from forerun.probe.rounds import Stopwatch, TimedModel

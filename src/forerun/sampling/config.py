@@ -3,16 +3,112 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidRequest, Range, check_ranges
-from forerun.sampling.checks import as_bias, as_tuple, is_stop, is_token, shortened
-from forerun.sampling.choice import Choice
 
-__all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
+__all__ = [
+    "Choice",
+    "Method",
+    "SamplingParams",
+    "TokenSource",
+    "Verification",
+    "draft_params",
+    "resolve_verification",
+]
+
+
+class Choice(StrEnum):
+    """Method by which the nodes of a proposal were chosen."""
+
+    DETERMINISTIC = "deterministic"
+    """A function of committed tokens alone: argmax, top-k, n-gram."""
+    SAMPLED = "sampled"
+    """Drawn from `draft_probs` with noise independent of the target's draws."""
+    COUPLED = "coupled"
+    """Drawn from the draft with the target's own position-keyed noise."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Sampled; siblings were drawn one after the other from the same row, each without those before
+    it, and are numbered in that order."""
+    TOP_AND_SAMPLED = "top_and_sampled"
+    """The last child of every node was drawn from its row of `draft_probs`, where its siblings, a
+    function of the committed tokens, have probability 0."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether verification needs the distributions that tokens were drawn from."""
+        return self in (Choice.SAMPLED, Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED)
+
+
+class TokenSource(StrEnum):
+    """Origin of an emitted token: accepted draft token, recovered token or bonus token."""
+
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+
+
+MAX_BIAS = 100.0
+"""As in the OpenAI API; it decides against any logits met in practice."""
+
+
+def as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    """Convert a list from a caller or from JSON to a tuple without checking its entries.
+
+    Raises:
+        InvalidRequest: it is no list.
+    """
+    if values is None:
+        return ()
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        return tuple(values)
+    raise InvalidRequest(f"{name} is {values!r}; it must be a list")
+
+
+def as_bias(bias: object) -> dict[int, float]:
+    """Convert a logit bias to token ids and floats in range; JSON keys may be strings.
+
+    Raises:
+        InvalidRequest: a key is no id or comes twice, or a number is out of range.
+    """
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias is {bias!r}; it must map token ids to numbers")
+    converted: dict[int, float] = {}
+    for key, number in bias.items():
+        token = as_token(key)
+        if token is None or not isinstance(number, int | float) or isinstance(number, bool):
+            raise InvalidRequest(
+                f"logit_bias[{key!r}] is {number!r}; it must map token ids to numbers"
+            )
+        if token in converted:
+            raise InvalidRequest(f"logit_bias names token {token} twice; give one number for it")
+        if not abs(number) <= MAX_BIAS:  # NaN is not
+            raise InvalidRequest(
+                f"logit_bias[{token}] is {number}; it must be from {-MAX_BIAS:g} to {MAX_BIAS:g} "
+                "(to forbid a token, name it in bad_token_ids)"
+            )
+        converted[token] = float(number)
+    return converted
+
+
+def as_token(key: object) -> int | None:
+    """Convert a key to a token id; keys from JSON are strings."""
+    try:
+        key = int(key) if isinstance(key, str) else key
+    except ValueError:
+        return None
+    return key if isinstance(key, int) and not isinstance(key, bool) else None
+
+
+def shortened(values: tuple[Any, ...]) -> str:
+    """Return a list as text for a message, cut after eight entries."""
+    shown = repr(values[:8])
+    return shown if len(values) <= 8 else f"{shown[:-1]}, ... {len(values)} in all)"
+
 
 Verification = Literal["auto", "walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
 Method = Literal["walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
@@ -147,8 +243,9 @@ class SamplingParams:
                 )
 
     def _check_tokens(self) -> None:
-        for name, token in self.named_tokens():
-            if not is_token(token):
+        named: Iterator[tuple[str, object]] = self.named_tokens()
+        for name, token in named:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise InvalidRequest(f"{name} names {token!r}; token ids are integers from 0 up")
         if self.allowed_token_ids is None:
             return
@@ -165,7 +262,8 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
-        if not all(map(is_stop, self.stop)):
+        stops: tuple[object, ...] = self.stop
+        if not all(isinstance(text, str) and text for text in stops):
             raise InvalidRequest(f"stop is {shortened(self.stop)}; it must hold non-empty strings")
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(
@@ -198,11 +296,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether logits depend on which tokens occurred before."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def heeded_eos(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """Return the model's end-of-text ids, or none if the request ignores them."""

@@ -18,11 +18,10 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from forerun.sampling.chunks import row_chunks
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import RowHistory, occurrences, runs
 from forerun.sampling.kernels import kernels_for
-from forerun.sampling.largest import largest
+from forerun.sampling.rows import largest, row_chunks
 
 __all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.sampling.choice import Choice, TokenSource
+from forerun.sampling.config import Choice, TokenSource
 from forerun.theory.tree import TokenTree
 
 __all__ = ["Assurance", "Choice", "Proposal", "TokenSource", "Verdict"]

@@ -1,4 +1,11 @@
-"""Target walk: draws the target's tokens and follows the draft as long as it matches.
+"""Target walk and exponential race: draws the target's tokens and follows the draft that matches.
+
+Clocks of rates p ring first with probabilities p (the Gumbel-max trick in the exponential domain),
+and of two distributions racing on the same clocks the likelier token of one tends to be that of
+the other. A clock costs a dozen operations, so first groups of tokens race with their added
+probabilities, then the members of the winning group: P(group) P(token | group) is the distribution
+itself, at an eighth of the noise. What is lost is a little agreement, where two distributions put
+their mass on different members of one group; ids of one group lie far apart, as likely ids do not.
 
 Every emitted token is a draw from the target's distribution given the tokens before it, whatever
 was drafted, so the output distribution is the target's for deterministic, sampled and coupled
@@ -18,20 +25,117 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.sampling.noise import position_key
-from forerun.sampling.race import race
+from forerun.sampling.kernels import kernels_for
+from forerun.sampling.noise import exponential, position_key
+from forerun.sampling.rows import row_chunks
 from forerun.theory.tree import TokenTree
 
 __all__ = [
+    "coupled_match_probs",
     "edge_probs",
     "expected_accepted",
+    "race",
     "target_keys",
     "target_tokens",
     "walk",
 ]
+
+NUM_MEMBERS = 8
+"""Tokens of a group; a power of two."""
+
+
+def race(
+    probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, " rows"]
+) -> Int64[Tensor, " rows"]:
+    """Draw a token from every row with the exponential noise of its key.
+
+    A token of probability 0 never rings; a one-hot row needs no noise to be right.
+
+    Args:
+        probs: distributions; of a NaN row any token comes.
+        keys: of the draws, `noise.position_key`.
+    """
+    if kernels := kernels_for(probs):
+        return kernels.race(probs, keys)
+    num_rows, vocab_size = probs.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=probs.device)
+    for rows in row_chunks(num_rows, vocab_size):
+        tokens[rows] = _race(_members(probs[rows]), keys[rows])
+    return tokens.clamp_(max=vocab_size - 1)
+
+
+def _race(members: Float[Tensor, "rows members groups"], keys: Tensor) -> Tensor:
+    num_groups = members.shape[2]
+    clocks = exponential(keys, num_groups + NUM_MEMBERS)
+    group = (clocks[:, :num_groups] / _group_probs(members)).argmin(-1)
+    member = (clocks[:, num_groups:] / _of_group(members, group)).argmin(-1)
+    return member.mul_(num_groups).add_(group)
+
+
+def coupled_match_probs(
+    target_rows: Float[Tensor, "nodes vocab"],
+    draft_rows: Float[Tensor, "nodes vocab"],
+    tokens: Int64[Tensor, " nodes"],
+) -> Float[Tensor, " nodes"]:
+    """Return the probability that the target's draw is the drafted token, given the draft's draw.
+
+    The two must agree on the group and, on other clocks, on the member.
+    """
+    kernels = kernels_for(target_rows)
+    if kernels and draft_rows.dtype is torch.float32 and draft_rows.stride(1) == 1:
+        return kernels.coupled_match(target_rows, draft_rows, tokens)
+    matches = torch.empty(len(tokens), device=target_rows.device)
+    for rows in row_chunks(*target_rows.shape):
+        target, draft = _members(target_rows[rows]), _members(draft_rows[rows])
+        group = tokens[rows] % target.shape[2]
+        member = tokens[rows] // target.shape[2]
+        groups = _same_winner(_group_probs(target), _group_probs(draft), group)
+        members = _same_winner(_of_group(target, group), _of_group(draft, group), member)
+        matches[rows] = groups * members
+    return matches
+
+
+def _same_winner(target: Tensor, draft: Tensor, winner: Tensor) -> Tensor:
+    """Return the probability that both races have the same winner, given the draft's winner.
+
+    Both races choose x with probability 1 / sum_y max(target_y / target_x, draft_y / draft_x), for
+    x must ring before every y in the two of them; dividing by draft_x conditions on the draft. The
+    distributions need not add up to 1: that cancels for the target, and the draft's sum is divided
+    out.
+    """
+    target_x, draft_x = target.gather(-1, winner[:, None]), draft.gather(-1, winner[:, None])
+    # both sides times target_x: a token impossible under the target then matches with probability 0
+    needed = torch.maximum(draft_x * target, target_x * draft).sum(-1)
+    matched = target_x[:, 0] * draft.sum(-1)
+    return matched / needed.clamp(min=torch.finfo(needed.dtype).tiny)
+
+
+def _members(probs: Tensor) -> Float[Tensor, "rows members groups"]:
+    """Group tokens: token x is in the group x modulo the number of groups."""
+    padded = F.pad(probs, (0, -probs.shape[1] % NUM_MEMBERS))
+    return padded.view(len(probs), NUM_MEMBERS, -1)
+
+
+def _group_probs(members: Tensor) -> Float[Tensor, "rows groups"]:
+    """Sum probabilities by group pairwise, in an order that does not depend on the batch.
+
+    A reduction may add in another order when there are more rows, and a text drawn by plain passes
+    would not be the one drawn by verifying ones.
+    """
+    while members.shape[1] > 1:
+        half = members.shape[1] // 2
+        members = members[:, :half] + members[:, half:]
+    return members[:, 0]
+
+
+def _of_group(members: Tensor, group: Int64[Tensor, " rows"]) -> Float[Tensor, "rows members"]:
+    """Return the probabilities of the tokens of one group per row."""
+    index = group[:, None, None].expand(-1, NUM_MEMBERS, 1)
+    return members.gather(2, index)[:, :, 0]
 
 
 def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:

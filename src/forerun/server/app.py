@@ -21,16 +21,23 @@ from forerun.engine.intake import Prompt
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.server.answers import DONE, Answer
 from forerun.server.config import ServerConfig
-from forerun.server.connection import Disconnected, EventStream, while_connected
-from forerun.server.description import ERRORS, STREAMS, TEXT, DescribedApp
-from forerun.server.errors import ModelNotServed, error_body, response_for, status_of
-from forerun.server.generation import Generation
+from forerun.server.errors import (
+    ERRORS,
+    STREAMS,
+    TEXT,
+    DescribedApp,
+    ModelNotServed,
+    error_body,
+    response_for,
+    status_of,
+)
+from forerun.server.generation import Disconnected, EventStream, Generation, while_connected
 from forerun.server.grammar import Grammars
 from forerun.server.guard import Guard
 from forerun.server.keys import ApiKey, Keyring
 from forerun.server.live import LiveView
+from forerun.server.live_page import page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
-from forerun.server.page_routes import page_router
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -1,18 +1,33 @@
-"""Errors in the form of the OpenAI API: `{"error": {message, type, param, code}}`."""
+"""Errors in the form of the OpenAI API: `{"error": {message, type, param, code}}`.
+
+FastAPI cannot derive the description of errors, streams and metrics, so it is written here.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from forerun.errors import EngineStopped, ForerunError, InvalidRequest, QueueFull, UnreadableInput
 
-__all__ = ["ModelNotServed", "error_body", "error_response", "response_for", "status_of"]
+__all__ = [
+    "ERRORS",
+    "STREAMS",
+    "TEXT",
+    "DescribedApp",
+    "ModelNotServed",
+    "error_body",
+    "error_response",
+    "response_for",
+    "status_of",
+]
 
 logger = logging.getLogger("forerun.server")
 
@@ -107,3 +122,55 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
         problems.setdefault(path, said)
     shown = [f"{path or 'the body'}: {said}" for path, said in problems.items()][:MAX_PROBLEMS]
     return "; ".join(shown), next(iter(problems), "") or None
+
+
+class ErrorDetail(BaseModel):
+    """Description of an error: message, type, field and machine-readable code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+REASONS = {
+    400: "The body or a value of it cannot be used",
+    401: "A valid API key is needed",
+    404: "No such model",
+    408: "The body did not come in time",
+    413: "The body is too long",
+    421: "The Host header names another server",
+    429: "A queue or a limit is full; see Retry-After",
+    500: "An error of the server",
+    503: "The engine has ended",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": reason} for status, reason in REASONS.items()
+}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, or with `stream` its parts as server-sent events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+TEXT: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Metrics for Prometheus", "content": {"text/plain": {}}}
+}
+
+
+class DescribedApp(FastAPI):
+    """A FastAPI application whose OpenAPI description lists the status codes of all responses."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the description, with 400 as the status of an invalid body instead of 422."""
+        found = super().openapi()
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return found

@@ -21,7 +21,7 @@ from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.server.live_figures import WINDOW_S, LiveFigures
-from forerun.server.live_types import (
+from forerun.server.live_page import (
     LiveCause,
     LiveDiagnosis,
     LiveLoad,

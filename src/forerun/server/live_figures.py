@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 
-from forerun.server.live_types import (
+from forerun.server.live_page import (
     LiveEstimate,
     LivePoint,
     LivePosition,

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.control.base import Chain, Plan, Tree
-from forerun.engine.backend import Capabilities
 from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Prompt
+from forerun.engine.results import Capabilities
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 

@@ -19,12 +19,12 @@ from forerun.bounded_documents import parse_json
 from forerun.bounded_read import read_bytes
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.models.zoo.catalog import PREFIX, zoo_path
+from forerun.models.catalog import PREFIX, zoo_path
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_body
 from forerun.server.guard import Guard
 from forerun.server.keys import ApiKey, Keyring
-from forerun.server.page_routes import page_router
+from forerun.server.live_page import page_router
 from forerun.server.vllm_view import VllmView
 
 __all__ = ["create_proxy", "speculative_config", "vllm_name", "vllm_running"]

@@ -14,7 +14,7 @@ from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
 from forerun.server.live import live_diagnosis
-from forerun.server.live_types import (
+from forerun.server.live_page import (
     LiveDiagnosis,
     LiveLoad,
     LivePoint,

@@ -23,8 +23,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Tokenizer
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.testing.recorder import TREE, Failures, Recorder, TreePlans
 from forerun.theory.splitmix import finalise

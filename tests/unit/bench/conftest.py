@@ -9,7 +9,7 @@ import pytest
 
 from forerun.bench.compare import BenchArm
 from forerun.engine.results import Completion, RequestOutput
-from forerun.sampling.choice import TokenSource
+from forerun.sampling.config import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 
 

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.align.evaluation.judgements import figures, judged
 
 from forerun.align.evaluation.figures import changes, ledger_of
-from forerun.cli.align_tables import print_changes, print_drafts, print_ledger
+from forerun.cli.align import print_changes, print_drafts, print_ledger
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 

@@ -6,8 +6,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun.cli.writers import STYLES, ColouredText, legend
-from forerun.models.tokenizer_files import adopt
-from forerun.sampling.choice import TokenSource
+from forerun.models.tokenizers import adopt
+from forerun.sampling.config import TokenSource
 
 ACCEPTED, RECOVERED, BONUS = TokenSource.ACCEPTED, TokenSource.RECOVERED, TokenSource.BONUS
 

@@ -14,7 +14,7 @@ from forerun.drafters.registry import (
     find_checkpoint,
     register_checkpoint,
 )
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
 
 

@@ -12,13 +12,13 @@ from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
-from forerun.models.context import Context
+from forerun.models.base import Context
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
 from forerun.sampling.proposal import Choice, Proposal, TokenSource, Verdict
-from forerun.sampling.race import race
+from forerun.sampling.walk import race
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams()

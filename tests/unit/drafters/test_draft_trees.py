@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
-from forerun.drafters.self_draft import SelfDraft
+from forerun.drafters.draft_model import SelfDraft
 from forerun.engine.observing import ObservedStep
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.tabular import TabularModel

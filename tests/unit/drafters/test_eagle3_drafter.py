@@ -14,11 +14,10 @@ from forerun.control.fixed import FixedController
 from forerun.drafters.base import StepOutcome
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3
-from forerun.drafters.eagle3.native import NativeEagle3Model
+from forerun.drafters.eagle3.model import NativeEagle3Model
 from forerun.errors import IncompatibleDraft
-from forerun.models.context import Context, pack
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams
+from forerun.models.base import Context, pack
+from forerun.sampling.config import Choice, SamplingParams
 from forerun.testing.conformance import check_drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)

@@ -16,7 +16,7 @@ from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.golden import GOLDEN_FILE, write_golden
 from forerun.drafters.eagle3.load import examine, load_eagle3
 from forerun.errors import IncompatibleDraft, InvalidModel
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, pack
 
 TEXT = [7, 3, 11, 250, 9, 9, 41, 2, 18, 5]
 LAYERS = (2, 3, 5)

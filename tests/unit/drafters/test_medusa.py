@@ -13,10 +13,14 @@ from tests import natives, tiny
 
 from forerun.control.base import Plan, Tree
 from forerun.control.fixed import FixedController
-from forerun.drafters.medusa.checkpoint import read_medusa, write_medusa, write_medusa_vllm
-from forerun.drafters.medusa.config import MedusaConfig
-from forerun.drafters.medusa.drafter import MedusaDrafter, load_medusa
-from forerun.drafters.medusa.head import MedusaHeads
+from forerun.drafters.medusa import MedusaDrafter, load_medusa
+from forerun.drafters.medusa_head import (
+    MedusaConfig,
+    MedusaHeads,
+    read_medusa,
+    write_medusa,
+    write_medusa_vllm,
+)
 from forerun.drafters.registry import find_checkpoint
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.sampling.config import SamplingParams

@@ -11,14 +11,13 @@ from tests.faulty import RaisesInForget
 
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, Pause
+from forerun.drafters.config import SuffixConfig
 from forerun.drafters.several import SeveralDrafters, named_by_method
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.drafters.tree_builder import merged
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree

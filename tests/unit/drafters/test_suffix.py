@@ -8,12 +8,11 @@ import pytest
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Pause
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.copying import NOTHING, HitRates, OwnMatch, copy_on
-from forerun.drafters.suffix.drafter import OutputStore, SuffixDrafter
+from forerun.drafters.config import SuffixConfig
+from forerun.drafters.suffix import OutputStore, SuffixDrafter
+from forerun.drafters.suffix_automaton import NOTHING, HitRates, OwnMatch, copy_on
 from forerun.errors import InvalidRequest
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.splitmix import finalise
 

@@ -11,11 +11,10 @@ from tests.unit.drafters.test_suffix import FREE, asked, matching
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import Pause
-from forerun.drafters.suffix.branching import branches_on, most_valuable
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.config import SuffixConfig
+from forerun.drafters.suffix import SuffixDrafter, branches_on, most_valuable
 from forerun.drafters.tree_builder import build_tree
-from forerun.sampling.choice import Choice
+from forerun.sampling.config import Choice
 
 SHAPE = Tree(num_nodes=6, depth=3, width=3)
 

@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 
 from forerun.errors import InvalidRequest
-from forerun.models.tokenizer_files import adopt
+from forerun.models.tokenizers import adopt
 from forerun.sampling.config import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -11,7 +11,7 @@ from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import Scheduler
 from forerun.errors import InvalidRequest, QueueFull
-from forerun.models.context import Context
+from forerun.models.base import Context
 from forerun.models.tabular import TabularModel, TokenStore
 from forerun.sampling.config import SamplingParams
 

@@ -15,11 +15,9 @@ from tests.cards import card_for
 from forerun.drafters import registry
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3
-from forerun.drafters.medusa.checkpoint import write_medusa
-from forerun.drafters.medusa.config import MedusaConfig
-from forerun.drafters.medusa.drafter import load_medusa
-from forerun.drafters.medusa.head import MedusaHeads
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.medusa import load_medusa
+from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids

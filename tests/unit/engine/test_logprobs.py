@@ -16,8 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import TokenLogprobs
 from forerun.models.base import LanguageModel
 from forerun.models.runner.native import NativeModel
-from forerun.sampling.choice import TokenSource
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, TokenSource
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

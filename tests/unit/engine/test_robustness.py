@@ -14,8 +14,8 @@ import torch
 from tests import tiny
 
 from forerun.engine.config import EngineConfig
+from forerun.engine.core import EngineGuard
 from forerun.engine.engine import Engine
-from forerun.engine.guarding import EngineGuard
 from forerun.engine.thread import EngineThread
 from forerun.errors import (
     EngineBusy,

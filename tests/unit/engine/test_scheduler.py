@@ -11,7 +11,7 @@ from tests import tiny
 from forerun.engine.config import EngineConfig
 from forerun.engine.results import Stop
 from forerun.engine.scheduler import ScheduledSequence, Scheduler
-from forerun.models.context import Context
+from forerun.models.base import Context
 from forerun.models.slots import MIN_SHARED_TOKENS
 from forerun.models.tabular import TokenStore
 from forerun.sampling.proposal import Choice, Proposal

@@ -16,8 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.errors import MaskError
 from forerun.models.tabular import TabularModel
-from forerun.sampling.choice import TokenSource
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.sampling.proposal import Proposal
 
 pytestmark = pytest.mark.usefixtures("unchecked")

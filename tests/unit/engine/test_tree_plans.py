@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from tests import tiny
 
-from forerun.cli.tree_view import TreeView
+from forerun.cli.generate import TreeView
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.control.fixed import FixedController
 from forerun.drafters.base import DraftRequest, StepOutcome, TreeDrafter
 from forerun.drafters.several import SeveralDrafters
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller

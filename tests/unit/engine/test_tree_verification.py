@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from forerun.engine.drafting import smallest_drawn
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams, resolve_verification
+from forerun.sampling.config import Choice, SamplingParams, resolve_verification
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
-from forerun.models.tokenizer_files import adopt
-from forerun.models.tokenizers import Tokenizer
+from forerun.models.tokenizers import Tokenizer, adopt
 
 CONFIG = LlamaConfig(
     vocab_size=320,

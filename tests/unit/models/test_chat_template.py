@@ -9,7 +9,7 @@ from tests import tiny
 
 from forerun.models import chat_template
 from forerun.models.chat_template import TemplateProcess, TemplateRefused
-from forerun.models.tokenizer_files import adopt
+from forerun.models.tokenizers import adopt
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. \u00e9"},

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, pack
 from forerun.models.huggingface import adapt
 from forerun.theory.tree import TokenTree
 

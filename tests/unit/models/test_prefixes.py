@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.models.base import Span
-from forerun.models.context import Context
+from forerun.models.base import Context, Span
 from forerun.models.slots import MIN_SHARED_TOKENS, common_length
 from forerun.models.tabular import TokenStore
 

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from forerun.errors import InvalidModel
-from forerun.models import settings
+from forerun.models import load
 from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.settings import read_settings
+from forerun.models.load import read_settings
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 @pytest.fixture
 def never(monkeypatch) -> None:
     """From here on nothing is understood anew."""
-    monkeypatch.setattr(settings, "understood", lambda _: pytest.fail("understood again"))
+    monkeypatch.setattr(load, "understood", lambda _: pytest.fail("understood again"))
 
 
 def understood_by_transformers(folder: Path) -> dict[str, object]:
@@ -53,8 +53,8 @@ def test_another_configuration_is_understood_anew(checkpoint, configure, tmp_pat
 def test_another_version_of_transformers_understands_anew(checkpoint, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     read_settings(checkpoint, cache)
-    monkeypatch.setattr(settings, "version", lambda name: f"{name} 99")
-    monkeypatch.setattr(settings, "understood", lambda _: {"new": True})
+    monkeypatch.setattr(load, "version", lambda name: f"{name} 99")
+    monkeypatch.setattr(load, "understood", lambda _: {"new": True})
     assert read_settings(checkpoint, cache) == {"new": True}
     monkeypatch.undo()
     assert read_settings(checkpoint, cache) == understood_by_transformers(checkpoint.folder)

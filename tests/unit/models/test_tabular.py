@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, pack
 from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree
 

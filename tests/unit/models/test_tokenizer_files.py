@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, TokenizersBackend
 
 from forerun.errors import InvalidModel
-from forerun.models import tokenizer_files
-from forerun.models.tokenizer_files import adopt, read_tokenizer
-from forerun.models.zoo.catalog import held_out_prompts, zoo_path
+from forerun.models import tokenizers
+from forerun.models.catalog import held_out_prompts, zoo_path
+from forerun.models.tokenizers import adopt, read_tokenizer
 
 TEXTS = (
     "",
@@ -107,7 +107,7 @@ def byte_level_files(tmp_path) -> Path:
 def never(monkeypatch) -> None:
     """From here on transformers is not asked."""
     monkeypatch.setattr(
-        tokenizer_files, "by_transformers", lambda _: pytest.fail("transformers was asked")
+        tokenizers, "by_transformers", lambda _: pytest.fail("transformers was asked")
     )
 
 
@@ -148,10 +148,10 @@ def test_chats_are_rendered_by_transformers(byte_level_files, tmp_path):
 
 def test_transformers_is_asked_for_a_template_once(byte_level_files, tmp_path, monkeypatch):
     asked = []
-    real = tokenizer_files.by_transformers
+    real = tokenizers.by_transformers
     read_tokenizer(byte_level_files, tmp_path / "cache")
     monkeypatch.setattr(
-        tokenizer_files, "by_transformers", lambda folder: asked.append(folder) or real(folder)
+        tokenizers, "by_transformers", lambda folder: asked.append(folder) or real(folder)
     )
     tokenizer = read_tokenizer(byte_level_files, tmp_path / "cache")
     assert not asked
@@ -192,8 +192,8 @@ def test_changed_files_are_read_anew(byte_level_files, tmp_path, change, is_chan
 @pytest.mark.parametrize("name", ["transformers", "tokenizers"])
 def test_another_version_reads_anew(byte_level_files, tmp_path, monkeypatch, name, request):
     read_tokenizer(byte_level_files, tmp_path / "cache")
-    real = tokenizer_files.version
-    monkeypatch.setattr(tokenizer_files, "version", lambda of: "99" if of == name else real(of))
+    real = tokenizers.version
+    monkeypatch.setattr(tokenizers, "version", lambda of: "99" if of == name else real(of))
     request.getfixturevalue("never")
     with pytest.raises(pytest.fail.Exception, match="transformers was asked"):
         read_tokenizer(byte_level_files, tmp_path / "cache")

@@ -12,8 +12,7 @@ from transformers import TokenizersBackend
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.token_text import PieceRules, from_byte_level
-from forerun.models.tokenizer_files import adopt
-from forerun.models.tokenizers import Detokenizer, Tokenizer, compare_vocabularies
+from forerun.models.tokenizers import Detokenizer, Tokenizer, adopt, compare_vocabularies
 
 TEXT = "def f(x):\n    return 'naïve 😀 …'\n"
 

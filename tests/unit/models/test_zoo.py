@@ -7,8 +7,8 @@ import json
 import pytest
 
 from forerun.errors import InvalidModel
+from forerun.models import catalog
 from forerun.models.load import model_folder
-from forerun.models.zoo import catalog
 
 
 @pytest.fixture

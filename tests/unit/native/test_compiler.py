@@ -20,8 +20,8 @@ import pytest
 
 from forerun.cache import cache_folder, find_cached, hash_of
 from forerun.errors import RunnerUnavailable
-from forerun.native import compiler
-from forerun.native.compiler import compile_to, compiled_kernels, find_compiler, fingerprint
+from forerun.native import library as compiler
+from forerun.native.library import compile_to, compiled_kernels, find_compiler, fingerprint
 
 VERSION = 'if [ "$1" = --version ]; then echo "imaginary 1.0"; exit; fi\n'
 WriteCompiler = Callable[..., Path]
@@ -270,7 +270,7 @@ def test_no_folder_to_compile_in(write_compiler, tmp_path, monkeypatch):
 LOADS = """
 import sys
 from pathlib import Path
-from forerun.native.compiler import compiled_kernels
+from forerun.native.library import compiled_kernels
 assert compiled_kernels(Path(sys.argv[1])).forerun_interface() != 0
 """
 

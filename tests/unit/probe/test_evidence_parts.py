@@ -13,7 +13,7 @@ from tests.unit.probe.planted import Clock, Costs, planted_pair
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.facts_file import facts_document, read_facts
-from forerun.models.zoo.catalog import zoo_path
+from forerun.models.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.costs import add_pass_costs, pass_config
 from forerun.probe.evidence.files import add_card_ratio, add_files, add_weights, looks_drawn

@@ -13,8 +13,8 @@ from tests.tiny import cousin, drafting, engine_over, tabular
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.engine import step as engine_step
+from forerun.models.catalog import zoo_path
 from forerun.models.tabular import TabularModel
-from forerun.models.zoo.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.files import add_files
 from forerun.probe.evidence.run import ProbedEngine, probe_engine

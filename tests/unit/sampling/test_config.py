@@ -10,8 +10,7 @@ import pytest
 
 from forerun.errors import InvalidRequest
 from forerun.sampling import config
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams, draft_params, resolve_verification
+from forerun.sampling.config import Choice, SamplingParams, draft_params, resolve_verification
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.sampling.counts import FIRST_ROOM, Occurrences, TokenCounts
+from forerun.sampling.history import FIRST_ROOM, Occurrences, TokenCounts
 
 tokens = st.lists(st.integers(0, 9), max_size=12)
 

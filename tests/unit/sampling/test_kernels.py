@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.sampling import chain_batch, largest, noise, processors, race
+from forerun.sampling import chain_batch, noise, processors, rows, walk
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import kernels_for, sampling_kernels
 
-CALLERS = (chain_batch, largest, noise, processors, race)
+CALLERS = (chain_batch, noise, processors, rows, walk)
 VOCABS = (1, 3, 15, 16, 17, 100, 257, 5000, 32003)
 TEMPERATURES = (0.7, 1.0, 0.0, 2.0)
 
@@ -98,11 +98,11 @@ def test_impossible_tokens_stay_impossible():
 
 def test_a_row_does_not_depend_on_its_neighbours(logits, keys):
     probs = probs_of_logits(logits)
-    tokens = race.race(probs, keys)
+    tokens = walk.race(probs, keys)
     drawn = noise.draw(probs, noise.uniform(keys))
     for row in range(len(logits)):
         one = slice(row, row + 1)
-        assert torch.equal(race.race(probs[one].contiguous(), keys[one]), tokens[one])
+        assert torch.equal(walk.race(probs[one].contiguous(), keys[one]), tokens[one])
         assert torch.equal(noise.draw(probs[one], noise.uniform(keys[one])), drawn[one])
         alone = processors.target_probs(
             logits[one], processors.pack_params([SamplingParams(temperature=TEMPERATURES[row])])
@@ -116,12 +116,12 @@ def test_draws_races_and_maxima_are_torchs(logits, by_torch):
         generator = torch.Generator().manual_seed(seed)
         keys = torch.randint(-(2**62), 2**62, (len(probs),), generator=generator)
         for function in (
-            lambda keys=keys: race.race(probs, keys),
+            lambda keys=keys: walk.race(probs, keys),
             lambda keys=keys: noise.draw(probs, noise.uniform(keys)),
         ):
             assert torch.equal(function(), by_torch(function))
     for ours, torchs in zip(
-        largest.largest(logits), by_torch(lambda: largest.largest(logits)), strict=True
+        rows.largest(logits), by_torch(lambda: rows.largest(logits)), strict=True
     ):
         assert torch.equal(ours, torchs)
 
@@ -137,7 +137,7 @@ def test_draws_at_the_edges(uniform):
 def test_the_first_of_equals_is_the_largest():
     scores = torch.zeros(1, 100)
     scores[0, [20, 21, 90]] = 5.0
-    assert largest.largest(scores)[1].item() == 20
+    assert rows.largest(scores)[1].item() == 20
 
 
 def test_coupled_matches_are_torchs(logits, by_torch):
@@ -147,7 +147,7 @@ def test_coupled_matches_are_torchs(logits, by_torch):
         tokens = torch.multinomial(draft, 1, generator=generator)[:, 0]
 
         def match(tokens=tokens):
-            return race.coupled_match_probs(target, draft, tokens)
+            return walk.coupled_match_probs(target, draft, tokens)
 
         torch.testing.assert_close(match(), by_torch(match), rtol=1e-4, atol=1e-6)
 

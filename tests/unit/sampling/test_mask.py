@@ -10,8 +10,7 @@ from tests.automaton import Automaton
 from torch import Tensor
 
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.history import History, TokenMask
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 

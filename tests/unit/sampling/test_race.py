@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from forerun.sampling import race as racing
+from forerun.sampling import walk as racing
 from forerun.sampling.noise import exponential, position_key
-from forerun.sampling.race import coupled_match_probs, race
+from forerun.sampling.walk import coupled_match_probs, race
 
 NUM_DRAWS = 20_000
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from forerun.sampling.noise import position_key
-from forerun.sampling.race import race
 from forerun.sampling.walk import (
     edge_probs,
     expected_accepted,
+    race,
     target_keys,
     target_tokens,
     walk,

@@ -13,7 +13,7 @@ from forerun.engine.thread import EngineThread
 from forerun.sampling.config import SamplingParams
 from forerun.server import live
 from forerun.server.live import LiveView, origins_of
-from forerun.server.live_types import LiveSnapshot
+from forerun.server.live_page import LiveSnapshot
 
 PARAMS = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
 

@@ -12,8 +12,7 @@ from fastapi.testclient import TestClient
 from tests import tiny
 
 from forerun.server.live import LiveView
-from forerun.server.live_types import LiveSnapshot
-from forerun.server.page_routes import EncodedSnapshots, page_router
+from forerun.server.live_page import EncodedSnapshots, LiveSnapshot, page_router
 
 PAGE = files("forerun.server") / "page"
 

@@ -21,7 +21,7 @@ from tests.faulty import (
 )
 
 from forerun.drafters.base import Drafter
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.models.tabular import TabularModel
 from forerun.sampling.proposal import Proposal
 from forerun.testing.conformance import check_drafter

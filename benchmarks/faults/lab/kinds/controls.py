@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from forerun.control.base import Controller
 from forerun.control.heuristic import ConfidenceController, HeuristicController
-from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.config import SuffixConfig
+from forerun.drafters.suffix import SuffixDrafter
 from lab.dice import Dice
 from lab.laboratory import Lab
 from lab.setups import Fault, FaultSetup, Inject

@@ -16,9 +16,8 @@ from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.levels import fit_vocabulary
-from forerun.models.base import LanguageModel
+from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import read_object
-from forerun.models.context import Context, pack
 from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.sampling.history import History, RowHistory

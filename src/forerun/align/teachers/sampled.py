@@ -29,9 +29,9 @@ from forerun.align.teachers.cache import key_of
 from forerun.align.teachers.filling import CacheFiller
 from forerun.align.teachers.target import TargetModel
 from forerun.errors import InvalidRequest, NumericalError
-from forerun.sampling.chunks import row_chunks
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.noise import position_key, request_key, uniform
+from forerun.sampling.rows import row_chunks
 
 __all__ = ["SampledTeacher", "SparseRows", "TopKTeacher", "draw_ids", "known_shares"]
 

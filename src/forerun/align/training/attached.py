@@ -33,12 +33,10 @@ from forerun.align.training.passes import PassLoss, PassStates, UnrolledEagle3
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
-from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
+from forerun.drafters.eagle3.formats import Eagle3Config, default_feature_layers
 from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.medusa.checkpoint import write_medusa
-from forerun.drafters.medusa.config import MedusaConfig
-from forerun.drafters.medusa.head import MedusaHeads
+from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint

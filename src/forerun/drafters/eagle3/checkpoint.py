@@ -19,8 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.atomic_write import atomic_write
-from forerun.drafters.eagle3.config import Eagle3Config
-from forerun.drafters.eagle3.formats import config_of, is_eagle3, raw_settings, speculators_settings
+from forerun.drafters.eagle3.formats import (
+    Eagle3Config,
+    config_of,
+    is_eagle3,
+    raw_settings,
+    speculators_settings,
+)
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object

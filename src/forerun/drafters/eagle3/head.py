@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.models.architecture import Architecture
 from forerun.models.decoder import rotation
 

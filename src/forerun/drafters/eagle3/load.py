@@ -1,25 +1,271 @@
-"""Loading of an EAGLE-3 head for a target; a head that does not fit it raises an error."""
+"""Loading of an EAGLE-3 head for a target; its flags must reproduce the golden rows from training.
+
+The rows are computed again under the flags of config.json. Where they differ, the check tries the
+other flags, layers and vocabulary maps that tools are known to write for the same weights. The
+first combination that gives the rows is used and reported. Where none does, the head is refused
+with the name of the first tensor that differs.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from forerun.drafters.eagle3.checkpoint import read_parts
-from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.checkpoint import build_head, read_parts
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter
-from forerun.drafters.eagle3.gate import GateReport, check_head
-from forerun.drafters.eagle3.golden import read_golden
+from forerun.drafters.eagle3.formats import Eagle3Config
+from forerun.drafters.eagle3.golden import (
+    STAGES,
+    GoldenRows,
+    compute_rows,
+    fingerprint,
+    read_golden,
+)
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.native import NativeEagle3Model
-from forerun.errors import IncompatibleDraft, RunnerUnavailable
-from forerun.models.base import LanguageModel
-from forerun.models.kv_store import StoredModel
+from forerun.drafters.eagle3.model import NativeEagle3Model
+from forerun.errors import IncompatibleDraft, InvalidModel, RunnerUnavailable
+from forerun.models.base import Context, LanguageModel, StoredModel, pack
 from forerun.models.runner.native import NativeModel
 
-__all__ = ["check_target", "examine", "load_eagle3", "model_of"]
+__all__ = ["examine", "load_eagle3", "model_of"]
+
+MAX_ROW_ERROR = 5e-3
+"""Largest difference from a golden tensor, relative to its root mean square; both are in fp32."""
+MAX_FEATURE_ERROR = 0.1
+"""Largest relative difference of the target's features, which may be computed in bf16."""
+
+CAUSES: Mapping[str, str] = MappingProxyType(
+    {
+        "fused": "fc, input_norm or fc_norm, or the order of the target's layers",
+        "joined": "input_layernorm, hidden_norm or the embedding",
+        "attended": "the attention: projections, heads, rotary settings or the norms' epsilon",
+        "output": "post_attention_layernorm or the feed-forward",
+        "logits": "norm or lm_head",
+        "chain_states": "what is fed back (norm_output)",
+        "chain_logits": "the rows that continue from the head's own states",
+        "top_tokens": "d2t, which names the target's token of every draft token",
+    }
+)
+"""What the first tensor that differs points to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GateReport:
+    """A checked head, and the settings of config.json that its golden rows contradict.
+
+    Attributes:
+        head: with the flags that give its golden rows.
+        changes: readings that differ from config.json, in words; empty where the file is right.
+        is_checked: there are golden rows.
+        layers_checked: the target's layers were compared with them too.
+    """
+
+    head: Eagle3Head
+    changes: tuple[str, ...] = ()
+    is_checked: bool = False
+    layers_checked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadReading:
+    """One combination of flags, layers and vocabulary map under which a head may be built."""
+
+    config: Eagle3Config
+    tensors: Mapping[str, Tensor]
+    changes: tuple[str, ...]
+
+
+def check_head(
+    config: Eagle3Config,
+    tensors: Mapping[str, Tensor],
+    where: str,
+    *,
+    golden: GoldenRows | None,
+    target: LanguageModel | None = None,
+) -> GateReport:
+    """Build the head with the settings that reproduce its golden rows.
+
+    Args:
+        config: as config.json reads.
+        tensors: of the head, under the names of the speculators form.
+        where: they were read, for messages.
+        golden: rows; with None nothing is compared and config.json is used as it is.
+        target: computes its features again, to compare the layers.
+
+    Raises:
+        InvalidModel: no reading gives the golden rows, or the tensors are damaged.
+        IncompatibleDraft: the target's features are not those the head was trained with.
+    """
+    if golden is None:
+        return GateReport(head=build_head(config, tensors, where))
+    if golden.features.shape[1:] != (len(config.feature_layers), config.target_hidden_size):
+        raise InvalidModel(
+            f"the golden rows in {where} have features of {golden.features.shape[1]} layers, "
+            f"{golden.features.shape[2]} wide; config.json names {len(config.feature_layers)} "
+            f"layers, {config.target_hidden_size} wide"
+        )
+    head, changes = matching_head(config, tensors, where, golden)
+    if target is None:
+        return GateReport(head=head, changes=changes, is_checked=True)
+    found = matching_layers(config, where, golden, target)
+    if found != config.feature_layers:
+        changes += (f"feature layers {list(found)} instead of {list(config.feature_layers)}",)
+        head.config = replace(head.config, feature_layers=found)
+    return GateReport(head=head, changes=changes, is_checked=True, layers_checked=True)
+
+
+def matching_head(
+    config: Eagle3Config, tensors: Mapping[str, Tensor], where: str, golden: GoldenRows
+) -> tuple[Eagle3Head, tuple[str, ...]]:
+    """Build the head with the first settings that reproduce the golden rows; return their changes.
+
+    Raises:
+        InvalidModel: none does.
+    """
+    refusal: InvalidModel | None = None
+    for reading in readings(config, tensors):
+        try:
+            head = build_head(reading.config, reading.tensors, where)
+        except InvalidModel as error:
+            refusal = refusal or error
+            continue
+        if first_difference(head, golden) is None:
+            return head, reading.changes
+        if not reading.changes:
+            refusal = InvalidModel(describe_difference(head, golden, where))
+    assert refusal is not None
+    raise refusal
+
+
+def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[HeadReading]:
+    """Yield the settings under which a head may be built, those of config.json first."""
+    d2t = tensors.get("d2t")
+    absolute = None
+    if d2t is not None and not d2t.is_floating_point():
+        absolute = d2t.long() - torch.arange(len(d2t))
+    for is_absolute, flip_output, flip_residual in product((False, True), repeat=3):
+        if is_absolute and absolute is None:
+            continue
+        changes = []
+        read = config
+        if flip_output:
+            read = replace(read, norm_output=not config.norm_output)
+            changes.append(f"norm_output={read.norm_output}")
+        if flip_residual:
+            read = replace(read, norm_before_residual=not config.norm_before_residual)
+            changes.append(f"norm_before_residual={read.norm_before_residual}")
+        given = tensors
+        if is_absolute and absolute is not None:
+            given = {**tensors, "d2t": absolute}
+            changes.append("d2t holds target ids instead of offsets")
+        yield HeadReading(config=read, tensors=given, changes=tuple(changes))
+
+
+def first_difference(head: Eagle3Head, golden: GoldenRows) -> str | None:
+    """Return the first tensor that differs from the golden rows; None if all agree."""
+    found = compute_rows(head, golden.features, golden.embedded)
+    for name in STAGES:
+        expected = golden.stages[name]
+        if found[name].shape != expected.shape or error_of(found[name], expected) > MAX_ROW_ERROR:
+            return name
+    return None if torch.equal(found["top_tokens"], golden.top_tokens) else "top_tokens"
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the expected root mean square; infinite for NaN."""
+    scale = float(expected.double().square().mean().sqrt())
+    error = float((found - expected).abs().max()) / max(scale, 1e-30)
+    return error if error == error else float("inf")
+
+
+def describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> str:
+    """Return which tensor differs from the golden rows, and which weights have changed."""
+    name = first_difference(head, golden)
+    assert name is not None
+    changed = [
+        weight
+        for weight, tensor in head.state_dict().items()
+        if not same_number(fingerprint(tensor), golden.fingerprints.get(weight))
+    ]
+    hint = f"changed weights: {', '.join(changed)}" if changed else "no weight has changed"
+    return (
+        f"the EAGLE-3 head in {where} does not compute its golden rows under any known reading of "
+        f"its flags: the first tensor that differs is {name!r}, which points to {CAUSES[name]} "
+        f"({hint}); correct config.json or fetch the head again"
+    )
+
+
+def same_number(found: float, expected: float | None) -> bool:
+    """Whether two fingerprints agree within rounding."""
+    return expected is not None and abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
+
+
+def matching_layers(
+    config: Eagle3Config, where: str, golden: GoldenRows, target: LanguageModel
+) -> tuple[int, ...]:
+    """Return the layers of the target whose input equals the features in the golden rows.
+
+    Raises:
+        IncompatibleDraft: some feature is not the input of any layer.
+    """
+    if not config.own_embedding:
+        embedded = target.embed(golden.tokens[1:].to(target.device)).float().cpu()
+        if embedded.shape != golden.embedded.shape or (
+            error_of(embedded, golden.embedded) > MAX_FEATURE_ERROR
+        ):
+            raise IncompatibleDraft(
+                f"the EAGLE-3 head in {where} was trained for another target: its golden rows hold "
+                "other embeddings than this target's; use a head that was trained for this target"
+            )
+    features = target_features(golden, target)
+    found = []
+    for index, labelled in enumerate(config.feature_layers):
+        expected = golden.features[:, index, None]
+        errors = ((features - expected).norm(dim=2) / expected.norm(dim=2)).mean(dim=0)
+        layer = int(errors.argmin())
+        if not float(errors[layer]) <= MAX_FEATURE_ERROR:
+            raise IncompatibleDraft(
+                f"the EAGLE-3 head in {where} was trained for another target: of its golden rows "
+                f"the input of layer {labelled} is not that of any layer of this target (the "
+                f"nearest, {layer}, differs by {float(errors[layer]):.0%}); use a head that was "
+                "trained for this target"
+            )
+        found.append(layer)
+    return tuple(found)
+
+
+@torch.inference_mode()
+def target_features(
+    golden: GoldenRows, target: LanguageModel
+) -> Float[Tensor, "rows layers width"]:
+    """Run the target over the golden rows' tokens; returns the inputs of all its layers.
+
+    Raises:
+        IncompatibleDraft: the tokens are not in the target's vocabulary.
+    """
+    ids = golden.tokens[: len(golden.features)].tolist()
+    if not 0 <= min(ids) <= max(ids) < target.vocab_size:
+        raise IncompatibleDraft(
+            f"the golden rows hold token {max(ids)}; the target has {target.vocab_size} tokens"
+        )
+    context = Context(target.store, ids)
+    try:
+        batch = pack([context.span(len(ids))], ids, [], target.device)
+        layers = tuple(range(target.num_layers + 1))
+        features = target.forward(replace(batch, feature_layers=layers)).features
+    finally:
+        context.close()
+    assert features is not None
+    return features.float().cpu()
+
 
 logger = logging.getLogger("forerun.loading")
 

@@ -1,18 +1,29 @@
-"""An EAGLE-3 head as a LanguageModel in torch, with its own KV and the target's token ids."""
+"""An EAGLE-3 head as a LanguageModel with its own KV: in torch, and in kernels on a CPU.
+
+In kernels all passes of a draft are one call, with the threads and the embedding of the target.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from forerun.drafters.eagle3.drafter import RowStates, store_for
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
-from forerun.drafters.eagle3.states import RowStates, store_for
+from forerun.errors import RunnerUnavailable
+from forerun.models.architecture import Architecture
 from forerun.models.attention import attend_blocks, plan_pass
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch
-from forerun.models.kv_store import StoredModel, chain_by_forward
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
+from forerun.models.decoder import Decoder, LayerWeights
+from forerun.models.runner.native import NativeModel, PackedWeights, new_decoder
+from forerun.native.library import MatrixKind, PassStruct, VectorKind
 
-__all__ = ["Eagle3Model"]
+__all__ = ["Eagle3Model", "NativeEagle3Model"]
 
 
 class Eagle3Model(StoredModel):
@@ -26,19 +37,15 @@ class Eagle3Model(StoredModel):
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
         config, dtype = head.config, head.fc.weight.dtype
         super().__init__(rotary_sizes(config)[0], store_for(config, target, dtype))
+        self.vocab_size = config.target_vocab_size
         self.network = head
         self.target = target
         self.num_parameters = sum(parameter.numel() for parameter in head.parameters())
         self._target_ids = head.target_ids
         self._groups = config.num_heads // config.num_kv_heads
         self._scaling = config.head_dim**-0.5
-        num_slots = self._store.geometry.num_slots
+        num_slots = self.store.geometry.num_slots
         self._states = RowStates(num_slots, config.hidden_size, dtype, self.device)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits, which is the target's."""
-        return self.network.config.target_vocab_size
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
@@ -55,7 +62,7 @@ class Eagle3Model(StoredModel):
             ValueError: a row continues from a row that was not computed.
         """
         states = self._states.of(batch)
-        plan = plan_pass(batch.spans, self._store, self._groups)
+        plan = plan_pass(batch.spans, self.store, self._groups)
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             plan.write(0, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
@@ -87,8 +94,152 @@ class Eagle3Model(StoredModel):
             self.network.lm_head(hidden), self._target_ids, self.vocab_size
         )
 
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed `batch`, then continue every sequence with its `num_tokens` most likely tokens."""
-        return chain_by_forward(self, batch, num_tokens, vocab_size)
+
+class NativeEagle3Model(NativeModel):
+    """An EAGLE-3 head whose passes run in the CPU kernels, as those of its target do.
+
+    Args:
+        head: on the CPU, in the target's dtype, without an embedding of its own.
+        target: its target.
+
+    Raises:
+        RunnerUnavailable: the kernels are not written for its sizes.
+    """
+
+    def __init__(self, head: Eagle3Head, target: NativeModel) -> None:
+        config = head.config
+        if head.embed_tokens is not None:
+            raise RunnerUnavailable("the CPU kernels use the target's embedding, not the head's")
+        weights, num_parameters = packed(head, target)
+        super().__init__(
+            weights=weights,
+            store=store_for(config, target, target.dtype),
+            architecture=rotary_sizes(config)[0],
+            num_parameters=num_parameters,
+        )
+        self.vocab_size = config.target_vocab_size
+        self.network = head
+        self._projection = packed_projection(head, target)
+        self.target = target  # whose embedding the kernels read
+        self._target_ids = head.target_ids
+        num_slots = self.store.geometry.num_slots
+        self._states = RowStates(num_slots, config.hidden_size, torch.float32, self.device)
+        # Read and written by the kernels, which do not keep them alive.
+        self._given = self._fed_back = torch.empty(0)
+
+    def fuse(
+        self, features: Float[Tensor, "rows layers target_width"]
+    ) -> Float[Tensor, "rows width"]:
+        """Return the input states of rows, computed from the target's features.
+
+        Raises:
+            NotEnoughMemory: there is no memory to compute.
+        """
+        return self._projection.times_head(self.network.joined(features), self.hidden_size)
+
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
+            ValueError: a row continues from a row that was not computed.
+        """
+        logits = super().forward(batch).logits
+        self._states.note(batch, self._given, self._fed_back)
+        return ModelOutput(logits=self._over_target(logits))
+
+    def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
+        """Add the input states of the rows, and a buffer for their output states, to a pass."""
+        self._given = self._states.of(batch).contiguous()
+        self._fed_back = torch.empty(len(batch.logit_rows), self.hidden_size)
+        rows.states, rows.fed_back = self._given.data_ptr(), self._fed_back.data_ptr()
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings of the target."""
+        return self.target.embed(tokens)
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Logits over the target's tokens of rows after the final norm."""
+        return self._over_target(super().head(hidden))
+
+    def _over_target(self, logits: Tensor) -> Tensor:
+        return over_target_vocabulary(logits, self._target_ids, self.vocab_size)
+
+
+def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
+    """Return the packed weights of a head and the number of its parameters."""
+    config, kernels = head.config, target.weights.kernels
+    flags = {
+        "is_attached": True,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+    }
+    weights = empty_weights(head, rotary_sizes(config)[0], target, flags)
+    num_parameters = weights.put_layer(0, layer_of(head))
+    norm = head.state_dict()["layers.0.hidden_norm.weight"]
+    num_parameters += weights.put_vector(VectorKind.HIDDEN_NORM, 0, norm)
+    num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, head.norm.weight)
+    weights.last_norm = head.norm.weight.float()
+    num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, head.lm_head.weight)
+    target_ids = head.target_ids.contiguous()
+    kernels.library.forerun_decoder_attach(
+        weights.handle, target.weights.handle, target_ids.data_ptr()
+    )
+    return weights, num_parameters + head.fc.weight.numel()
+
+
+def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
+    """Pack the matrix from features to states as the output matrix of a decoder without layers."""
+    num_outputs, num_inputs = head.fc.weight.shape
+    no_layers = replace(
+        rotary_sizes(head.config)[0], num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs
+    )
+    weights = empty_weights(head, no_layers, target)
+    weights.put_matrix(MatrixKind.HEAD, 0, head.fc.weight)
+    return weights
+
+
+def empty_weights(
+    head: Eagle3Head,
+    architecture: Architecture,
+    target: NativeModel,
+    flags: Mapping[str, bool] = MappingProxyType({}),
+) -> PackedWeights:
+    """Create a decoder of these sizes in the target's kernels, whose weights are still to be put.
+
+    Args:
+        head: whose constants it has.
+        architecture: its sizes.
+        target: of the head.
+        flags: see `new_decoder`.
+    """
+    decoder = Decoder(
+        architecture=architecture,
+        intermediate_size=head.config.intermediate_size,
+        norm_eps=head.config.norm_eps,
+        inv_freq=head.inv_freq,
+        rope_scale=head.rope_scale,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=True,
+    )
+    kernels = target.weights.kernels
+    handle = new_decoder(decoder, target.dtype, kernels, flags)
+    return PackedWeights(kernels, handle, head.config.norm_eps)
+
+
+def layer_of(head: Eagle3Head) -> LayerWeights:
+    """Return the weights of the head's layer; matrices with the same input are concatenated."""
+    tensors = {name.removeprefix("layers.0."): tensor for name, tensor in head.state_dict().items()}
+    projections = [tensors[f"self_attn.{kind}_proj.weight"] for kind in ("q", "k", "v")]
+    return LayerWeights(
+        input_norm=tensors["input_layernorm.weight"],
+        qkv=torch.cat(projections),
+        qkv_bias=None,
+        query_norm=None,
+        key_norm=None,
+        output=tensors["self_attn.o_proj.weight"],
+        post_norm=tensors["post_attention_layernorm.weight"],
+        gate_up=torch.cat([tensors[f"mlp.{kind}_proj.weight"] for kind in ("gate", "up")]),
+        down=tensors["mlp.down_proj.weight"],
+    )

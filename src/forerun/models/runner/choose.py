@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from forerun.errors import InvalidModel, RunnerUnavailable
-from forerun.models.architecture import Architecture
+from forerun.models.architecture import Architecture, Runner
 from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
 from forerun.models.memory import KVGeometry
-from forerun.models.runner.config import Runner
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 
 __all__ = ["ModelFiles", "run_by", "try_out"]

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import Architecture
-from forerun.models.base import ModelOutput, RowBatch, SampledTokens
+from forerun.models.base import ModelOutput, RowBatch, SampledTokens, StoredModel
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
-from forerun.models.kv_store import ContiguousKVStore, StoredModel
+from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
 from forerun.native.library import (
     ELEMENTS,
@@ -182,7 +182,7 @@ class NativeModel(StoredModel):
         dropped = range(num_layers, self.num_layers)
         return NativeModel(
             weights=self.weights,
-            store=self._store,
+            store=self.store,
             architecture=replace(self.architecture, num_layers=num_layers),
             num_parameters=self.num_parameters - sum(self.weights.layer_sizes[i] for i in dropped),
         )

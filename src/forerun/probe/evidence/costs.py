@@ -9,7 +9,7 @@ from itertools import chain, combinations
 from statistics import median
 
 from forerun.diagnose.evidence import Evidence
-from forerun.drafters.self_draft import SelfDraft
+from forerun.drafters.draft_model import SelfDraft
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel, LayeredModel
 from forerun.probe.config import ProbeConfig, ProfileCell, Quantity

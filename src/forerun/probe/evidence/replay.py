@@ -25,8 +25,7 @@ from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import examine
 from forerun.drafters.levels import fit_vocabulary
-from forerun.drafters.medusa.checkpoint import read_medusa
-from forerun.drafters.medusa.head import MedusaHeads
+from forerun.drafters.medusa_head import MedusaHeads, read_medusa
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.probe.evidence.tape import TapedRequest

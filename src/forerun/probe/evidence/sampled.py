@@ -13,8 +13,7 @@ from forerun.align.evaluation.teacher_forced import overlap
 from forerun.diagnose.evidence import Evidence
 from forerun.probe.evidence.replay import Replay, Transform
 from forerun.probe.evidence.tape import AcceptedShare, StateTally, TapedRequest, TapedStep
-from forerun.sampling.choice import Choice
-from forerun.sampling.config import resolve_verification
+from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.processors import failed_rows
 from forerun.theory.intervals import normal_interval
 from forerun.theory.uniformity import uniformity_p_value

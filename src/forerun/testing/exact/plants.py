@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forerun.sampling.chain import Rule, prefix_ratios, residual_weights
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History, RowHistory
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.noise import Purpose, step_key
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.testing.exact.chains import ChainRows, ChainVerifier, engine_accept, engine_final

@@ -13,8 +13,7 @@ from tests import tiny
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.responses import ResponseOrigin
 from forerun.align.data.sample import prompt_hash
-from forerun.models.tokenizer_files import adopt
-from forerun.models.tokenizers import Tokenizer
+from forerun.models.tokenizers import Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
 
 # Like those of chat models: a mark before every message, an end behind the assistant's.

@@ -8,7 +8,7 @@ from tests.tiny import PROMPTS, adapted, drafting, engine_over, network, tokeniz
 
 from forerun.align.evaluation.judge import Judge, evenly_spaced
 from forerun.align.evaluation.judged import EvaluationPrompt
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable

@@ -14,7 +14,7 @@ from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import DenseDistribution, make_objective
 from forerun.align.training.passes import PassLoss, UnrolledEagle3, learned_passes, unroll
-from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.head import Eagle3Head
 
 VOCAB, DRAFT_VOCAB, WIDTH, LAYERS, PASSES = 30, 12, 16, 3, 4

@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.errors import InvalidModel, RunnerUnavailable
-from forerun.models.base import LanguageModel
+from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import INDEX, WEIGHTS
-from forerun.models.context import Context, pack
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.native import NativeModel
-from forerun.native import compiler, library
+from forerun.native import library
 
 RUNNERS = {"native": NativeModel, "graphs": TorchModel, "eager": HuggingFaceModel}
 IDS = [5, 9, 2, 7, 30, 1]
@@ -33,7 +32,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 Save = Callable[..., Path]
-CACHED = type(compiler._load)
+CACHED = type(library._load)
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def save(tmp_path) -> Save:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """As a new process: what was compiled is not remembered, and not remembered afterwards."""
-    found = [*vars(compiler).values(), *vars(library).values()]
+    found = [*vars(library).values()]
     remembering = [function for function in found if isinstance(function, CACHED)]
     for function in remembering:
         function.cache_clear()

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forerun.models.base import RowBatch, Span
-from forerun.models.context import Context, pack
-from forerun.models.runner.graphs.layers import TorchElementwise
+from forerun.models.base import Context, RowBatch, Span, pack
+from forerun.models.runner.graphs.layers import Elementwise as TorchElementwise
 from forerun.models.runner.graphs.model import TorchModel, torch_attention, working_or_torch
 from forerun.models.runner.graphs.programs import GraphRecorder, disagreement
 from forerun.models.runner.graphs.rectangle import (

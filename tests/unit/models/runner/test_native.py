@@ -9,8 +9,7 @@ import torch
 from tests.natives import decoder_of, random_parameters, run_natively
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
-from forerun.models.base import RowBatch
-from forerun.models.context import Context, pack
+from forerun.models.base import Context, RowBatch, pack
 from forerun.models.decoder import Decoder, parameter_shapes
 from forerun.models.runner.native import NativeModel
 

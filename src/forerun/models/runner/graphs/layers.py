@@ -7,8 +7,8 @@ operations are defined here in torch; Triton's kernels compute the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ __all__ = [
     "Elementwise",
     "Pass",
     "Rotation",
-    "TorchElementwise",
     "Weights",
     "features_buffer",
     "heads_of",
@@ -42,8 +41,8 @@ Rotation = tuple[Tensor, Tensor]
 """Cosine and sine per row and pair, fp32 [rows, head_dim / 2]."""
 
 
-class TorchElementwise:
-    """Operations between two matrix products, one torch call each."""
+class Elementwise:
+    """Operations between two matrix products, one torch call each; subclasses may fuse them."""
 
     def add_norm(
         self,
@@ -155,38 +154,13 @@ def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> We
     )
 
 
-@runtime_checkable
-class Attend(Protocol):
-    """Attention of the rows of one pass."""
+Attend = Callable[
+    [int, LayerWeights, Float[Tensor, "rows qkv_rows"]], Float[Tensor, "rows query_rows"]
+]
+"""Attention of the rows of one pass in one layer, given its index, weights and projected rows.
 
-    def __call__(
-        self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
-    ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
-
-
-@runtime_checkable
-class Elementwise(Protocol):
-    """Operations between two matrix products."""
-
-    def add_norm(
-        self,
-        residual: Float[Tensor, "rows hidden"],
-        update: Float[Tensor, "rows hidden"],
-        weight: Float[Tensor, " hidden"],
-        eps: float,
-    ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """Return the sum of two tensors, and its RMS norm times `weight`."""
-
-    def norm(
-        self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
-    ) -> Float[Tensor, "rows hidden"]:
-        """Return the RMS norm of rows, times `weight`."""
-
-    def gate(
-        self, gate_up: Float[Tensor, "rows gate_up_rows"]
-    ) -> Float[Tensor, "rows intermediate"]:
-        """Return SiLU of the first half of every row, times the second half."""
+It rotates queries and keys, and stores keys and values of the layer.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

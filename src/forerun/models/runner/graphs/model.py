@@ -14,14 +14,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from forerun.models.attention import attend
-from forerun.models.base import ModelOutput, RowBatch
+from forerun.models.base import ModelOutput, RowBatch, StoredModel
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor
-from forerun.models.kv_store import ContiguousKVStore, StoredModel, chain_by_forward
+from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
 from forerun.models.runner.graphs.layers import (
     Elementwise,
     Rotation,
-    TorchElementwise,
     Weights,
     heads_of,
     read_weights,
@@ -125,7 +124,7 @@ def kernels_for(device: torch.device) -> Kernels:
 
 def torch_kernels() -> Kernels:
     """Return kernels made of torch operations, for any device."""
-    return torch_attention, TorchElementwise()
+    return torch_attention, Elementwise()
 
 
 def triton_kernels() -> Kernels:
@@ -190,7 +189,7 @@ class TorchModel(StoredModel):
             output = self.programs.forward(batch)
             if output is not None:
                 return output
-        return ragged_pass(self.weights, self._store, batch)
+        return ragged_pass(self.weights, self.store, batch)
 
     @torch.inference_mode()
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
@@ -225,15 +224,15 @@ class TorchModel(StoredModel):
             chain = self.programs.greedy_chain(batch, num_tokens, vocab_size)
             if chain is not None:
                 return chain
-        return chain_by_forward(self, batch, num_tokens, vocab_size)
+        return super().greedy_chain(batch, num_tokens, vocab_size)
 
     def first_layers(self, num_layers: int) -> TorchModel:
         """Return the model cut after its first layers; it shares weights and store, not graphs."""
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         programs = None
         if self.programs is not None:
-            programs = programs_over(weights, self._store, self.programs.recorder)
-        return TorchModel(weights=weights, store=self._store, programs=programs)
+            programs = programs_over(weights, self.store, self.programs.recorder)
+        return TorchModel(weights=weights, store=self.store, programs=programs)
 
 
 def build_torch_model(

@@ -21,7 +21,6 @@ from forerun.models.runner.graphs.layers import (
     Elementwise,
     Pass,
     Rotation,
-    TorchElementwise,
     Weights,
     features_buffer,
     heads_of,
@@ -30,7 +29,7 @@ from forerun.models.runner.graphs.layers import (
 )
 from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows
 
-__all__ = ["AttendRows", "RaggedAttention", "RectanglePass", "ragged_attention", "ragged_pass"]
+__all__ = ["AttendRows", "RectanglePass", "ragged_pass"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,23 +58,6 @@ class RaggedAttention:
         return attended.reshape(len(qkv), -1)
 
 
-def ragged_attention(
-    decoder: Decoder, store: ContiguousKVStore, batch: RowBatch
-) -> RaggedAttention:
-    """Stage the rows of a pass and plan its attention.
-
-    Raises:
-        NotEnoughMemory: rows do not fit into their slot.
-        ValueError: rows overwrite committed ones or leave a gap.
-    """
-    groups = decoder.architecture.num_heads // decoder.architecture.num_kv_heads
-    return RaggedAttention(
-        decoder=decoder,
-        rotation=rotation_at(decoder, batch.positions),
-        plan=plan_pass(batch.spans, store, groups),
-    )
-
-
 def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
     """Stage the rows of a pass and run it without a recording.
 
@@ -84,11 +66,17 @@ def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> 
         ValueError: rows overwrite committed ones or leave a gap.
     """
     features = features_buffer(weights, len(batch.tokens), batch.feature_layers)
+    decoder = weights.decoder
+    groups = decoder.architecture.num_heads // decoder.architecture.num_kv_heads
     rows = Pass(
         tokens=batch.tokens,
         wanted=batch.logit_rows,
-        attend=ragged_attention(weights.decoder, store, batch),
-        elementwise=TorchElementwise(),
+        attend=RaggedAttention(
+            decoder=decoder,
+            rotation=rotation_at(decoder, batch.positions),
+            plan=plan_pass(batch.spans, store, groups),
+        ),
+        elementwise=Elementwise(),
         feature_layers=batch.feature_layers,
         features=features,
     )

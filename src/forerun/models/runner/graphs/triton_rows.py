@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.runner.graphs.layers import Rotation, rotation_at
+from forerun.models.runner.graphs.layers import Elementwise, Rotation, rotation_at
 from forerun.models.runner.graphs.rectangle import Rows
 from forerun.models.runner.graphs.triton_kernels import (
     attend_kernel,
@@ -33,7 +33,7 @@ BLOCK_CHUNKS = 16
 GATE_BLOCK = 1024
 
 
-class TritonElementwise:
+class TritonElementwise(Elementwise):
     """The operations between two matrix products, one kernel launch each."""
 
     def add_norm(

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.medusa.checkpoint import read_medusa
-from forerun.drafters.medusa.head import MedusaHeads
+from forerun.drafters.medusa_head import MedusaHeads, read_medusa
 from forerun.drafters.tree_builder import Candidates, build_tree
 from forerun.drafters.tree_builder import Path as TokenPath
 from forerun.errors import IncompatibleDraft
-from forerun.models.base import LanguageModel
-from forerun.models.kv_store import StoredModel
-from forerun.sampling.host import on_host
+from forerun.models.base import LanguageModel, StoredModel
 from forerun.sampling.proposal import Assurance, Choice, Proposal
+from forerun.sampling.rows import on_host
 
 __all__ = ["MedusaDrafter", "load_medusa"]
 

@@ -15,7 +15,7 @@ PREFIX = "zoo:"
 ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
 # Names of release 0.1; each works for one release more, with a notice.
 OLD_NAMES = {"target": "code-11m", "draft-domain": "code-2m", "draft-off-the-shelf": "books-1m"}
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "zoo"
 
 logger = logging.getLogger("forerun.models")
 

@@ -1,4 +1,7 @@
-"""Reading and writing of Medusa heads in the form of the reference code and of vLLM.
+"""Medusa heads and their files: each head predicts one later token from the last hidden state.
+
+Source: Medusa (arXiv 2401.10774), heads of Medusa-1. The state is what leaves the target's final
+norm; head k, from 0, at position t predicts token t + k + 2.
 
 Reference (FasterDecoding/Medusa): `medusa_lm_head.safetensors` with `{head}.{block}.linear.weight`,
 `.bias` and, where heads do not use the target's output matrix, `{head}.{num_blocks}.weight`.
@@ -11,22 +14,138 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.atomic_write import atomic_write
-from forerun.drafters.medusa.config import MedusaConfig
-from forerun.drafters.medusa.head import MedusaHeads
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
 from forerun.models.tensor_files import check_tensors, writing_tensors
 
-__all__ = ["VLLM_NOTE", "read_medusa", "write_medusa", "write_medusa_vllm"]
+__all__ = [
+    "VLLM_NOTE",
+    "MedusaConfig",
+    "MedusaHeads",
+    "read_medusa",
+    "write_medusa",
+    "write_medusa_vllm",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Sizes of Medusa heads on a frozen target.
+
+    Attributes:
+        hidden_size: width of the target's residual stream.
+        vocab_size: width of the target's logits.
+        num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 after the
+            row it reads.
+        num_blocks: residual blocks per head.
+        own_heads: every head has an output matrix of its own; otherwise all use the target's.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_blocks: int = 1
+    own_heads: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a checkpoint without heads.
+
+        Raises:
+            InvalidModel: a number is below 1.
+        """
+        if min(self.hidden_size, self.vocab_size, self.num_heads, self.num_blocks) < 1:
+            raise InvalidModel(f"Medusa heads need positive sizes, not {self}")
+
+
+SharedHead = Callable[[Float[Tensor, "rows width"]], Float[Tensor, "rows vocab"]]
+"""The target's own output head, such as `LanguageModel.head`."""
+
+
+class ResidualBlock(nn.Module):
+    """h + SiLU(W h + b), where W starts at zero.
+
+    Args:
+        width: of the residual stream.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the state with the block's output added."""
+        return hidden + F.silu(self.linear(hidden))
+
+
+class MedusaHeads(nn.Module):
+    """All Medusa heads; the state dict has the names of the reference code without their prefix.
+
+    `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and, where heads have output
+    matrices of their own, `{head}.{num_blocks}.weight`.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads: list[nn.Sequential] = []
+        for index in range(config.num_heads):
+            parts: list[nn.Module] = [
+                ResidualBlock(config.hidden_size) for _ in range(config.num_blocks)
+            ]
+            if config.own_heads:
+                parts.append(nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+            self.heads.append(nn.Sequential(*parts))
+            self.add_module(str(index), self.heads[-1])
+
+    def states(
+        self, hidden: Float[Tensor, "rows width"], num_heads: int | None = None
+    ) -> list[Float[Tensor, "rows width"]]:
+        """Return the input of every head's output matrix.
+
+        Args:
+            hidden: the target's states after its final norm.
+            num_heads: the first so many; None: all.
+        """
+        return [head[: self.config.num_blocks](hidden) for head in self.heads[:num_heads]]
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "rows width"],
+        shared: SharedHead | None = None,
+        num_heads: int | None = None,
+    ) -> Float[Tensor, "heads rows vocab"]:
+        """Return the logits of every head.
+
+        Args:
+            hidden: the target's states after its final norm.
+            shared: the target's output head; needed unless heads have their own.
+            num_heads: the first so many; None: all.
+        """
+        states = self.states(hidden, num_heads)
+        if not self.config.own_heads:
+            assert shared is not None
+            return shared(torch.cat(states)).view(len(states), len(hidden), -1)
+        return torch.stack(
+            [head[-1](state) for head, state in zip(self.heads, states, strict=False)]
+        )
+
 
 WEIGHTS = "medusa_lm_head.safetensors"
 VLLM_WEIGHTS = "model.safetensors"
