@@ -16,7 +16,7 @@ from forerun.atomic_write import atomic_write
 from forerun.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
 from forerun.cli.bench_endpoints import EndpointFlags, EndpointRun
 from forerun.cli.command import Command, is_flag
-from forerun.cli.flags import TraceFlags, check_picture, check_threads, check_writable
+from forerun.cli.flags import TraceFlags, check_plot, check_threads, check_writable
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
@@ -131,10 +131,8 @@ class BenchOptions:
             InvalidRequest: a file cannot be written, or options exclude each other.
         """
         check_threads(self.threads)
-        if self.out is not None:
-            check_writable("--out", self.out)
-        if self.plot is not None:
-            check_picture("--plot", self.plot)
+        check_writable("--out", self.out)
+        check_plot(self.plot)
         if self.no_prediction and self.profile:
             raise InvalidRequest("--profile and --no-prediction exclude each other")
         self.tracing.check()

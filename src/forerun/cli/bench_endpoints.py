@@ -122,8 +122,7 @@ class EndpointRun:
         """Measure all blocks, with a progress bar, and show what was measured."""
         from forerun.bench.endpoints import load_prompts, run_load
 
-        if self.out is not None:
-            check_writable("--out", self.out)
+        check_writable("--out", self.out)
         counts = self.flags.num_requests
         with ExitStack() as stack:
             for place, url in enumerate(self.flags.url):

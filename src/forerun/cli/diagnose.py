@@ -85,8 +85,7 @@ class DiagnoseOptions:
                 "no evidence: name a trace, log, metrics or facts file, or give a fact, for "
                 "example --tokens-per-s 80 --tokens-per-s-plain 90"
             )
-        if self.html is not None:
-            check_writable("--html", self.html)
+        check_writable("--html", self.html)
 
     def given(self) -> dict[str, object]:
         """Return the facts that the user gave by flags, by name."""

@@ -31,7 +31,7 @@ __all__ = [
     "SamplingFlags",
     "TargetFlags",
     "TraceFlags",
-    "check_picture",
+    "check_plot",
     "check_threads",
     "check_writable",
     "use_threads",
@@ -48,12 +48,14 @@ LookAhead = Annotated[int, arg(name="num-speculative-tokens", aliases=("--k",))]
 """K, the most draft tokens per step."""
 
 
-def check_writable(flag: str, path: Path) -> None:
+def check_writable(flag: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before any slow work begins; its content is kept.
 
     Raises:
         InvalidRequest: the file cannot be written.
     """
+    if path is None:
+        return
     try:
         if path.is_fifo():
             return  # opening one waits for its reader
@@ -73,15 +75,15 @@ def shortened(path: Path) -> str:
     return text if len(text) <= 200 else f"{text[:100]}…{text[-60:]}"
 
 
-def check_picture(flag: str, path: Path) -> None:
-    """Refuse a plot that cannot be written.
+def check_plot(path: Path | None) -> None:
+    """Refuse a --plot that cannot be written.
 
     Raises:
         InvalidRequest: the suffix names no picture format, or the file cannot be written.
     """
-    if path.suffix not in PICTURES:
-        raise InvalidRequest(f"{flag} {shortened(path)} must end in {', '.join(PICTURES)}")
-    check_writable(flag, path)
+    if path is not None and path.suffix not in PICTURES:
+        raise InvalidRequest(f"--plot {shortened(path)} must end in {', '.join(PICTURES)}")
+    check_writable("--plot", path)
 
 
 def check_threads(num_threads: int | None) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_picture
+from forerun.cli.flags import check_plot
 from forerun.cli.plan_inputs import PlanOptions, candidates_of
 from forerun.cli.tables import SafeConsole, table_of
 
@@ -27,8 +27,7 @@ __all__ = ["COMMAND"]
 
 def run(options: PlanOptions) -> int:
     """Compute the plan and show it."""
-    if options.plot is not None:
-        check_picture("--plot", options.plot)
+    check_plot(options.plot)
 
     from forerun.plan.advice import advise
     from forerun.plan.what_if import scenarios

@@ -97,8 +97,7 @@ class ProbeOptions:
             )
         if self.prompts is None and not self.models.target.startswith(PREFIX):
             raise InvalidRequest("give --prompts FILE, texts of the kind that is served")
-        if self.out is not None:
-            check_writable("--out", self.out)
+        check_writable("--out", self.out)
         return draft
 
 

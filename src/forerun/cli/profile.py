@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import ModelFlags, check_picture, check_writable, use_threads
+from forerun.cli.flags import ModelFlags, check_plot, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
@@ -87,10 +87,8 @@ def run(options: ProfileOptions) -> int:
             f"a profile is of two models, and {draft} has none; measure it: forerun bench --arms "
             f"{draft}@{EngineConfig().num_speculative_tokens}"
         )
-    if options.out is not None:
-        check_writable("--out", options.out)
-    if options.plot is not None:
-        check_picture("--plot", options.plot)
+    check_writable("--out", options.out)
+    check_plot(options.plot)
     show(measured(options.models, draft, config), options)
     return 0
 

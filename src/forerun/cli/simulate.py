@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_picture
+from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, status_text, table_of
 from forerun.errors import InvalidTrace
 
@@ -71,8 +71,7 @@ class SimulateOptions:
 
 def run(options: SimulateOptions) -> int:
     """Simulate every controller and show the results."""
-    if options.plot is not None:
-        check_picture("--plot", options.plot)
+    check_plot(options.plot)
 
     from forerun.plan.simulation.workload_file import load_workload
     from forerun.probe.profile import load_profile

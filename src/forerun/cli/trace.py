@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_picture
+from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidTrace
 from forerun.trace.costs import MIN_PLAIN_STEPS, MeasuredCycleCost
@@ -35,19 +35,10 @@ class TraceOptions:
     plot: Path | None = None
     """Draw survival by position into this .png, .svg or .pdf file."""
 
-    def check(self) -> None:
-        """Refuse a plot that cannot be written.
-
-        Raises:
-            InvalidRequest: the file is no picture or cannot be written.
-        """
-        if self.plot is not None:
-            check_picture("--plot", self.plot)
-
 
 def run(options: TraceOptions) -> int:
     """Summarise a trace; damaged records are listed, and all others are read."""
-    options.check()
+    check_plot(options.plot)
 
     from forerun.trace.files import read_trace
     from forerun.trace.summary import summarise

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import (
@@ -82,15 +84,6 @@ class CardFigures:
     acceptance_probability: Interval | None = None
     speedup: Interval | None = None
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CardFigures:
-        """Create the object from its JSON form."""
-        intervals = {
-            name: None if values[name] is None else Interval(**values[name])
-            for name in ("acceptance_length", "acceptance_probability", "speedup")
-        }
-        return cls(**{**values, **intervals})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCard:
@@ -125,15 +118,6 @@ class DraftCard:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with the version of the format."""
         return {"format": FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DraftCard:
-        """Create a card from `to_dict`; unknown fields of later versions are ignored."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        known["made_for"] = TargetIdentity(**values["made_for"])
-        for name in ("before", "after"):
-            known[name] = tuple(CardFigures.from_dict(figures) for figures in values[name])
-        return cls(**known)
 
 
 def identify(folder: Path) -> TargetIdentity:
@@ -171,11 +155,9 @@ def read_card(folder: Path) -> DraftCard | None:
             "upgrade forerun, or align again"
         )
     try:
-        return DraftCard.from_dict(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidModel(
-            f"{path} is damaged ({type(error).__name__}: {error}); align again"
-        ) from error
+        return msgspec.convert(values, DraftCard)  # ignores further fields, of later versions
+    except msgspec.ValidationError as error:
+        raise InvalidModel(f"{path} is damaged ({error}); align again") from error
 
 
 def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:

@@ -27,15 +27,14 @@ from forerun.models.catalog import PREFIX, zoo_path
 from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
 from forerun.models.memory import check_fits, estimate, geometry_of
 from forerun.models.runner.choose import ModelFiles, run_by, try_out
-from forerun.models.tokenizers import Tokenizer, adopt, read_tokenizer
+from forerun.models.tokenizers import Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 __all__ = [
     "choose_device",
     "choose_dtype",
-    "load_from_transformers",
     "load_model",
     "load_tokenizer",
     "model_folder",
@@ -179,38 +178,6 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     return model
 
 
-def load_from_transformers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_batch: int = 8,
-    max_context: int | None = None,
-    max_staged_rows: int = 64,
-) -> tuple[LanguageModel, Tokenizer]:
-    """A model and a tokenizer that transformers has loaded, ready for an engine.
-
-    The model runs through transformers' own modules, on its device and in its dtype. Its weights
-    are shared, not copied; the model itself stays as it is and can still be used. A folder given to
-    `load_model` runs faster, since its weights can be packed for the native runner.
-
-    Args:
-        model: of a supported architecture.
-        tokenizer: of the model; a fast one.
-        max_batch: sequences at once.
-        max_context: tokens a sequence may have, cut to what the model was made for (None: all).
-        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
-
-    Raises:
-        InvalidModel: model or tokenizer are not supported.
-        InvalidRequest: an argument cannot be honoured.
-        NotEnoughMemory: KV and logits do not fit; nothing has been allocated yet.
-    """
-    adapted = share_loaded(
-        model, max_batch=max_batch, max_context=max_context, max_staged_rows=max_staged_rows
-    )
-    return adapted, adopt(tokenizer)
-
-
 def share_loaded(
     model: PreTrainedModel,
     *,
@@ -218,7 +185,23 @@ def share_loaded(
     max_context: int | None = None,
     max_staged_rows: int = 64,
 ) -> LanguageModel:
-    """A model that transformers has loaded; see `load_from_transformers`."""
+    """A model that transformers has loaded, ready for an engine.
+
+    It runs through transformers' own modules, on its device and in its dtype. Its weights are
+    shared, not copied; the model itself stays as it is and can still be used. A folder given to
+    `load_model` runs faster, since its weights can be packed for the native runner.
+
+    Args:
+        model: of a supported architecture.
+        max_batch: sequences at once.
+        max_context: tokens a sequence may have, cut to what the model was made for (None: all).
+        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
+
+    Raises:
+        InvalidModel: the model is not supported.
+        InvalidRequest: an argument cannot be honoured.
+        NotEnoughMemory: KV and logits do not fit; nothing has been allocated yet.
+    """
     from transformers import PreTrainedModel
 
     from forerun.models.huggingface import adapt, sharing

@@ -23,7 +23,6 @@ from forerun.models.base import Context, pack
 from forerun.models.checkpoint import WEIGHTS
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import (
-    load_from_transformers,
     load_model,
     load_tokenizer,
     model_folder,
@@ -287,9 +286,8 @@ def test_a_model_transformers_has_loaded(byte_level):
     network = tiny.network("qwen2").train().requires_grad_(True)
     ids = torch.tensor([[1, 2, 3]])
     expected = network(ids).logits[0]
-    model, tokenizer = load_from_transformers(network, tiny.backend(), max_batch=2)
+    model = share_loaded(network, max_batch=2)
     torch.testing.assert_close(logits_of(model, [1, 2, 3]), expected, atol=1e-4, rtol=1e-4)
-    assert tokenizer.decode(tokenizer.encode("def add")) == "def add"
     assert model.store.num_free == 1
     # The model itself is as it was.
     assert network.training and all(p.requires_grad for p in network.parameters())
@@ -301,7 +299,7 @@ def test_a_model_transformers_has_loaded(byte_level):
 
 def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(InvalidModel, match="Linear is no transformers model"):
-        load_from_transformers(torch.nn.Linear(2, 2), tiny.backend())
+        share_loaded(torch.nn.Linear(2, 2))
 
 
 def test_tokenizer(folder):
