@@ -79,6 +79,20 @@ def test_public_names_are_listed_and_sorted(path: Path) -> None:
     assert names == sorted(names, key=constants_then_classes_then_functions)
 
 
+def defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_names_of_a_module_are_defined_once(path: Path) -> None:
+    names = [name for node in ast.parse(path.read_text()).body for name in defined(node)]
+    assert len(names) == len(set(names)), sorted(n for n in set(names) if names.count(n) > 1)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_names_say_something(path: Path) -> None:
     assert not MEANINGLESS_NAMES & {path.stem, *path.relative_to(PACKAGE).parts}

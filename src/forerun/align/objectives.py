@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.kernels import largest
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.rows import largest
 
 __all__ = [
     "PROBABILITY_FLOOR",

@@ -28,8 +28,9 @@ from forerun.theory.cost import CostTable
 
 __all__ = ["PairCosts", "measured_costs", "read_costs"]
 
-BUDGET_S = 6.0
+BENCH_BUDGET_S = 6.0
 """Per draft: a prediction needs less than a profile that is kept."""
+ALIGN_BUDGET_S = 15.0
 
 
 def measured_costs(
@@ -121,11 +122,10 @@ def probe_for(comparison: BenchComparison) -> ProbeConfig:
         read=tuple(size for size in defaults.read if contexts[0] + size <= longest),
         drafted=(1, config.max_k) if config.max_k > 1 else (1,),
         max_pass_rows=max(defaults.max_pass_rows, max(config.batches) * (config.max_k + 1)),
-        budget_s=BUDGET_S,
+        budget_s=BENCH_BUDGET_S,
     )
 
 
-BUDGET_S = 15.0
 SCOUT_TEXT = "The quick brown fox"
 
 
@@ -171,7 +171,7 @@ class PairCosts:
                 rows=tuple(range(1, most + 2)),
                 batches=(1,),
                 drafted=(1, most) if most > 1 else (1,),
-                budget_s=BUDGET_S,
+                budget_s=ALIGN_BUDGET_S,
             ),
         )
         facts = (

@@ -13,9 +13,9 @@ from forerun.drafters.draft_sequence import DraftSequence
 from forerun.models.base import LanguageModel, RowBatch
 from forerun.sampling.config import Choice
 from forerun.sampling.history import RowHistory
+from forerun.sampling.kernels import largest
 from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.rows import largest
 from forerun.sampling.walk import target_tokens
 
 __all__ = ["Levels", "draft_keys", "draft_levels", "fit_vocabulary", "race_keys"]

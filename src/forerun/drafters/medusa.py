@@ -24,8 +24,8 @@ from forerun.drafters.tree_builder import Candidates, build_tree
 from forerun.drafters.tree_builder import Path as TokenPath
 from forerun.errors import IncompatibleDraft
 from forerun.models.base import LanguageModel, StoredModel
+from forerun.sampling.kernels import on_host
 from forerun.sampling.proposal import Assurance, Choice, Proposal
-from forerun.sampling.rows import on_host
 
 __all__ = ["MedusaDrafter", "load_medusa"]
 

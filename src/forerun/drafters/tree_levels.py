@@ -27,10 +27,9 @@ from forerun.drafters.tree_growth import (
 from forerun.models.base import LanguageModel, RowBatch, Span, pack
 from forerun.sampling.config import Choice
 from forerun.sampling.history import RowHistory
-from forerun.sampling.kernels import kernels_for
+from forerun.sampling.kernels import kernels_for, on_host
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal
-from forerun.sampling.rows import on_host
 from forerun.theory.tree import TokenTree
 
 __all__ = ["draft_trees"]

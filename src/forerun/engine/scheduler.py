@@ -30,8 +30,8 @@ from forerun.models.base import Context, Span
 from forerun.models.slots import MIN_SHARED_TOKENS, common_length
 from forerun.sampling.config import Choice, SamplingParams, resolve_verification
 from forerun.sampling.history import RowHistory, problem_of_allowed
+from forerun.sampling.kernels import raw_logprobs
 from forerun.sampling.proposal import Proposal, Verdict
-from forerun.sampling.rows import raw_logprobs
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["PLAIN", "Rule", "ScheduledSequence", "Scheduler"]

@@ -22,10 +22,10 @@ from forerun.errors import NumericalError
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.history import RowHistory
+from forerun.sampling.kernels import largest, on_host
 from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Verdict
-from forerun.sampling.rows import largest, on_host
 from forerun.sampling.tree_rules import tree_keys, verify_trees
 from forerun.sampling.walk import (
     coupled_match_probs,

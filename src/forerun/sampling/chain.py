@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import draw, uniform
-from forerun.sampling.rows import row_chunks
 
 __all__ = [
     "ChainOutcome",

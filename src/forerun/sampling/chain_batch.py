@@ -11,9 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.sampling.chain import Rule, verify_chains
-from forerun.sampling.kernels import SamplingKernels, kernels_for
+from forerun.sampling.kernels import SamplingKernels, kernels_for, on_host, row_chunks
 from forerun.sampling.processors import failed_rows
-from forerun.sampling.rows import on_host, row_chunks
 
 __all__ = ["ChainVerdicts", "DrawnChain", "verify_chain_batch"]
 

@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from forerun.sampling.kernels import kernels_for
-from forerun.sampling.rows import row_chunks
+from forerun.sampling.kernels import kernels_for, row_chunks
 from forerun.theory.splitmix import FACTORS, INCREMENT, SHIFTS, finalise
 
 __all__ = [

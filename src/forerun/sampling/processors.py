@@ -20,8 +20,7 @@ from torch import Tensor
 
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import RowHistory, occurrences, runs
-from forerun.sampling.kernels import kernels_for
-from forerun.sampling.rows import largest, row_chunks
+from forerun.sampling.kernels import kernels_for, largest, row_chunks
 
 __all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 

@@ -29,10 +29,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from forerun.sampling.kernels import kernels_for
+from forerun.sampling.kernels import kernels_for, on_host
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import failed_rows
-from forerun.sampling.rows import on_host
 from forerun.sampling.tree_residuals import Forest, TreeRule, forest_of, residuals_of
 from forerun.theory.tree import TokenTree, expanded, post_order
 

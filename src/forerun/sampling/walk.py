@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.sampling.kernels import kernels_for
+from forerun.sampling.kernels import kernels_for, row_chunks
 from forerun.sampling.noise import exponential, position_key
-from forerun.sampling.rows import row_chunks
 from forerun.theory.tree import TokenTree
 
 __all__ = [

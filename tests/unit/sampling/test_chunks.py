@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.sampling.rows import row_chunks
+from forerun.sampling.kernels import row_chunks
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 12])

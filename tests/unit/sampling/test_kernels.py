@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.sampling import chain_batch, noise, processors, rows, walk
+from forerun.sampling import chain_batch, kernels, noise, processors, walk
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import kernels_for, sampling_kernels
 
-CALLERS = (chain_batch, noise, processors, rows, walk)
+CALLERS = (chain_batch, kernels, noise, processors, walk)
 VOCABS = (1, 3, 15, 16, 17, 100, 257, 5000, 32003)
 TEMPERATURES = (0.7, 1.0, 0.0, 2.0)
 
@@ -121,7 +121,7 @@ def test_draws_races_and_maxima_are_torchs(logits, by_torch):
         ):
             assert torch.equal(function(), by_torch(function))
     for ours, torchs in zip(
-        rows.largest(logits), by_torch(lambda: rows.largest(logits)), strict=True
+        kernels.largest(logits), by_torch(lambda: kernels.largest(logits)), strict=True
     ):
         assert torch.equal(ours, torchs)
 
@@ -137,7 +137,7 @@ def test_draws_at_the_edges(uniform):
 def test_the_first_of_equals_is_the_largest():
     scores = torch.zeros(1, 100)
     scores[0, [20, 21, 90]] = 5.0
-    assert rows.largest(scores)[1].item() == 20
+    assert kernels.largest(scores)[1].item() == 20
 
 
 def test_coupled_matches_are_torchs(logits, by_torch):

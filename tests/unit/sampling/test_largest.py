@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.sampling.rows import largest
+from forerun.sampling.kernels import largest
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 61, 64, 256, 300, 1000, 1024])

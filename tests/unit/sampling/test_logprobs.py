@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from forerun.sampling import rows
-from forerun.sampling.rows import raw_logprobs
+from forerun.sampling import kernels
+from forerun.sampling.kernels import raw_logprobs
 
 
 def test_logprobs_of_chosen_and_best_tokens() -> None:
@@ -30,7 +30,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.arange(12.0).reshape(4, 3).sin()
     tokens = torch.tensor([0, 1, 2, 0])
     whole = raw_logprobs(logits, tokens, 2)
-    monkeypatch.setattr(rows, "row_chunks", lambda num, width: [slice(0, 3), slice(3, num)])
+    monkeypatch.setattr(kernels, "row_chunks", lambda num, width: [slice(0, 3), slice(3, num)])
     pieces = raw_logprobs(logits, tokens, 2)
     assert torch.equal(pieces.token_logprobs, whole.token_logprobs)
     assert torch.equal(pieces.top_tokens, whole.top_tokens)

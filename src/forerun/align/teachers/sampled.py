@@ -30,8 +30,8 @@ from forerun.align.teachers.filling import CacheFiller
 from forerun.align.teachers.target import TargetModel
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import position_key, request_key, uniform
-from forerun.sampling.rows import row_chunks
 
 __all__ = ["SampledTeacher", "SparseRows", "TopKTeacher", "draw_ids", "known_shares"]
 

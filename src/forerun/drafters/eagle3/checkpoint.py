@@ -48,22 +48,19 @@ EMBEDDING = "embed_tokens.weight"
 IGNORED = ("rotary_emb.inv_freq",)
 
 
-def read_eagle3_head(
-    folder: Path, *, num_target_layers: int | None = None, dtype: torch.dtype = torch.float32
-) -> Eagle3Head:
-    """Read an EAGLE-3 head in speculators' form or in the raw form.
+def read_eagle3_head(folder: Path, *, num_target_layers: int | None = None) -> Eagle3Head:
+    """Read an EAGLE-3 head in speculators' form or in the raw form, with weights in fp32.
 
     Args:
         folder: with config.json and model.safetensors.
         num_target_layers: of the target, for files that name no layers.
-        dtype: of the weights in memory.
 
     Raises:
         InvalidModel: a file is missing or damaged, the head is of an unsupported kind, or its
             tensors do not fit its configuration.
     """
     config, tensors = read_parts(folder, num_target_layers=num_target_layers)
-    return build_head(config, tensors, str(folder)).to(dtype)
+    return build_head(config, tensors, str(folder)).float()
 
 
 def read_parts(

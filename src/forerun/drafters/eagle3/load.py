@@ -65,13 +65,11 @@ class GateReport:
         head: with the flags that give its golden rows.
         changes: readings that differ from config.json, in words; empty where the file is right.
         is_checked: there are golden rows.
-        layers_checked: the target's layers were compared with them too.
     """
 
     head: Eagle3Head
     changes: tuple[str, ...] = ()
     is_checked: bool = False
-    layers_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +87,7 @@ def check_head(
     where: str,
     *,
     golden: GoldenRows | None,
-    target: LanguageModel | None = None,
+    target: LanguageModel,
 ) -> GateReport:
     """Build the head with the settings that reproduce its golden rows.
 
@@ -113,13 +111,11 @@ def check_head(
             f"layers, {config.target_hidden_size} wide"
         )
     head, changes = matching_head(config, tensors, where, golden)
-    if target is None:
-        return GateReport(head=head, changes=changes, is_checked=True)
     found = matching_layers(config, where, golden, target)
     if found != config.feature_layers:
         changes += (f"feature layers {list(found)} instead of {list(config.feature_layers)}",)
         head.config = replace(head.config, feature_layers=found)
-    return GateReport(head=head, changes=changes, is_checked=True, layers_checked=True)
+    return GateReport(head=head, changes=changes, is_checked=True)
 
 
 def matching_head(
@@ -293,28 +289,18 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
     return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)
 
 
-def examine(
-    folder: Path, target: LanguageModel | None, num_target_layers: int | None = None
-) -> GateReport:
+def examine(folder: Path, target: LanguageModel) -> GateReport:
     """Read a head and check it by its golden rows.
-
-    Args:
-        folder: of the head.
-        target: its target; None: sizes and layers are not compared.
-        num_target_layers: of the target where it is not loaded, for files that name no layers.
 
     Raises:
         InvalidModel: the folder is damaged, of an unsupported kind, or not as its golden rows say.
         IncompatibleDraft: the head was made for another target.
     """
-    if target is not None:
-        num_target_layers = target.num_layers
-    config, tensors = read_parts(folder, num_target_layers=num_target_layers)
-    if target is not None:
-        check_target(config, target, str(folder))
-    report = check_head(config, tensors, str(folder), golden=read_golden(folder), target=target)
-    if target is not None:  # only now: golden rows may show that the layers are mislabelled
-        check_layers(report.head.config, target, str(folder))
+    where = str(folder)
+    config, tensors = read_parts(folder, num_target_layers=target.num_layers)
+    check_target(config, target, where)
+    report = check_head(config, tensors, where, golden=read_golden(folder), target=target)
+    check_layers(report.head.config, target, where)  # golden rows may have corrected the layers
     return report
 
 
