@@ -5,12 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, SampledChains, SampledTokens
-from forerun.models.kv_store import KVStore
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]
@@ -25,57 +23,20 @@ class WrappedModel:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.model.vocab_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters; tied parameters are counted once."""
-        return self.model.num_parameters
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        return self.model.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream, and so of features."""
-        return self.model.hidden_size
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self.model.max_context
-
-    @property
-    def store(self) -> KVStore:
-        """The store that holds the model's KV."""
-        return self.model.store
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the inputs and of the logits."""
-        return self.model.device
+        self.vocab_size = model.vocab_size
+        self.num_parameters = model.num_parameters
+        self.num_layers = model.num_layers
+        self.hidden_size = model.hidden_size
+        self.max_context = model.max_context
+        self.store = model.store
+        self.device = model.device
+        self.embed = model.embed
+        self.final_norm = model.final_norm
+        self.head = model.head
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         """Run one pass of the model."""
         return self.model.forward(batch)
-
-    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Return the token embeddings of the model."""
-        return self.model.embed(tokens)
-
-    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """Apply the final norm of the model."""
-        return self.model.final_norm(hidden)
-
-    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Return the logits of rows after the final norm."""
-        return self.model.head(hidden)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
