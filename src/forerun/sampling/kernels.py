@@ -162,7 +162,7 @@ class SamplingKernels:
         self.library = library
 
     def largest(self, scores: Rows) -> tuple[Float32[Tensor, " rows"], Tokens]:
-        """Return the largest score of every row and its token; see `sampling.largest`."""
+        """Return the largest score of every row and its token; see `largest`."""
         num_rows, vocab_size = scores.shape
         best, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
         self.library.forerun_largest(
