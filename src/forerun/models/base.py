@@ -234,7 +234,7 @@ class SampledChains(Protocol):
             temperatures: 0 is greedy.
             vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
                 throughout where logits are NaN or infinite, and so are those after it.
-            by_race: draw as `sampling.walk.race` does instead of by the inverse of the distribution.
+            by_race: draw as `sampling.walk.race` does, not by the inverse of the distribution.
             stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
                 stops.
         """
