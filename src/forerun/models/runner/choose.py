@@ -156,9 +156,9 @@ def decoder_of(files: ModelFiles) -> Decoder:
         InvalidModel: the weights do not fit the configuration.
     """
     num_positions = files.geometry.capacity + files.geometry.max_staged_rows
-    if objection := unsupported(files.architecture, files.settings, num_positions):
-        raise RunnerUnavailable(f"only the eager runner supports {objection}")
     try:
+        if objection := unsupported(files.architecture, files.settings, num_positions):
+            raise RunnerUnavailable(f"only the eager runner supports {objection}")
         decoder = read_decoder(files.architecture, files.settings)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidModel(
