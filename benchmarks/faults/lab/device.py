@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from forerun.models.base import LanguageModel, RowBatch, SampledChains
+from forerun.models.base import LanguageModel, RowBatch
+from forerun.models.one_call import DraftsInOneCall
 from forerun.models.wrapped import ObservedModel, ObservedSampler
 
 __all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
@@ -145,5 +146,5 @@ class SampledDeviceModel(ObservedSampler, DeviceModel):
 
 def on_device(model: LanguageModel, pace: Pace, device: Device, role: Role) -> LanguageModel:
     """The model on a device, with all that it can do."""
-    kind = SampledDeviceModel if isinstance(model, SampledChains) else DeviceModel
+    kind = SampledDeviceModel if isinstance(model, DraftsInOneCall) else DeviceModel
     return kind(model, pace, device, role)

@@ -31,7 +31,8 @@ class FixedController:
             return [Plan()] * len(states)
         if isinstance(self.shape, Chain):
             return [Plan.chain(self.method, num_nodes)] * len(states)
-        shape = replace(self.shape, num_nodes=num_nodes)
+        cut = num_nodes < self.shape.num_nodes
+        shape = replace(self.shape, num_nodes=num_nodes) if cut else self.shape
         return [Plan(method=self.method, shape=shape)] * len(states)
 
     def observe(self, records: Sequence[StepRecord]) -> None:

@@ -3,7 +3,7 @@
 A step costs one pass over the committed tokens that the draft has not read, then K - 1 passes of
 one row per sequence; for trees, one pass per further level. Each pass reads the draft's weights
 once and computes batch x vocabulary logits. Where only the temperature shapes the distributions,
-the model may draft all chains in one call.
+the model may draft all chains, or all trees of most probable paths, in one call.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
-from forerun.drafters.tree_growth import MAX_WIDTH
+from forerun.drafters.tree_builder import BuiltTree, Path
+from forerun.drafters.tree_growth import MAX_WIDTH, invalid_probs
 from forerun.drafters.tree_levels import draft_trees
 from forerun.errors import DrafterError
-from forerun.models.base import Context, LanguageModel, RowBatch, SampledChains, Span, pack
+from forerun.models.base import Context, LanguageModel, RowBatch, Span, pack
+from forerun.models.one_call import DraftsInOneCall, LikelyTree
 from forerun.sampling.config import Choice
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
@@ -53,7 +55,7 @@ class DraftModel:
     def use(self, model: LanguageModel) -> None:
         """Draft with this model from now on."""
         self.model = model
-        self._samples_chains = isinstance(model, SampledChains)
+        self._drafts_in_one_call = isinstance(model, DraftsInOneCall)
 
     def through(self, model: LanguageModel) -> DraftModel:
         """Return the same drafter with a wrapper around its model."""
@@ -108,7 +110,7 @@ class DraftModel:
                 return [
                     greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)
                 ]
-            if self._samples_chains and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
+            if self._drafts_in_one_call and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
                 levels = self._sampled_chains(sequences, batch, depth, Choice.COUPLED in choices)
                 note_fed_rows(sequences, num_levels(sequences, levels))
                 return proposals_of(sequences, levels)
@@ -118,13 +120,21 @@ class DraftModel:
         """Draft trees for a whole batch; plans for chains share the passes of the trees."""
         self._prefill(sequences)
         batch = self._batch([sequence.first_span() for sequence in sequences], sequences)
+        if self._drafts_in_one_call and all(s.grows_in_one_call for s in sequences):
+            assert isinstance(self.model, DraftsInOneCall)
+            shapes = [
+                (s.tree_shape.num_nodes, s.tree_shape.depth, s.tree_shape.width) for s in sequences
+            ]
+            temperatures = [sequence.tree_params.temperature for sequence in sequences]
+            trees = self.model.likely_trees(batch, shapes, temperatures, self.vocab_size)
+            return [tree_proposal(s, tree) for s, tree in zip(sequences, trees, strict=True)]
         return draft_trees(self.model, sequences, batch, self.vocab_size)
 
     def _sampled_chains(
         self, sequences: Sequence[DraftSequence], batch: RowBatch, depth: int, by_race: bool
     ) -> Levels:
         """Draft all levels of all chains in one call, with the noise of coupling if `by_race`."""
-        assert isinstance(self.model, SampledChains)
+        assert isinstance(self.model, DraftsInOneCall)
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         keys = race_keys(sequences, depth) if by_race else draft_keys(sequences, depth)
         device = self.model.device
@@ -240,6 +250,24 @@ def greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
         stop_values=sequence.stop_values,
         assurance=Assurance(tokens=tokens, draft_probs=None),
     )
+
+
+def tree_proposal(sequence: DraftSequence, found: LikelyTree) -> Proposal:
+    """Return a tree of most probable paths, and note which of its nodes were fed.
+
+    Raises:
+        DrafterError: the first distribution is not valid.
+    """
+    paths: list[Path] = []
+    for parent, token in zip(found.tree.parents, found.tokens, strict=True):
+        paths.append((*paths[parent], token) if parent >= 0 else (token,))
+    sequence.tree_rows = {p: row for p, row in zip(paths, found.rows, strict=True) if row >= 0}
+    if not paths:
+        raise invalid_probs(sequence)
+    built = BuiltTree(
+        tree=found.tree, tokens=found.tokens, log_probs=found.log_probs, paths=tuple(paths)
+    )
+    return built.proposal(sequence.stop_reason, is_assured=True)
 
 
 def proposals_of(sequences: Sequence[DraftSequence], levels: Levels) -> list[Proposal]:

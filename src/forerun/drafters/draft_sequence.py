@@ -147,6 +147,12 @@ class DraftSequence:
         fits = self.num_committed + num_tokens - 1 <= max_context
         return fits and self.request.history is None and not self.params.has_processors
 
+    @property
+    def grows_in_one_call(self) -> bool:
+        """Whether only a temperature ranks the nodes of the tree, which are all deterministic."""
+        is_shaped = self.request.history is not None or self.tree_params.has_processors
+        return self.tree_choice is Choice.DETERMINISTIC and not is_shaped
+
     def first_span(self) -> Span:
         """Return the rows of all pending tokens."""
         self.num_chain = self.context.num_pending

@@ -36,6 +36,7 @@ __all__ = [
     "Drawn",
     "draw_behind_top",
     "draw_siblings",
+    "invalid_probs",
     "race_siblings",
 ]
 

@@ -27,7 +27,7 @@ from forerun.drafters.tree_growth import (
 from forerun.models.base import LanguageModel, RowBatch, Span, pack
 from forerun.sampling.config import Choice
 from forerun.sampling.history import RowHistory
-from forerun.sampling.kernels import kernels_for, on_host
+from forerun.sampling.kernels import on_host
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
@@ -134,8 +134,7 @@ def choose(
     """Choose the children of the frontiers of all trees with the same rule for choosing nodes."""
     if choice is Choice.DETERMINISTIC:
         width = max(growth.sequence.tree_shape.width for growth in growths)
-        width, kernels = min(width, probs.shape[1]), kernels_for(probs)
-        values, tokens = kernels.top(probs, width) if kernels else probs.topk(width, dim=-1)
+        values, tokens = probs.topk(min(width, probs.shape[1]), dim=-1)
         return Drawings(tokens=tokens, chances=values, rows=probs)
     keys = [keys for g in growths if isinstance(g, Drawn) for keys in g.noise_keys()]
     counts = torch.tensor([*map(len, keys)], device=probs.device)

@@ -13,7 +13,6 @@ that is free.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence as Seq
 
 import torch
@@ -225,7 +224,7 @@ def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: in
 
 def check_tree(shape: Tree, tree: TokenTree) -> None:
     """Refuse a tree that is deeper or wider than planned."""
-    depth, width = max(tree.depths, default=0), max(Counter(tree.parents).values(), default=0)
+    depth, width = max(tree.depths, default=0), tree.width
     if depth > shape.depth or width > shape.width:
         raise DrafterError(
             f"a tree of depth {depth} and width {width}, but the plan allows depth {shape.depth} "

@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture
 from forerun.models.kv_store import ContiguousKVStore, KVStore
 from forerun.models.slots import Prefix
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = [
@@ -24,8 +23,6 @@ __all__ = [
     "LayeredModel",
     "ModelOutput",
     "RowBatch",
-    "SampledChains",
-    "SampledTokens",
     "Span",
     "StoredModel",
     "chain_by_forward",
@@ -193,50 +190,6 @@ class LayeredModel(LanguageModel, Protocol):
         Weights and store are this model's own, not copies: what a pass of either stages in a slot
         is what the next pass of the other finds there, in the layers they have in common. So rows
         the shorter one has staged must not be committed, for the upper layers lack them.
-        """
-
-
-class SampledTokens(NamedTuple):
-    """Token chains drawn in one call.
-
-    Attributes:
-        tokens: what was drawn.
-        probs: the distribution each was drawn from.
-        stop_values: what stop rules measured before each draw, -1 where nothing did; None without.
-    """
-
-    tokens: Int64[Tensor, "num_tokens sequences"]
-    probs: Float32[Tensor, "num_tokens sequences vocab"]
-    stop_values: Float32[Tensor, "num_tokens sequences"] | None = None
-
-
-@runtime_checkable
-class SampledChains(Protocol):
-    """A model that draws a whole chain of tokens in one call."""
-
-    def sampled_chain(
-        self,
-        batch: RowBatch,
-        keys: Int64[Tensor, "num_tokens sequences"],
-        temperatures: Float32[Tensor, " sequences"],
-        vocab_size: int,
-        *,
-        by_race: bool,
-        stops: Sequence[StopRule | None] = (),
-    ) -> SampledTokens:
-        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
-
-        Stages rows as `LanguageModel.greedy_chain` does.
-
-        Args:
-            batch: without trees; its `logit_rows` are the last row of every span, in order.
-            keys: of the noise every token is drawn with.
-            temperatures: 0 is greedy.
-            vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
-                throughout where logits are NaN or infinite, and so are those after it.
-            by_race: draw as `sampling.walk.race` does, not by the inverse of the distribution.
-            stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
-                stops.
         """
 
 

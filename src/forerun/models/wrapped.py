@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch, SampledChains, SampledTokens
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch
+from forerun.models.one_call import DraftsInOneCall, LikelyTree, SampledTokens
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]
@@ -80,7 +81,7 @@ class ObservedModel(WrappedModel):
 
 
 class ObservedSampler(ObservedModel):
-    """An ObservedModel for models that draw whole chains in one call."""
+    """An ObservedModel for models that draft whole chains and trees in one call."""
 
     def sampled_chain(
         self,
@@ -93,10 +94,24 @@ class ObservedSampler(ObservedModel):
         stops: Sequence[StopRule | None] = (),
     ) -> SampledTokens:
         """Run a sampled chain between `begin` and `end`; it counts as one pass per drawn token."""
-        assert isinstance(self.model, SampledChains)
+        assert isinstance(self.model, DraftsInOneCall)
         begun = self.begin()
         drawn = self.model.sampled_chain(
             batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
         )
         self.end(begun, batch, len(drawn.tokens))
         return drawn
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Grow trees between `begin` and `end`; it counts as one pass per level."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun = self.begin()
+        trees = self.model.likely_trees(batch, shapes, temperatures, vocab_size)
+        self.end(begun, batch, max(depth for _, depth, _ in shapes))
+        return trees

@@ -328,8 +328,14 @@ SIGNATURES = {
             *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
         ),
     ),
+    "forerun_decoder_likely_trees": (
+        c_bool,
+        (
+            *(c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32),
+            *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
+        ),
+    ),
     "forerun_largest": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
-    "forerun_top": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_softmax": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_draw": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_race": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),

@@ -18,8 +18,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.base import LanguageModel, RowBatch, SampledChains
+from forerun.models.base import LanguageModel, RowBatch
 from forerun.models.memory import available_bytes
+from forerun.models.one_call import DraftsInOneCall
 from forerun.models.wrapped import ObservedModel, ObservedSampler
 from forerun.probe.config import ProbeConfig, ProfileCell, Quantity, without
 from forerun.theory.intervals import Interval, median_interval
@@ -106,7 +107,7 @@ class TimedSampledModel(ObservedSampler, TimedModel):
 
 def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:
     """Wrap a model so that its passes are timed."""
-    kind = TimedSampledModel if isinstance(model, SampledChains) else TimedModel
+    kind = TimedSampledModel if isinstance(model, DraftsInOneCall) else TimedModel
     return kind(model, stopwatch)
 
 

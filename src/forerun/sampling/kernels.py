@@ -170,21 +170,6 @@ class SamplingKernels:
         )
         return best, tokens
 
-    def top(
-        self, probs: Rows, count: int
-    ) -> tuple[Float32[Tensor, "rows count"], Int64[Tensor, "rows count"]]:
-        """Return the largest entries of every row in descending order, and their tokens.
-
-        Equal entries come in the order of their tokens. `probs` must not be read meanwhile.
-        """
-        num_rows, vocab_size = probs.shape
-        values = torch.empty(num_rows, count)
-        tokens = torch.empty(num_rows, count, dtype=torch.int64)
-        self.library.forerun_top(
-            probs.data_ptr(), num_rows, vocab_size, count, values.data_ptr(), tokens.data_ptr()
-        )
-        return values, tokens
-
     def softmax(self, scores: Rows, temperatures: Float32[Tensor, " rows"], out: Rows) -> None:
         """Compute the softmax at each row's temperature; see `processors.target_probs`.
 

@@ -58,6 +58,11 @@ class TokenTree:
         # Only if all other nodes are its ancestors can the last node be that deep.
         return not self.depths or self.depths[-1] == len(self.depths)
 
+    @property
+    def width(self) -> int:
+        """Return the most children of a node."""
+        return max(map(len, self._children))
+
     def children(self, node: int) -> tuple[int, ...]:
         """Return the children of `node` in draw order; -1 is the last committed token."""
         return self._children[node + 1]

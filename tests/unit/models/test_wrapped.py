@@ -13,7 +13,8 @@ from tests.natives import native_model
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.models.base import LanguageModel, LayeredModel, SampledChains
+from forerun.models.base import LanguageModel, LayeredModel
+from forerun.models.one_call import DraftsInOneCall
 from forerun.probe.rounds import Stopwatch, timed
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
@@ -79,7 +80,7 @@ def test_what_is_drafted_through_a_wrapper_is_what_is_drafted_without(wrap, rule
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_a_wrapper_can_do_what_its_model_can(wrap):
     native, eager = native_model(tiny.network()), tiny.adapted(tiny.network())
-    assert isinstance(wrap(native), SampledChains)
-    assert not isinstance(wrap(eager), SampledChains)
+    assert isinstance(wrap(native), DraftsInOneCall)
+    assert not isinstance(wrap(eager), DraftsInOneCall)
     # Layers of the model within would run past the clock, so there are none to be had.
     assert not isinstance(wrap(native), LayeredModel)

@@ -20,7 +20,8 @@ from forerun.models.architecture import Architecture
 from forerun.models.attention import attend_blocks, plan_pass
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
 from forerun.models.decoder import Decoder, LayerWeights
-from forerun.models.runner.native import NativeModel, PackedWeights, new_decoder
+from forerun.models.runner.native import NativeModel
+from forerun.models.runner.packed import PackedWeights, new_decoder
 from forerun.native.library import MatrixKind, PassStruct, VectorKind
 
 __all__ = ["Eagle3Model", "NativeEagle3Model"]

@@ -10,38 +10,42 @@ Cost per pass: the weights are read once; activations take memory of the largest
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import byref
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_char
 from dataclasses import replace
 from itertools import chain
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from forerun.errors import NotEnoughMemory, RunnerUnavailable
+from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import Architecture
-from forerun.models.base import ModelOutput, RowBatch, SampledTokens, StoredModel
-from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
+from forerun.models.base import ModelOutput, RowBatch, StoredModel
+from forerun.models.decoder import Decoder, ReadTensor, read_ends, read_layer
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
+from forerun.models.one_call import LikelyTree, SampledTokens
+from forerun.models.runner.packed import PackedWeights, new_decoder
 from forerun.native.library import (
-    ELEMENTS,
     MEASURES,
     Kernels,
     MatrixKind,
     PassStruct,
-    Sizes,
     StopsStruct,
     StoreStruct,
     VectorKind,
 )
 from forerun.theory.stop_rule import StopRule
+from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["NativeModel", "PackedWeights", "build_native_model", "new_decoder"]
+__all__ = ["NativeModel", "build_native_model"]
+
+TREE_NODE = struct.Struct("qqqd")
+"""`ForerunTreeNode` in kernels/interface.h."""
 
 
 class NativeModel(StoredModel):
@@ -150,7 +154,7 @@ class NativeModel(StoredModel):
     ) -> SampledTokens:
         """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
 
-        All passes happen in one call; see `SampledChains`.
+        All passes happen in one call; see `DraftsInOneCall`.
         """
         num_tokens, num_sequences = keys.shape
         self._claim(batch, num_tokens - 1)
@@ -176,6 +180,44 @@ class NativeModel(StoredModel):
             ),
         )
         return SampledTokens(drafted.t(), probs, None if asked is None else asked.values)
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Feed `batch`, then grow a tree of the most probable paths after every sequence.
+
+        All passes happen in one call; see `DraftsInOneCall`.
+        """
+        for span, (num_nodes, _, _) in zip(batch.spans, shapes, strict=True):
+            self.store.claim(span.slot, span.start, span.num_rows + num_nodes - 1)
+        most = max(num_nodes for num_nodes, _, _ in shapes)
+        nodes = bytearray(TREE_NODE.size * most * len(shapes))
+        counts = array("q", bytes(8 * len(shapes)))
+        limits = array("i", chain.from_iterable(shapes))
+        heats = array("f", temperatures)
+        self._call(
+            batch,
+            lambda rows: self.weights.kernels.library.forerun_decoder_likely_trees(
+                self.weights.handle,
+                rows,
+                byref(self._store_struct),
+                vocab_size,
+                limits.buffer_info()[0],
+                heats.buffer_info()[0],
+                most,
+                (c_char * len(nodes)).from_buffer(nodes),
+                counts.buffer_info()[0],
+            ),
+        )
+        found = [*TREE_NODE.iter_unpack(nodes)]
+        return [
+            likely_tree(found[place * most : place * most + count])
+            for place, count in enumerate(counts)
+        ]
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """Return the model cut after its first layers; weights and store are shared."""
@@ -230,6 +272,14 @@ class NativeModel(StoredModel):
         """Add the input states of an attached head's rows to a pass; other models have none."""
 
 
+def likely_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
+    """Return the tree of nodes that the kernels list as token, parent, row and log-probability."""
+    if not nodes:
+        return LikelyTree(NO_TREE, (), (), ())
+    tokens, parents, rows, log_probs = zip(*nodes, strict=True)
+    return LikelyTree(TokenTree(parents), tokens, rows, log_probs)
+
+
 class Stops:
     """Stop rules as arrays for the kernels, and the values measured for them.
 
@@ -247,79 +297,6 @@ class Stops:
             self.thresholds.buffer_info()[0],
             self.values.data_ptr(),
         )
-
-
-class PackedWeights:
-    """Packed weights in memory of the kernels, freed with this object.
-
-    Attributes:
-        layer_sizes: elements of every layer packed so far.
-        last_norm: weight of the final norm, fp32.
-        norm_eps: added to the mean square in every norm.
-    """
-
-    last_norm: Tensor
-
-    def __init__(self, kernels: Kernels, handle: int, norm_eps: float) -> None:
-        self.norm_eps = norm_eps
-        self.kernels = kernels
-        self.handle = handle
-        self.layer_sizes: list[int] = []
-
-    def __del__(self) -> None:
-        self.kernels.library.forerun_decoder_delete(self.handle)
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the packed matrices."""
-        return int(self.kernels.library.forerun_decoder_bytes(self.handle))
-
-    def put_vector(self, kind: VectorKind, layer: int, vector: Tensor | None) -> int:
-        """Copy a vector in; returns its number of elements."""
-        if vector is None:
-            return 0
-        values = vector.float().contiguous()
-        self.kernels.library.forerun_decoder_put_vector(self.handle, kind, layer, values.data_ptr())
-        return values.numel()
-
-    def put_matrix(self, kind: MatrixKind, layer: int, matrix: Tensor) -> int:
-        """Pack a matrix; returns its number of elements."""
-        values = matrix.contiguous()
-        self.kernels.library.forerun_decoder_put_matrix(self.handle, kind, layer, values.data_ptr())
-        return values.numel()
-
-    def times_head(
-        self, rows: Float[Tensor, "rows width"], num_outputs: int
-    ) -> Float32[Tensor, "rows num_outputs"]:
-        """Multiply rows, in the dtype of the weights, with the output matrix (NotEnoughMemory)."""
-        rows = rows.contiguous()
-        products = torch.empty((len(rows), num_outputs))
-        if not self.kernels.library.forerun_decoder_head(
-            self.handle, rows.data_ptr(), len(rows), products.data_ptr()
-        ):
-            raise NotEnoughMemory(f"no memory for the head over {len(rows)} rows; pass fewer")
-        return products
-
-    def put_layer(self, index: int, layer: LayerWeights) -> int:
-        """Pack a layer; returns its number of elements."""
-        vectors = {
-            VectorKind.INPUT_NORM: layer.input_norm,
-            VectorKind.POST_NORM: layer.post_norm,
-            VectorKind.QUERY_NORM: layer.query_norm,
-            VectorKind.KEY_NORM: layer.key_norm,
-            VectorKind.QKV_BIAS: layer.qkv_bias,
-        }
-        matrices = {
-            MatrixKind.QKV: layer.qkv,
-            MatrixKind.OUTPUT: layer.output,
-            MatrixKind.GATE_UP: layer.gate_up,
-            MatrixKind.DOWN: layer.down,
-        }
-        size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
-            self.put_matrix(kind, index, m) for kind, m in matrices.items()
-        )
-        self.layer_sizes.append(size)
-        return size
 
 
 def build_native_model(
@@ -354,45 +331,3 @@ def build_native_model(
         architecture=decoder.architecture,
         num_parameters=num_parameters,
     )
-
-
-def new_decoder(
-    decoder: Decoder,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    flags: Mapping[str, bool] = MappingProxyType({}),
-) -> int:
-    """Create a decoder without weights in the kernels.
-
-    Args:
-        decoder: sizes and constants.
-        dtype: of the weights.
-        kernels: what will run it.
-        flags: of an attached head, by their names in `Sizes`.
-    """
-    architecture = decoder.architecture
-    inv_freq = decoder.inv_freq.contiguous()
-    sizes = Sizes(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        intermediate_size=decoder.intermediate_size,
-        vocab_size=architecture.vocab_size,
-        tied=decoder.tied,
-        norm_eps=decoder.norm_eps,
-        rope_scale=decoder.rope_scale,
-        inv_freq=inv_freq.data_ptr(),
-        **flags,
-    )
-    if dtype not in ELEMENTS:
-        raise RunnerUnavailable(f"the CPU kernels compute in bf16 and fp32, not in {dtype}")
-    handle = kernels.library.forerun_decoder_new(kernels.crew, ELEMENTS[dtype], byref(sizes))
-    if not handle:
-        raise RunnerUnavailable(
-            f"the CPU kernels are not written for hidden_size {architecture.hidden_size} with "
-            f"head_dim {architecture.head_dim} (both must be multiples of 16, the latter at most "
-            "256), or memory is short"
-        )
-    return int(handle)

@@ -106,17 +106,26 @@ bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
                                    const ForerunStops* stops, float* probs, int64_t* drafted);
 
+// A node of a draft tree: its parent (-1: the root), its row in the last pass over its tree, the root's being
+// before row 0 (-1: none), and the log-probability of its path.
+struct ForerunTreeNode {
+    int64_t token, parent, row;
+    double log_prob;
+};
+
+// The pass, then one more per level of trees of the most probable paths, which feed the last row of every span
+// once more and the nodes behind it that may have children. shapes: [num_spans][3], the most nodes, levels and
+// children of a node. nodes: [num_spans][most_nodes], of which every tree has num_nodes [num_spans].
+bool forerun_decoder_likely_trees(void* decoder, const ForerunPass* pass, const ForerunStore* store,
+                                  int32_t vocab_size, const int32_t* shapes, const float* temperatures,
+                                  int32_t most_nodes, ForerunTreeNode* nodes, int64_t* num_nodes);
+
 // ---------------------------------------------------------------------------------------- sampling
 // Rows are contiguous, [num_rows][vocab_size]; see forerun/sampling for what each is.
 
 // The largest score of every row and its token, the lowest id on ties; NaN where there is one.
 void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
                      int64_t* tokens);
-
-// The `count` largest of every row in descending order and their tokens, the lowest id on ties; rows are
-// written to and restored.
-void forerun_top(float* rows, int64_t num_rows, int64_t vocab_size, int64_t count, float* values,
-                 int64_t* tokens);
 
 // The distribution of every row at its temperature; 0 is greedy.
 void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,

@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "growth.h"
 #include "pass.h"
 #include "sampling.h"
 #include "trees.h"
@@ -63,6 +64,9 @@ class AnyDecoder {
                               int vocab_size, int64_t* drafted) = 0;
     virtual void sampled_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
                                const Sampling& sampling, int64_t* drafted) = 0;
+    virtual std::vector<BestTree> likely_trees(const ForerunPass& rows, const ForerunStore& store,
+                                               int vocab_size, const int32_t* shapes,
+                                               const float* temperatures) = 0;
 };
 
 // The best token of a row; of equals the lowest.
@@ -162,6 +166,59 @@ class Decoder final : public AnyDecoder {
             }
             return !stops.everywhere();
         });
+    }
+
+    std::vector<BestTree> likely_trees(const ForerunPass& rows, const ForerunStore& store, int vocab_size,
+                                       const int32_t* shapes, const float* temperatures) override {
+        const size_t width = weights_.sizes.hidden_size, own = weights_.sizes.vocab_size;
+        const int most = std::min(int(own), vocab_size);
+        std::vector<BestTree> trees;
+        for (int i = 0; i < rows.num_spans; ++i) trees.emplace_back(shapes + 3 * i, most);
+        std::vector<float> logits, probs(own), states, fed_back;
+        std::vector<std::vector<float>> behind(trees.size());  // of an attached head, by expanded node
+        std::vector<int64_t> tokens, wanted;
+        std::vector<int32_t> parents;
+        std::vector<ForerunSpan> spans;
+        ForerunPass pass = rows;
+        for (int level = 1;; ++level) {
+            logits.resize(pass.num_wanted * own);
+            if (weights_.sizes.is_attached) fed_back.resize(pass.num_wanted * width);
+            pass.fed_back = weights_.sizes.is_attached ? fed_back.data() : nullptr;
+            forward(pass, store, logits.data());
+            size_t row = 0;
+            spans.clear(), tokens.clear(), wanted.clear(), parents.clear(), states.clear();
+            for (int i = 0; i < rows.num_spans; ++i) {
+                BestTree& tree = trees[i];
+                if (tree.frontier().empty()) continue;
+                for (int node : tree.frontier()) {
+                    softmax(&logits[row * own], most, temperatures[i], probs.data());
+                    tree.expand(node, probs.data(), most, target_ids_);
+                    if (pass.fed_back)
+                        behind[i].insert(behind[i].end(), &fed_back[row * width], &fed_back[(row + 1) * width]);
+                    ++row;
+                }
+                tree.build(level);
+                if (tree.frontier().empty()) continue;
+                const int64_t last = rows.wanted[i];
+                spans.push_back({rows.spans[i].slot, rows.spans[i].start + rows.spans[i].num_chain - 1, 1, 0, 1});
+                tokens.push_back(rows.tokens[last]);
+                const auto add_state = [&](const float* state) { states.insert(states.end(), state, state + width); };
+                if (pass.fed_back) add_state(rows.states + last * width);
+                tree.read([&](int64_t token, int parent, int expanded, bool is_wanted) {
+                    if (is_wanted) wanted.push_back(tokens.size());
+                    tokens.push_back(token);
+                    parents.push_back(parent);
+                    if (pass.fed_back) add_state(&behind[i][expanded * width]);
+                    ++spans.back().num_tree;
+                });
+            }
+            if (spans.empty()) return trees;
+            pass = {};
+            pass.num_spans = int(spans.size()), pass.num_rows = int(tokens.size());
+            pass.num_wanted = int(wanted.size()), pass.num_layers = rows.num_layers;
+            pass.spans = spans.data(), pass.parents = parents.data();
+            pass.tokens = tokens.data(), pass.wanted = wanted.data(), pass.states = states.data();
+        }
     }
 
   private:
@@ -338,19 +395,21 @@ bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const
     });
 }
 
+bool forerun_decoder_likely_trees(void* decoder, const ForerunPass* pass, const ForerunStore* store,
+                                  int32_t vocab_size, const int32_t* shapes, const float* temperatures,
+                                  int32_t most_nodes, ForerunTreeNode* nodes, int64_t* num_nodes) {
+    return within_memory([&] {
+        const auto trees = as_decoder(decoder)->likely_trees(*pass, *store, vocab_size, shapes, temperatures);
+        for (int i = 0; i < pass->num_spans; ++i) num_nodes[i] = trees[i].write(nodes + size_t(i) * most_nodes);
+    });
+}
+
 void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
                      int64_t* tokens) {
     for (int64_t row = 0; row < num_rows; ++row, scores += vocab_size) {
         best[row] = largest_of(scores, vocab_size);
         tokens[row] = place_of(best[row], scores, vocab_size);
     }
-}
-
-void forerun_top(float* rows, int64_t num_rows, int64_t vocab_size, int64_t count, float* values,
-                 int64_t* tokens) {
-    for (int64_t row = 0; row < num_rows; ++row)
-        top_of(rows + row * vocab_size, vocab_size, count, values + row * count,
-               tokens + row * count);
 }
 
 void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,

@@ -1,0 +1,132 @@
+"""Weights of a decoder, packed once in memory of the CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import byref
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from forerun.errors import NotEnoughMemory, RunnerUnavailable
+from forerun.models.decoder import Decoder, LayerWeights
+from forerun.native.library import ELEMENTS, Kernels, MatrixKind, Sizes, VectorKind
+
+__all__ = ["PackedWeights", "new_decoder"]
+
+
+class PackedWeights:
+    """Packed weights in memory of the kernels, freed with this object.
+
+    Attributes:
+        layer_sizes: elements of every layer packed so far.
+        last_norm: weight of the final norm, fp32.
+        norm_eps: added to the mean square in every norm.
+    """
+
+    last_norm: Tensor
+
+    def __init__(self, kernels: Kernels, handle: int, norm_eps: float) -> None:
+        self.norm_eps = norm_eps
+        self.kernels = kernels
+        self.handle = handle
+        self.layer_sizes: list[int] = []
+
+    def __del__(self) -> None:
+        self.kernels.library.forerun_decoder_delete(self.handle)
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the packed matrices."""
+        return int(self.kernels.library.forerun_decoder_bytes(self.handle))
+
+    def put_vector(self, kind: VectorKind, layer: int, vector: Tensor | None) -> int:
+        """Copy a vector in; returns its number of elements."""
+        if vector is None:
+            return 0
+        values = vector.float().contiguous()
+        self.kernels.library.forerun_decoder_put_vector(self.handle, kind, layer, values.data_ptr())
+        return values.numel()
+
+    def put_matrix(self, kind: MatrixKind, layer: int, matrix: Tensor) -> int:
+        """Pack a matrix; returns its number of elements."""
+        values = matrix.contiguous()
+        self.kernels.library.forerun_decoder_put_matrix(self.handle, kind, layer, values.data_ptr())
+        return values.numel()
+
+    def times_head(
+        self, rows: Float[Tensor, "rows width"], num_outputs: int
+    ) -> Float32[Tensor, "rows num_outputs"]:
+        """Multiply rows, in the dtype of the weights, with the output matrix (NotEnoughMemory)."""
+        rows = rows.contiguous()
+        products = torch.empty((len(rows), num_outputs))
+        if not self.kernels.library.forerun_decoder_head(
+            self.handle, rows.data_ptr(), len(rows), products.data_ptr()
+        ):
+            raise NotEnoughMemory(f"no memory for the head over {len(rows)} rows; pass fewer")
+        return products
+
+    def put_layer(self, index: int, layer: LayerWeights) -> int:
+        """Pack a layer; returns its number of elements."""
+        vectors = {
+            VectorKind.INPUT_NORM: layer.input_norm,
+            VectorKind.POST_NORM: layer.post_norm,
+            VectorKind.QUERY_NORM: layer.query_norm,
+            VectorKind.KEY_NORM: layer.key_norm,
+            VectorKind.QKV_BIAS: layer.qkv_bias,
+        }
+        matrices = {
+            MatrixKind.QKV: layer.qkv,
+            MatrixKind.OUTPUT: layer.output,
+            MatrixKind.GATE_UP: layer.gate_up,
+            MatrixKind.DOWN: layer.down,
+        }
+        size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
+            self.put_matrix(kind, index, m) for kind, m in matrices.items()
+        )
+        self.layer_sizes.append(size)
+        return size
+
+
+def new_decoder(
+    decoder: Decoder,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    flags: Mapping[str, bool] = MappingProxyType({}),
+) -> int:
+    """Create a decoder without weights in the kernels.
+
+    Args:
+        decoder: sizes and constants.
+        dtype: of the weights.
+        kernels: what will run it.
+        flags: of an attached head, by their names in `Sizes`.
+    """
+    architecture = decoder.architecture
+    inv_freq = decoder.inv_freq.contiguous()
+    sizes = Sizes(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        intermediate_size=decoder.intermediate_size,
+        vocab_size=architecture.vocab_size,
+        tied=decoder.tied,
+        norm_eps=decoder.norm_eps,
+        rope_scale=decoder.rope_scale,
+        inv_freq=inv_freq.data_ptr(),
+        **flags,
+    )
+    if dtype not in ELEMENTS:
+        raise RunnerUnavailable(f"the CPU kernels compute in bf16 and fp32, not in {dtype}")
+    handle = kernels.library.forerun_decoder_new(kernels.crew, ELEMENTS[dtype], byref(sizes))
+    if not handle:
+        raise RunnerUnavailable(
+            f"the CPU kernels are not written for hidden_size {architecture.hidden_size} with "
+            f"head_dim {architecture.head_dim} (both must be multiples of 16, the latter at most "
+            "256), or memory is short"
+        )
+    return int(handle)
