@@ -3,7 +3,8 @@
     python benchmarks/trees/host_time.py --out benchmarks/trees/results/host-time.json
 
 The same greedy requests are decoded with chains and trees of 7 and 15 nodes in turns. Host time is
-the time of a step less the passes of target and draft. `draft_ms` is all of drafting, its passes
+the time of a step less the passes of target and draft; the kernels choose the nodes of greedy
+chains and trees within the calls that run the draft's passes. `draft_ms` is all of drafting, these
 included. The builder is timed alone, on the candidates of a vocabulary of 50,000 tokens.
 """
 
