@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forerun.probe.config import Quantity
-from forerun.probe.plot import plot
-from forerun.probe.profile import Profile, load_profile
+from forerun.probe.profile import Profile, load_profile, plot
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
 

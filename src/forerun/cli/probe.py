@@ -125,7 +125,7 @@ def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
     """Load the models and run the checks; a pair that does not load is recorded as a fact."""
-    from forerun.probe.evidence.files import evidence_of_misfit
+    from forerun.probe.evidence.models import evidence_of_misfit
     from forerun.probe.evidence.run import PairNames, load_probed, probe_engine
 
     models = options.models

@@ -134,8 +134,7 @@ def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
 
 def show(profile: Profile, options: ProfileOptions) -> None:
     """Print, write and draw the profile."""
-    from forerun.probe.plot import plot
-    from forerun.probe.profile import write_profile
+    from forerun.probe.profile import plot, write_profile
 
     if options.json:
         print(json.dumps(profile.to_dict()))

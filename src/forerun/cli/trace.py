@@ -16,8 +16,7 @@ from forerun.cli.command import Command
 from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidTrace
-from forerun.trace.costs import MIN_PLAIN_STEPS, MeasuredCycleCost
-from forerun.trace.summary import GroupSummary, TraceSummary
+from forerun.trace.summary import MIN_PLAIN_STEPS, GroupSummary, MeasuredCycleCost, TraceSummary
 
 __all__ = ["COMMAND", "TraceOptions", "print_summary"]
 

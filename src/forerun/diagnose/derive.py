@@ -67,9 +67,7 @@ def add_observations(evidence: Evidence) -> None:
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
-            evidence.add_or_note(
-                threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}"
-            )
+            evidence.note(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")
     add_unplaced_rate(evidence)
     add_nothing_accepted(evidence)
     add_no_gain(evidence)
@@ -86,11 +84,9 @@ def add_unplaced_rate(evidence: Evidence) -> None:
     if fact is None or rate is None or "alpha_1" in evidence:
         return
     if rate >= 0.7 and "acceptance_fine" not in evidence:
-        evidence.add_or_note("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
+        evidence.note("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
     if rate <= 0.2 and "acceptance_low" not in evidence:
-        evidence.add_or_note(
-            "acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known"
-        )
+        evidence.note("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
 
 
 def add_nothing_accepted(evidence: Evidence) -> None:
@@ -102,15 +98,15 @@ def add_nothing_accepted(evidence: Evidence) -> None:
     if fact is None:
         if tau is not None:
             answer = True if tau <= 1.02 else False if tau >= 1.15 else None
-            evidence.add_or_note("acceptance_zero", answer, f"tau {tau:.2f}")
+            evidence.note("acceptance_zero", answer, f"tau {tau:.2f}")
         return
     seen = drafts if drafts is not None else drafted
     rate = evidence.number("draft_acceptance_rate") or 0.0
     first = evidence.number("alpha_1") or 0.0
     if rate > 0.05 or first > 0.15:
-        evidence.add_or_note("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
+        evidence.note("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
     elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
-        evidence.add_or_note("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
+        evidence.note("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
 
 
 NO_GAIN = (0.97, 1.05)
@@ -123,7 +119,7 @@ def add_no_gain(evidence: Evidence) -> None:
     gain = evidence.number("speedup")
     if gain is not None and "no_gain" not in evidence:
         least, most = NO_GAIN
-        evidence.add_or_note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
+        evidence.note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
 
 
 def add_not_drafted(evidence: Evidence) -> None:
@@ -133,42 +129,36 @@ def add_not_drafted(evidence: Evidence) -> None:
     if "drafts_absent" in evidence:
         return
     if drafts or drafted:
-        evidence.add_or_note("drafts_absent", False, "drafted tokens are counted")
+        evidence.note("drafts_absent", False, "drafted tokens are counted")
     elif (drafts == 0 or drafted == 0) and (steps is None or steps >= MIN_DRAFTS):
-        evidence.add_or_note("drafts_absent", True, "no drafted token is counted")
+        evidence.note("drafts_absent", True, "no drafted token is counted")
     elif "acceptance_length" in evidence or "draft_acceptance_rate" in evidence:
-        evidence.add_or_note("drafts_absent", False, "acceptance was measured")
+        evidence.note("drafts_absent", False, "acceptance was measured")
 
 
 def add_comparisons(evidence: Evidence) -> None:
     """Add observations that compare two figures, such as drafting time and step time."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
-        evidence.add_or_note(
-            "slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s"
-        )
+        evidence.note("slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s")
     cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
     if cycle and draft is not None and "draft_share_high" not in evidence:
-        evidence.add_or_note(
-            "draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step"
-        )
+        evidence.note("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
     sizes = evidence.number("target_vocab_size"), evidence.number("draft_vocab_size")
     if sizes[0] and sizes[1] and "vocabularies_differ" not in evidence:
         # Padding to a multiple moves sizes by a few percent; maps that differ, by more.
         apart = abs(sizes[0] - sizes[1]) / max(sizes[0], sizes[1]) > 0.05
-        evidence.add_or_note(
+        evidence.note(
             "vocabularies_differ", apart or None, f"{sizes[0]:g} and {sizes[1]:g} entries"
         )
     ratio, tau = evidence.number("client_ratio"), evidence.number("acceptance_length")
     if ratio and tau and tau > 1.2 and ratio > 1.1:
-        evidence.add_or_note(
+        evidence.note(
             "client_ratio_is_tau", abs(ratio / tau - 1) < 0.2, f"{ratio:.2f}, tau {tau:.2f}"
         )
     prompt, output = evidence.number("num_prompt_tokens"), evidence.number("num_output_tokens")
     if prompt and output and "outputs_short" not in evidence:
-        evidence.add_or_note(
-            "outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens"
-        )
+        evidence.note("outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens")
 
 
 BILLIONS = re.compile(r"(?<![a-zA-Z0-9.])(\d{1,4}(?:\.\d{1,2})?)[bB](?![a-zA-Z0-9])")
@@ -193,15 +183,15 @@ def add_name(evidence: Evidence, side: str, name: str) -> None:
     """Add facts that follow from the name of one checkpoint."""
     source = f"name of the {side}: {name}"
     if (size := billions_of(name)) is not None and f"{side}_parameters" not in evidence:
-        evidence.add_or_note(f"{side}_parameters", size, source)
+        evidence.note(f"{side}_parameters", size, source)
     if QUANTISED.search(name) and f"{side}_quantised" not in evidence:
-        evidence.add_or_note(f"{side}_quantised", True, source)
+        evidence.note(f"{side}_quantised", True, source)
     if side != "target":
         return
     if (ACTIVE.search(name) or EXPERTS.search(name)) and "target_moe" not in evidence:
-        evidence.add_or_note("target_moe", True, source)
+        evidence.note("target_moe", True, source)
     if RECURRENT.search(name) and "target_recurrent" not in evidence:
-        evidence.add_or_note("target_recurrent", True, source)
+        evidence.note("target_recurrent", True, source)
 
 
 def billions_of(name: str) -> float | None:
@@ -246,7 +236,7 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
         values = tuple(sorted(changed))
         evidence.facts["changed"] = Fact(name="changed", value=values, source=source)
     if same - changed:
-        evidence.add_or_note("unchanged", sorted(same - changed), "both runs compared")
+        evidence.note("unchanged", sorted(same - changed), "both runs compared")
 
 
 def values_of_both(

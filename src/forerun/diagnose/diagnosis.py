@@ -160,9 +160,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
 def add_shares(evidence: Evidence, found: Attribution) -> None:
     """Add the share of each part of the cost in the gap to the ideal speedup as a fact."""
     for kind in ("rejection", "draft", "verify", "overhead"):
-        evidence.add_or_note(
-            f"gap_share_{kind}", found.share(kind), "attribution of the time per token"
-        )
+        evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
 
 
 MIN_SCORE_WITHOUT_HARM = 0.35

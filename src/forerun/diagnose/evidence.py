@@ -157,7 +157,7 @@ class Evidence:
 
     The first value of a fact stays: sources are read in the order of trust, and a second value that
     differs is kept as a disagreement. `add` raises an error at an impossible value, for sources
-    that a person can correct; `add_or_note` leaves such a value out with a note, for figures that
+    that a person can correct; `note` leaves such a value out with a note, for figures that
     were counted or calculated. The report prints the `source` of either after the figure.
 
     Attributes:
@@ -187,9 +187,7 @@ class Evidence:
         if known is not fact and not alike(known.value, fact.value):
             self.disagreements.append(fact)
 
-    def add_or_note(
-        self, name: str, value: object, source: str, interval: Interval | None = None
-    ) -> None:
+    def note(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
         """Add a fact like `add`, but record a value out of range as a note and leave it out."""
         try:
             self.add(name, value, source, interval)

@@ -155,14 +155,14 @@ def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) ->
     now = outlook.speedup(found.num_speculative_tokens)
     source = f"acceptance profile and {outlook.basis}"
     best = best_k(outlook.survival, outlook.cycle_cost)
-    evidence.add_or_note("best_k", best.num_speculative_tokens, source)
-    evidence.add_or_note("gain_of_best_k", best.speedup / now, source)
+    evidence.note("best_k", best.num_speculative_tokens, source)
+    evidence.note("gain_of_best_k", best.speedup / now, source)
     k = found.num_speculative_tokens
     lower = max((outlook.speedup(i) for i in range(1, min(k, MAX_K + 1))), default=now)
     higher = max((outlook.speedup(i) for i in range(k + 1, MAX_K + 1)), default=now)
-    evidence.add_or_note("speedup_of_best_k", max(lower, now, higher), source)
-    evidence.add_or_note("gain_of_lower_k", lower / now, source)
-    evidence.add_or_note("gain_of_higher_k", higher / now, source)
+    evidence.note("speedup_of_best_k", max(lower, now, higher), source)
+    evidence.note("gain_of_lower_k", lower / now, source)
+    evidence.note("gain_of_higher_k", higher / now, source)
 
 
 def predict(

@@ -39,9 +39,7 @@ def add_positions(evidence: Evidence) -> None:
         drafted = (drafts,) * len(accepted)
     if accepted and len(accepted) == len(drafted) and all(drafted):
         rates = [min(1.0, a / d) for a, d in zip(accepted, drafted, strict=True)]
-        evidence.add_or_note(
-            "acceptance_rate_per_position", rates, "accepted / drafted per position"
-        )
+        evidence.note("acceptance_rate_per_position", rates, "accepted / drafted per position")
 
 
 def add_k(evidence: Evidence) -> None:
@@ -49,11 +47,11 @@ def add_k(evidence: Evidence) -> None:
     if "k" in evidence:
         return
     if rates := evidence.numbers("acceptance_rate_per_position"):
-        evidence.add_or_note("k", len(rates), "number of drafted positions")
+        evidence.note("k", len(rates), "number of drafted positions")
         return
     drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
     if drafted and drafts:
-        evidence.add_or_note(
+        evidence.note(
             "k", math.ceil(drafted / drafts - 0.01), "drafted tokens per draft, rounded up"
         )
 
@@ -68,13 +66,11 @@ def add_length(evidence: Evidence) -> None:
     name = "acceptance_length"
     if accepted is not None and drafts:
         tau = 1.0 + accepted / drafts
-        evidence.add_or_note(
-            name, tau, "1 + accepted / drafts", length_interval(tau, rates, drafts)
-        )
+        evidence.note(name, tau, "1 + accepted / drafts", length_interval(tau, rates, drafts))
     elif rates:
-        evidence.add_or_note(name, 1.0 + sum(rates), "1 + sum of beta")
+        evidence.note(name, 1.0 + sum(rates), "1 + sum of beta")
     elif rate is not None and k:
-        evidence.add_or_note(
+        evidence.note(
             name, 1.0 + rate * k, "1 + (accepted / drafted) x K, had every step drafted K"
         )
 
@@ -95,9 +91,9 @@ def add_draft_rate(evidence: Evidence) -> None:
     name = "draft_acceptance_rate"
     if accepted is not None and drafted and accepted <= drafted:
         interval = wilson_interval(int(accepted), int(drafted))
-        evidence.add_or_note(name, accepted / drafted, "accepted / drafted tokens", interval)
+        evidence.note(name, accepted / drafted, "accepted / drafted tokens", interval)
     elif name not in evidence and tau is not None and k and 1.0 <= tau <= k + 1:
-        evidence.add_or_note(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
+        evidence.note(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
 
 
 def add_constant(evidence: Evidence) -> None:
@@ -105,14 +101,12 @@ def add_constant(evidence: Evidence) -> None:
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
         return
-    evidence.add_or_note("mean_drafted", depth, "drafted tokens per drafting step")
+    evidence.note("mean_drafted", depth, "drafted tokens per drafting step")
     k = max(1, round(depth))
     if 1.0 <= tau <= k + 1:
-        evidence.add_or_note(
-            "alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance"
-        )
+        evidence.note("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
     if tau <= depth + 1.0:
-        evidence.add_or_note("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
+        evidence.note("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
 
 
 def mean_drafted(evidence: Evidence) -> float | None:
@@ -136,15 +130,11 @@ def add_first_position(evidence: Evidence) -> None:
     trials = drafted[0] if drafted else drafts
     if accepted and trials and accepted[0] <= trials:
         interval = wilson_interval(int(accepted[0]), int(trials))
-        evidence.add_or_note(
-            "alpha_1", interval.estimate, "accepted at position 1 / drafts", interval
-        )
+        evidence.note("alpha_1", interval.estimate, "accepted at position 1 / drafts", interval)
     elif rates := evidence.numbers("acceptance_rate_per_position"):
-        evidence.add_or_note("alpha_1", rates[0], "beta of position 1")
+        evidence.note("alpha_1", rates[0], "beta of position 1")
     else:
-        evidence.add_or_note(
-            "alpha_1", evidence.number("alpha"), "taken as constant over positions"
-        )
+        evidence.note("alpha_1", evidence.number("alpha"), "taken as constant over positions")
 
 
 def add_conditional(evidence: Evidence) -> None:
@@ -154,7 +144,7 @@ def add_conditional(evidence: Evidence) -> None:
     if name not in evidence and rates and rates[0] > 0.0:
         ratios = [rates[0]]
         ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
-        evidence.add_or_note(name, ratios, "beta over that of the position before")
+        evidence.note(name, ratios, "beta over that of the position before")
     conditional = evidence.numbers(name)
     drafts = evidence.number("num_drafts")
     later = [
@@ -165,9 +155,7 @@ def add_conditional(evidence: Evidence) -> None:
     ]
     if later and conditional[0] > MIN_RATE:
         found = min(later) / conditional[0]
-        evidence.add_or_note(
-            "later_over_first", found, "lowest later conditional acceptance / the first"
-        )
+        evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
 
 
 def add_costs(evidence: Evidence) -> None:
@@ -176,14 +164,14 @@ def add_costs(evidence: Evidence) -> None:
     add_parts(evidence)
     with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
     if with_s and plain:
-        evidence.add_or_note("speedup", with_s / plain, "tokens/s with over without speculation")
+        evidence.note("speedup", with_s / plain, "tokens/s with over without speculation")
     tau, kappa = evidence.number("acceptance_length"), evidence.number("cycle_cost")
     gain = evidence.number("speedup")
     if kappa is None and tau and gain:
         kappa = tau / gain
-        evidence.add_or_note("cycle_cost", kappa, "tau / speedup")
+        evidence.note("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
-        evidence.add_or_note("speedup", tau / kappa, "tau / kappa")
+        evidence.note("speedup", tau / kappa, "tau / kappa")
     add_rest(evidence)
     add_linearity(evidence)
 
@@ -192,9 +180,7 @@ def add_rest(evidence: Evidence) -> None:
     """Add v, the cost of the target pass, as the remainder of the step if it was not timed."""
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
-        evidence.add_or_note(
-            "verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included"
-        )
+        evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
 
 
 def add_times(evidence: Evidence) -> None:
@@ -203,10 +189,10 @@ def add_times(evidence: Evidence) -> None:
         return
     tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
     if tau and rate and "cycle_s" not in evidence:
-        evidence.add_or_note("cycle_s", tau / rate, "tau / (tokens/s)")
+        evidence.note("cycle_s", tau / rate, "tau / (tokens/s)")
     plain = evidence.number("tokens_per_s_plain")
     if plain and "plain_step_s" not in evidence:
-        evidence.add_or_note("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
+        evidence.note("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
 
 
 def add_parts(evidence: Evidence) -> None:
@@ -217,16 +203,16 @@ def add_parts(evidence: Evidence) -> None:
     cycle_s, verify_s = evidence.number("cycle_s"), evidence.number("verify_s")
     draft_s, other_s = evidence.number("draft_s"), evidence.number("other_s")
     if cycle_s:
-        evidence.add_or_note("cycle_cost", cycle_s / plain_s, "step time / plain step time")
+        evidence.note("cycle_cost", cycle_s / plain_s, "step time / plain step time")
     if verify_s is not None:
-        evidence.add_or_note("verify_cost", verify_s / plain_s, "target pass / plain step time")
+        evidence.note("verify_cost", verify_s / plain_s, "target pass / plain step time")
     if other_s is not None:
-        evidence.add_or_note("overhead", other_s / plain_s, "other time / plain step time")
+        evidence.note("overhead", other_s / plain_s, "other time / plain step time")
     token_s = evidence.number("draft_token_s")
     if draft_s is not None and k:
-        evidence.add_or_note("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
+        evidence.note("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
     elif token_s is not None:
-        evidence.add_or_note("draft_cost", token_s / plain_s, "drafted token / plain step time")
+        evidence.note("draft_cost", token_s / plain_s, "drafted token / plain step time")
 
 
 def add_linearity(evidence: Evidence) -> None:
@@ -234,15 +220,15 @@ def add_linearity(evidence: Evidence) -> None:
     k, batch = evidence.number("k"), evidence.number("batch")
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
-        evidence.add_or_note("draft_cost_total", k * c, "K c")
+        evidence.note("draft_cost_total", k * c, "K c")
     if k and batch:
         add_rows(evidence, k, batch)
     rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")
     if len(rows) > 1 and len(rows) == len(costs) and rows[-1] > rows[0]:
         slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
-        evidence.add_or_note("verify_linearity", slope, "slope of v over rows per sequence")
+        evidence.note("verify_linearity", slope, "slope of v over rows per sequence")
     elif k and v is not None:
-        evidence.add_or_note("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+        evidence.note("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
 
 
 FREE_ROWS = 128.0
@@ -259,17 +245,15 @@ def add_rows(evidence: Evidence, k: float, batch: float) -> None:
     is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
     """
     rows = batch * (k + 1)
-    evidence.add_or_note("rows", rows, "batch x (K + 1)")
+    evidence.note("rows", rows, "batch x (K + 1)")
     on_cpu = any(name.startswith("cpu") for name in evidence.words("device"))
     free = FREE_ROWS_CPU if on_cpu else FREE_ROWS
-    evidence.add_or_note("rows_over_free", rows / free, f"rows over {free:g}")
+    evidence.note("rows_over_free", rows / free, f"rows over {free:g}")
     slope, v = evidence.number("batch_linearity"), evidence.number("verify_cost")
     if slope is not None and v is not None and batch > 1.0:
         as_batch = (1.0 + slope * (rows - 1.0)) / (1.0 + slope * (batch - 1.0))
         share = max(0.0, v - 1.0) / max(MIN_GROWTH, as_batch - 1.0)
-        evidence.add_or_note(
-            "verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}"
-        )
+        evidence.note("verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}")
 
 
 RATIOS = (
@@ -289,9 +273,7 @@ def add_ratios(evidence: Evidence) -> None:
     """Add all facts that are ratios of two known figures."""
     if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
         rate = evidence.number("tokens_per_s")
-        evidence.add_or_note(
-            "tokens_per_s_server", rate, "the rate that was measured at the engine"
-        )
+        evidence.note("tokens_per_s_server", rate, "the rate that was measured at the engine")
     k, before = evidence.number("k"), evidence.number("reference_k")
     if k and before and k != before:  # tau grows with K, whatever the draft
         add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")
@@ -301,13 +283,11 @@ def add_ratios(evidence: Evidence) -> None:
     without = evidence.number("prefix_hit_rate_plain")
     if with_rate is not None and without is not None:
         lost = max(0.0, without - with_rate)
-        evidence.add_or_note(
-            "prefix_hit_loss", lost, "prefix hit rate without minus with speculation"
-        )
+        evidence.note("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")
 
 
 def add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
     """Add the ratio of two figures, if both are known and the ratio is not."""
     above, below = evidence.number(over), evidence.number(under)
     if above is not None and below and name not in evidence:
-        evidence.add_or_note(name, above / below, f"{over} / {under}")
+        evidence.note(name, above / below, f"{over} / {under}")

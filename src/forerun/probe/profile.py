@@ -1,4 +1,4 @@
-"""Profiles: measured times, cost tables, machine and models, and their file format.
+"""Profiles: measured times, cost tables, machine and models, their file format and their picture.
 
 Torch-free: planning with a profile needs neither the machine nor the models of the profile.
 """
@@ -6,19 +6,26 @@ Torch-free: planning with a profile needs neither the machine nor the models of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from forerun.atomic_write import atomic_write
 from forerun.bounded_documents import read_json
 from forerun.errors import InvalidProfile, UnreadableInput
+from forerun.pictures import BASELINE, COLOURS, draw_intervals, picture
 from forerun.plan.costs import DraftCosts
 from forerun.probe.config import ProfileCell, Quantity
 from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "FORMAT",
@@ -28,12 +35,15 @@ __all__ = [
     "ReadLimit",
     "check_setup",
     "load_profile",
+    "plot",
     "write_profile",
 ]
+
 
 FORMAT = 3
 """Raised whenever an older program could misread a file."""
 DIGITS = 5
+MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +115,6 @@ class MeasuredCell:
             "samples_s": [[float(f"{s:.{DIGITS}g}") for s in visit] for visit in self.samples_s],
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCell:
-        """Build a cell from the values that `to_dict` returned."""
-        return cls(
-            cell=cell_from(values),
-            seconds=Interval(**values["seconds"]),
-            samples_s=tuple(tuple(map(float, visit)) for visit in values["samples_s"]),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -183,56 +184,37 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """Build a profile from the values that `to_dict` returned.
+        """Build a profile from the values that `to_dict` returned, now or in an earlier format.
 
         Raises:
-            KeyError: a part is missing.
-            TypeError: a part is of another kind.
-            ValueError: a part is malformed.
+            AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError: a part is
+                missing or malformed.
         """
+        tables = {name: values[name] for name in ("greedy", "sampled")}
+        if values["format"] < 3:  # overhead did not depend on K
+            for name, table in tables.items():
+                tables[name] = {"lines": [with_one_overhead(line) for line in table["lines"]]}
         reading = values["reading"] if values["format"] > 1 else None
+        measured = [{"cell": entry, **entry} for entry in values["measured"]]
         return cls(
             target=str(values["target"]),
             draft=str(values["draft"]),
-            setup=ProfileSetup(**values["setup"]),
+            setup=msgspec.convert(values["setup"], ProfileSetup),
             provenance=dict(values["provenance"]),
-            limit=ReadLimit(**values["limit"]),
-            measured=tuple(map(MeasuredCell.from_dict, objects(values["measured"]))),
-            left_out=tuple(map(cell_from, objects(values["left_out"]))),
+            limit=msgspec.convert(values["limit"], ReadLimit),
+            measured=msgspec.convert(measured, tuple[MeasuredCell, ...]),
+            left_out=msgspec.convert(values["left_out"], tuple[ProfileCell, ...]),
             stable=bool(values["stable"]),
-            greedy=table_from(values["greedy"], values["format"]),
-            sampled=table_from(values["sampled"], values["format"]),
+            greedy=CostTable.from_dict(tables["greedy"]),
+            sampled=CostTable.from_dict(tables["sampled"]),
             reading=None if reading is None else ReadingCost.from_dict(reading),
         )
 
 
-def table_from(values: Mapping[str, Any], version: int) -> CostTable:
-    """Build a cost table from JSON; before format 3, overhead did not depend on K."""
-    if version >= 3:
-        return CostTable.from_dict(values)
+def with_one_overhead(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of a cost table of the first two formats in the present one."""
     names = "overhead_s", "overhead_error_s"
-    lines = [
-        {**line, "overhead_ks": [1], **{name: [line[name]] for name in names}}
-        for line in objects(values["lines"])
-    ]
-    return CostTable.from_dict({**values, "lines": lines})
-
-
-def cell_from(values: Mapping[str, Any]) -> ProfileCell:
-    """Build a cell from JSON."""
-    return ProfileCell(
-        quantity=Quantity(values["quantity"]),
-        batch=int(values["batch"]),
-        context=int(values["context"]),
-        size=int(values["size"]),
-    )
-
-
-def objects(values: Any) -> Sequence[Mapping[str, Any]]:
-    """Check that a value is a list of JSON objects."""
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise TypeError("expected a list of objects")
-    return values
+    return {**line, "overhead_ks": [1], **{name: [line[name]] for name in names}}
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -266,7 +248,7 @@ def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
         )
     try:
         profile = Profile.from_dict(values)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (*MALFORMED, msgspec.ValidationError) as error:
         raise InvalidProfile(
             f"the profile {path} is damaged ({type(error).__name__}: {error}); profile again"
         ) from error
@@ -282,3 +264,82 @@ def check_setup(profile: Profile, expect: ProfileSetup) -> None:
             f"the profile of {profile.target} and {profile.draft} was made with "
             f"{', '.join(differences)}; profile this set-up with `forerun profile`"
         )
+
+
+STYLES = ("-", "--", ":", "-.")
+"""By context."""
+WIDTH, HEIGHT = 6.4, 4.0
+"""Of a panel, in inches."""
+
+
+def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
+    """Draw v(n) with error bars between its two limits, and write the plot to every path."""
+    with picture(paths, width=WIDTH * len(profiles), height=HEIGHT) as figure:
+        panels = figure.subplots(1, len(profiles), squeeze=False)[0]
+        for axes, profile in zip(panels, profiles, strict=True):
+            axes.set_title(title(profile), fontsize=9)
+            draw_costs(axes, profile)
+            draw_limits(axes, profile)
+            finish(axes, profile)
+
+
+def draw_costs(axes: Axes, profile: Profile) -> None:
+    """Draw one monotone line per batch and context through the measured points."""
+    table = profile.greedy
+    for line in table.lines:
+        colour = COLOURS[table.batches.index(line.batch) % len(COLOURS)]
+        style = STYLES[table.contexts.index(line.context) % len(STYLES)]
+        points = list(points_of(profile, line))
+        look = {"linestyle": "none", "marker": "o", "markersize": 3, "capsize": 2}
+        draw_intervals(axes, line.rows, points, color=colour, **look)
+        fitted = [line.verify(rows).s / line.plain_s for rows in line.rows]
+        label = f"batch {line.batch}, {line.context} tokens each"
+        axes.plot(line.rows, fitted, color=colour, linestyle=style, linewidth=1.4, label=label)
+
+
+def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
+    """Return measured passes in plain steps, with the plain step's error ignored."""
+    for rows in line.rows:
+        found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, rows)
+        yield Interval(
+            estimate=found.estimate / line.plain_s,
+            low=found.low / line.plain_s,
+            high=found.high / line.plain_s,
+        )
+
+
+def draw_limits(axes: Axes, profile: Profile) -> None:
+    """Draw the two limits of v(n): one pass per row, and a single read of all weights."""
+    line = min(profile.greedy.lines, key=lambda line: (line.batch, line.context))
+    floor = profile.limit.pass_s(line.batch, line.context) / line.plain_s
+    axes.axhline(floor, color="black", linewidth=1, linestyle=(0, (1, 2)))
+    axes.annotate(
+        "reading the weights once",
+        (line.rows[-1], floor),
+        xytext=(0, 3),
+        textcoords="offset points",
+        horizontalalignment="right",
+        fontsize=8,
+    )
+    axes.plot(line.rows, line.rows, color=BASELINE, linewidth=1, label="one pass per row")
+
+
+def finish(axes: Axes, profile: Profile) -> None:
+    """Set scales, labels and legend."""
+    lines = profile.greedy.lines
+    ticks = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= max(x.rows[-1] for x in lines)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(rows) for rows in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.15 * max(line.verify(line.rows[-1]).s / line.plain_s for line in lines))
+    axes.set_xlabel("n: rows per sequence in one target pass (K + 1)")
+    axes.set_ylabel("v(n), in plain steps (95% interval)")
+    axes.legend(loc="upper left")
+
+
+def title(profile: Profile) -> str:
+    """Return a title with models and machine."""
+    setup = profile.setup
+    threads = f"{setup.num_threads} thread{'s' * (setup.num_threads > 1)}"
+    machine = f"{setup.cpu}, {threads}" if setup.device == "cpu" else setup.device
+    return f"{Path(profile.target).name}, {setup.dtype}, {setup.target_runner}\n{machine}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -41,6 +41,8 @@ STRIDE = 7919
 class PassRig:
     """Measures passes after a committed prefix, and restores the sequences afterwards."""
 
+    rounds_per_visit = 1
+
     def __init__(
         self,
         model: LanguageModel,
@@ -51,18 +53,8 @@ class PassRig:
         self.model = model
         self.prefix = prefix
         self.stopwatch = stopwatch
-        self._cells = tuple(cells)
+        self.cells = tuple(cells)
         self._slots: list[int] = []
-
-    @property
-    def cells(self) -> Sequence[ProfileCell]:
-        """Return the cells that this rig can measure."""
-        return self._cells
-
-    @property
-    def rounds_per_visit(self) -> int:
-        """Every cell is measured in every round."""
-        return 1
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -224,6 +216,9 @@ SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 class EngineRig:
     """Measures steps of short generations by the engine."""
 
+    rounds_per_visit = 5
+    """A visit is slow and yields many samples."""
+
     def __init__(
         self,
         *,
@@ -239,22 +234,11 @@ class EngineRig:
         self.drafter_of = drafter_of
         self.tokenizer = tokenizer
         self.config = config
-        self._cells = tuple(cells)
+        self.cells = tuple(cells)
 
-    @property
-    def cells(self) -> Sequence[ProfileCell]:
-        """Return the cells that this rig can measure."""
-        return self._cells
-
-    @property
-    def rounds_per_visit(self) -> int:
-        """Steps are measured every fifth round, because a visit is slow and yields many samples."""
-        return 5
-
-    @contextmanager
-    def ready(self) -> Iterator[None]:
+    def ready(self) -> AbstractContextManager[None]:
         """Do nothing: visits share no state."""
-        yield
+        return nullcontext()
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         """Return the seconds of whole steps and of their overhead outside both models.

@@ -6,26 +6,24 @@ once; the cost of a step is the mean over requests and steps, as tau is.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
-from forerun.pictures import COLOURS, picture
+from forerun.pictures import COLOURS, draw_intervals, picture
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, wilson_interval
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
-from forerun.trace.costs import MeasuredCycleCost, StepCosts
 from forerun.trace.schema import Damage, Item
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = [
     "MAX_DAMAGE",
+    "MIN_PLAIN_STEPS",
     "GroupSummary",
+    "MeasuredCycleCost",
     "Position",
     "TimeSplit",
     "TraceSummary",
@@ -45,6 +43,74 @@ MAX_TIMES = 1_000_000
 MAX_HEADERS = 1000
 MAX_CYCLE = 65_536
 """Requests that share a cycle."""
+
+
+MIN_PLAIN_STEPS = 8
+"""Plain steps, counted per request, below which their mean time is not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCycleCost:
+    """kappa over the drafting steps for which plain steps at the same batch size exist.
+
+    Attributes:
+        estimate: seconds of drafting steps over those of as many plain steps.
+        num_uncompared: drafting steps in cycles of a size no plain step had.
+    """
+
+    estimate: float
+    num_steps: int
+    num_uncompared: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StepCosts:
+    """Number and seconds of decode steps, without cycles that include prefills.
+
+    Both are by whether the step drafted and by how many requests shared the cycle: a step costs
+    more where there are more. Plain steps in a cycle with drafting steps are left out.
+    """
+
+    num_steps: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    seconds: defaultdict[tuple[bool, int], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
+
+    def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
+        """Count a decode step."""
+        drafts = record.num_drafted > 0
+        if record.num_prefill_rows or any((other.num_drafted > 0) > drafts for other in cycle):
+            return
+        self.num_steps[drafts, len(cycle)] += 1
+        self.seconds[drafts, len(cycle)] += record.draft_s + record.verify_s + record.other_s
+
+    def include(self, other: StepCosts) -> None:
+        """Add the totals of another group of steps."""
+        self.num_steps.update(other.num_steps)
+        for key, seconds in other.seconds.items():
+            self.seconds[key] += seconds
+
+    @property
+    def plain_step_s(self) -> Mapping[int, float]:
+        """Return mean seconds of a plain step by batch size, where there are enough plain steps."""
+        return {
+            size: self.seconds[drafts, size] / num_steps
+            for (drafts, size), num_steps in self.num_steps.items()
+            if not drafts and num_steps >= MIN_PLAIN_STEPS and self.seconds[drafts, size] > 0.0
+        }
+
+    def cycle_cost(self, plain_step_s: Mapping[int, float]) -> MeasuredCycleCost | None:
+        """Return kappa of the drafting steps; None if no plain step has the same batch size."""
+        drafting = {size: num for (drafts, size), num in self.num_steps.items() if drafts}
+        compared = {size: num for size, num in drafting.items() if size in plain_step_s}
+        if not compared:
+            return None
+        plain_s = sum(plain_step_s[size] * num for size, num in compared.items())
+        return MeasuredCycleCost(
+            estimate=sum(self.seconds[True, size] for size in compared) / plain_s,
+            num_steps=sum(compared.values()),
+            num_uncompared=sum(drafting.values()) - sum(compared.values()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +178,10 @@ class GroupSummary:
     def positions(self) -> tuple[Position, ...]:
         """Return the acceptance at each position from 1 on."""
         counts = self.acceptance
+        columns = counts.drafted_per_position, counts.accepted_per_position, counts.survival
         return tuple(
-            Position(
-                num_drafted=drafted,
-                num_accepted=accepted,
-                rate=wilson_interval(accepted, drafted),
-                survival=survival,
-            )
-            for drafted, accepted, survival in zip(
-                counts.drafted_per_position,
-                counts.accepted_per_position,
-                counts.survival,
-                strict=True,
-            )
+            Position(num_drafted=n, num_accepted=k, rate=wilson_interval(k, n), survival=survival)
+            for n, k, survival in zip(*columns, strict=True)
         )
 
     def to_dict(self, plain_step_s: Mapping[int, float]) -> dict[str, Json]:
@@ -141,7 +198,7 @@ class GroupSummary:
             "draft_acceptance_rate": counts.draft_acceptance_rate,
             "wasted_share": self.wasted_share,
             "acceptance_length": counts.acceptance_length,
-            "cycle_cost": None if cost is None else cost.to_dict(),
+            "cycle_cost": None if cost is None else asdict(cost),
             "positions": [
                 {
                     "num_drafted": position.num_drafted,
@@ -229,22 +286,16 @@ class TraceSummary:
 
     def to_dict(self) -> dict[str, Json]:
         """Return JSON-ready values by name."""
-        times, plain = self.times, self.plain_step_s
+        plain = self.plain_step_s
         return {
             "headers": [header.to_dict() for header in self.headers],
             "overall": self.overall.to_dict(plain),
             "tags": {tag: group.to_dict(plain) for tag, group in self.tags.items()},
             "num_unfinished": self.num_unfinished,
             "median_ttft_s": self.median_ttft_s,
-            "times": {
-                "num_cycles": times.num_cycles,
-                "num_prefill_cycles": times.num_prefill_cycles,
-                "draft_s": times.draft_s,
-                "verify_s": times.verify_s,
-                "other_s": times.other_s,
-            },
+            "times": asdict(self.times),
             "num_damaged": self.num_damaged,
-            "damage": [{"where": place.where, "what": place.what} for place in self.damage],
+            "damage": [asdict(place) for place in self.damage],
         }
 
 
@@ -311,15 +362,32 @@ def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
             yield part
 
 
-MAX_LINES = len(COLOURS)
-
-
 def plot(summary: TraceSummary, title: str, path: Path) -> None:
-    """Draw survival by position for all steps and for the tags with the most steps."""
+    """Draw survival by position for all steps and for the tags with the most steps.
+
+    For a single line also beta with its interval. The suffix of the path names the format.
+    """
+    lines = lines_of(summary)
     with picture([path], width=6.4, height=4.0) as figure:
         axes = figure.subplots()
         axes.set_title(title, fontsize=10)
-        draw(axes, lines_of(summary))
+        for colour, (label, group) in zip(COLOURS, lines.items(), strict=False):
+            places = range(1, len(group.positions) + 1)
+            survival = [position.survival for position in group.positions]
+            axes.plot(places, survival, marker="o", color=colour, label=f"{label}: survival")
+            if len(lines) == 1:
+                rates = [position.rate for position in group.positions]
+                look = {"marker": "_", "capsize": 3, "label": "beta (95% interval)"}
+                draw_intervals(axes, places, rates, color="black", linestyle="none", **look)
+        deepest = max((len(group.positions) for group in lines.values()), default=1)
+        axes.set_ylim(0, 1.02)
+        axes.set_xticks(range(1, deepest + 1))
+        axes.set_xlabel("drafted position")
+        axes.set_ylabel("accepted through it")
+        if lines:
+            axes.legend()
+        else:
+            axes.annotate("nothing was drafted", (0.5, 0.5), xycoords="axes fraction", ha="center")
 
 
 def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
@@ -327,43 +395,4 @@ def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
     drafting = [(tag, group) for tag, group in summary.tags.items() if group.positions]
     drafting.sort(key=lambda entry: -entry[1].acceptance.num_steps)
     lines = {"all": summary.overall} if summary.overall.positions else {}
-    if len(drafting) > 1:
-        lines |= dict(drafting[: MAX_LINES - 1])
-    return lines
-
-
-def draw(axes: Axes, lines: Mapping[str, GroupSummary]) -> None:
-    """Draw survival as lines; for a single group also beta with its interval."""
-    deepest = 1
-    for colour, (label, group) in zip(COLOURS, lines.items(), strict=False):
-        positions = range(1, len(group.positions) + 1)
-        deepest = max(deepest, len(positions))
-        survival = [position.survival for position in group.positions]
-        axes.plot(positions, survival, marker="o", color=colour, label=f"{label}: survival")
-        if len(lines) == 1:
-            draw_rates(axes, group)
-    axes.set_ylim(0, 1.02)
-    axes.set_xticks(range(1, deepest + 1))
-    axes.set_xlabel("drafted position")
-    axes.set_ylabel("accepted through it")
-    if lines:
-        axes.legend()
-    else:
-        axes.annotate("nothing was drafted", (0.5, 0.5), xycoords="axes fraction", ha="center")
-
-
-def draw_rates(axes: Axes, group: GroupSummary) -> None:
-    """Draw the acceptance rate per position with its 95% interval."""
-    rates = [position.rate for position in group.positions]
-    reach = [[r.estimate - r.low for r in rates], [r.high - r.estimate for r in rates]]
-    axes.errorbar(
-        range(1, len(rates) + 1),
-        [rate.estimate for rate in rates],
-        yerr=reach,
-        color="black",
-        linestyle="none",
-        marker="_",
-        capsize=3,
-        linewidth=1,
-        label="beta (95% interval)",
-    )
+    return lines | dict(drafting[: len(COLOURS) - 1]) if len(drafting) > 1 else lines

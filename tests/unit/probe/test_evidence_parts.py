@@ -15,8 +15,14 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.facts_file import facts_document, read_facts
 from forerun.models.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.evidence.costs import add_pass_costs, pass_config
-from forerun.probe.evidence.files import add_card_ratio, add_files, add_weights, looks_drawn
+from forerun.probe.evidence.models import (
+    add_card_ratio,
+    add_files,
+    add_pass_costs,
+    add_weights,
+    looks_drawn,
+    pass_config,
+)
 from forerun.probe.evidence.replay import Transform
 from forerun.probe.evidence.run import ProbedEngine, probe_engine
 from forerun.probe.evidence.tape import AcceptedShare, Onsets, StateTally

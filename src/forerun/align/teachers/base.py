@@ -1,9 +1,12 @@
-"""Interface of teachers, and the order of learned rows in samples and batches."""
+"""Interface of teachers, the order of learned rows, and the disk space that a cache may take."""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -12,13 +15,17 @@ from torch import Tensor
 
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import TargetDistribution
-from forerun.errors import InvalidCache
+from forerun.errors import CacheTooLarge, InvalidCache
+from forerun.models.memory import readable
 
 __all__ = [
     "ALONE",
     "ProcessShare",
+    "RowSizes",
     "Teacher",
     "TeacherRows",
+    "allowed_bytes",
+    "check_room",
     "learned_places",
     "one_per_row",
     "passes",
@@ -62,6 +69,8 @@ class Teacher(Protocol):
     def rows(self, batch: PackedBatch) -> TeacherRows:
         """Return the distributions at the learned rows of a batch over prepared samples."""
 
+
+logger = logging.getLogger("forerun.preparation")
 
 Part = TypeVar("Part")
 
@@ -162,3 +171,86 @@ def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
         predicts[row, learned_places(samples[index])] = True
     positions = torch.arange(width).repeat(len(rows), 1)
     return PackedBatch(ids=ids, positions=positions, samples=owners, predicts=predicts)
+
+
+ID_BYTES, COUNT_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Disk space of a cache.
+
+    Attributes:
+        what: is cached, for people.
+        row_bytes: of a learned row, at most.
+        fixed_bytes: whatever the number of rows.
+    """
+
+    what: str
+    row_bytes: int
+    fixed_bytes: int = 0
+
+    @classmethod
+    def of_states(
+        cls, *, width: int, vocab_size: int, itemsize: int, num_layers: int = 0
+    ) -> RowSizes:
+        """Return the sizes of hidden states and of the output layer that maps them to logits.
+
+        Args:
+            width: of a hidden state.
+            vocab_size: of the output layer.
+            itemsize: bytes per number.
+            num_layers: whose features are kept beside the last hidden states.
+        """
+        features = f"features of {num_layers} layers and " if num_layers else ""
+        return cls(
+            what=f"{features}last hidden states",
+            row_bytes=(num_layers + 1) * width * itemsize,
+            fixed_bytes=(width + 1) * vocab_size * itemsize,
+        )
+
+    @classmethod
+    def of_ids(cls, num_ids: int) -> RowSizes:
+        """Return the sizes of drawn ids with their counts, and of the number of ids per row."""
+        return cls(what="drawn ids", row_bytes=num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES)
+
+    def total_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the given number of rows."""
+        return self.fixed_bytes + num_rows * self.row_bytes
+
+
+def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | None) -> None:
+    """Log the size of the rows to write, and refuse more than the disk has room for.
+
+    Args:
+        folder: of the cache, there or not.
+        num_rows: learned rows to write.
+        sizes: of the rows.
+        max_bytes: most bytes they may take; None: nine tenths of what the disk has free.
+
+    Raises:
+        CacheTooLarge: they do not fit; nothing has been written.
+    """
+    needed, allowed = sizes.total_bytes(num_rows), allowed_bytes(folder, max_bytes)
+    logger.info(
+        "caching %s of %s positions in %s: %s (%s each), %s may be taken",
+        sizes.what,
+        f"{num_rows:,}",
+        folder,
+        readable(needed),
+        readable(sizes.row_bytes),
+        readable(allowed),
+    )
+    if needed > allowed:
+        raise CacheTooLarge(
+            f"{sizes.what} of {num_rows:,} positions take {readable(needed)}, {readable(allowed)} "
+            f"may be taken in {folder}: use fewer prompts, another folder, a higher limit, or the "
+            "teacher that reruns the target (model)"
+        )
+
+
+def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
+    """Return how many bytes may be written: at most nine tenths of the free space."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free * 9 // 10
+    return free if max_bytes is None else min(free, max_bytes)

@@ -3,6 +3,7 @@
 A shard is written whole or not at all, and its name ends in the hash of its content: a process that
 is killed loses only the shard it was filling, and a damaged shard is computed again. The name of
 the folder has everything that decides its content, so the cache of a changed target is never used.
+The target runs once over every sample that is missing, if the disk has room.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,16 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
+from forerun.align.progress import OnProgress
+from forerun.align.teachers.base import ProcessShare, RowSizes, check_room, one_per_row, passes
+from forerun.align.teachers.target import TargetModel, check_samples
 from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, write_cached
-from forerun.errors import CacheTooLarge, InvalidCache
+from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
 
-__all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]
+__all__ = ["CacheFiller", "CacheIdentity", "RowCache", "full_disk_named", "key_of"]
+
 
 logger = logging.getLogger("forerun.cache")
 
@@ -237,3 +243,101 @@ def full_disk_named(folder: Path) -> Iterator[None]:
             f"the disk of {folder} is full; finished shards are kept and are not computed again: "
             "make room, or name another folder for caches, and start again"
         ) from error
+
+
+MAX_TOKENS = 4096
+"""Tokens of one pass over the target."""
+
+MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows *states"]], Mapping[str, Tensor]]
+"""What is kept of a sample, from the target's hidden states at its learned rows."""
+ReadRows = Callable[[TargetModel, PackedBatch], Float[Tensor, "learned ..."]]
+"""What a pass of the target gives for the learned rows of a batch."""
+
+
+class CacheFiller:
+    """Fills a cache, and resumes where an earlier run was interrupted.
+
+    Args:
+        cache: to fill.
+        load: gives the target; called only if something is lacking.
+        sizes: of the rows.
+        max_bytes: most bytes to write; None: nine tenths of what the disk has free.
+        on_progress: called after every pass with the learned rows done, of this process's share.
+        share: of the samples; all processes fill together.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: RowCache,
+        load: Callable[[], TargetModel],
+        sizes: RowSizes,
+        max_bytes: int | None,
+        on_progress: OnProgress,
+        share: ProcessShare,
+    ) -> None:
+        self.cache = cache
+        self.load = load
+        self.sizes = sizes
+        self.max_bytes = max_bytes
+        self.on_progress = on_progress
+        self.share = share
+
+    def fill(
+        self,
+        samples: Sequence[Sample],
+        make_columns: MakeColumns,
+        read: ReadRows = TargetModel.hidden,
+    ) -> TargetModel | None:
+        """Compute and store the missing rows.
+
+        Returns:
+            The target if it had to be loaded.
+
+        Raises:
+            CacheTooLarge: it does not fit (before the target is loaded), or the disk is full.
+            InvalidRequest: samples hold ids the target does not know, or are too long for it.
+            NumericalError: the target's hidden states are not finite.
+        """
+        by_key = {key_of(sample): sample for sample in samples}
+        lacking = [by_key[key] for key in self.cache.lacking([*by_key])]
+        if lacking:
+            num_rows = sum(sample.num_learned for sample in lacking)
+            check_room(self.cache.folder, num_rows, self.sizes, self.max_bytes)
+        self.share.wait()  # no process writes before all have listed what is lacking
+        if not lacking:
+            return None
+        target = self.load()
+        check_samples(lacking, target)
+        try:
+            self._run(target, lacking, make_columns, read)
+        finally:  # keep what was computed, also after an error
+            self.cache.flush()
+        self.share.wait()
+        self.cache.look_again()
+        return target
+
+    def _run(
+        self,
+        target: TargetModel,
+        samples: Sequence[Sample],
+        make_columns: MakeColumns,
+        read: ReadRows,
+    ) -> None:
+        parts = [*self.share.of([*passes(samples, MAX_TOKENS)])]
+        num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
+        num_done = 0
+        for part, kept in parts:
+            states = read(target, one_per_row(samples, part))
+            if not kept:
+                continue
+            lengths = [samples[index].num_learned for index in part]
+            for index, own in zip(part, torch.split(states, lengths), strict=True):
+                if not bool(own.isfinite().all()):
+                    raise NumericalError(
+                        "the target's hidden states are not finite in a response to the prompt "
+                        f"{samples[index].prompt_hash}; load it in bf16 or fp32"
+                    )
+                self.cache.put(key_of(samples[index]), make_columns(target, samples[index], own))
+            num_done += sum(lengths)
+            self.on_progress(num_done, num_rows)

@@ -13,9 +13,8 @@ from forerun.align.config import TeacherConfig, TeacherKind
 from forerun.align.data.sample import Sample
 from forerun.align.objectives import Objective
 from forerun.align.progress import OnProgress
-from forerun.align.teachers.base import ALONE, ProcessShare, Teacher
-from forerun.align.teachers.cache import CacheIdentity, RowCache
-from forerun.align.teachers.filling import CacheFiller, RowSizes, allowed_bytes
+from forerun.align.teachers.base import ALONE, ProcessShare, RowSizes, Teacher, allowed_bytes
+from forerun.align.teachers.cache import CacheFiller, CacheIdentity, RowCache
 from forerun.align.teachers.hidden import (
     CachedFeatures,
     HiddenTeacher,
@@ -168,7 +167,7 @@ def feature_teacher(
     """
     check_feature_teacher(config.teacher)
     source = replace(source, sampling=at_temperature(source.sampling))
-    sizes = feature_sizes(layers, source)
+    sizes = state_sizes(source, len(layers))
     fits = sizes.total_bytes(sum(len(sample.token_ids) for sample in samples)) <= allowed_bytes(
         source.cache_dir, config.max_cache_bytes
     )
@@ -230,24 +229,15 @@ def load(source: TeacherSource) -> TargetModel:
     return load_sharded(source.target, dtype=source.dtype, device="auto", share=source.share)
 
 
-def state_sizes(source: TeacherSource) -> RowSizes:
-    """Return the disk space of hidden states of this target, from its configuration."""
+def state_sizes(source: TeacherSource, num_layers: int = 0) -> RowSizes:
+    """Return the disk space of hidden states, and of features of some layers of this target."""
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
+    projected = None if num_layers else settings.get("word_embed_proj_dim")
     return RowSizes.of_states(
-        width=settings.get("word_embed_proj_dim") or architecture.hidden_size,
+        width=projected or architecture.hidden_size,
         vocab_size=architecture.vocab_size,
         itemsize=state_dtype(source).itemsize,
-    )
-
-
-def feature_sizes(layers: tuple[int, ...], source: TeacherSource) -> RowSizes:
-    """Return the disk space of features of this target, from its configuration."""
-    _, architecture = read_config(read_checkpoint(model_folder(source.target)))
-    return RowSizes.of_features(
-        num_layers=len(layers),
-        width=architecture.hidden_size,
-        vocab_size=architecture.vocab_size,
-        itemsize=state_dtype(source).itemsize,
+        num_layers=num_layers,
     )
 
 

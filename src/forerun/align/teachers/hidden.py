@@ -26,8 +26,7 @@ from torch import Tensor
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import TargetDistribution, deployed_distribution
 from forerun.align.teachers.base import TeacherRows, sample_runs
-from forerun.align.teachers.cache import full_disk_named, key_of
-from forerun.align.teachers.filling import CacheFiller
+from forerun.align.teachers.cache import CacheFiller, full_disk_named, key_of
 from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
 from forerun.cache import find_cached, write_cached
 from forerun.sampling.config import SamplingParams

@@ -25,8 +25,7 @@ from torch import Tensor
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import DenseDistribution, SparseDistribution, deployed_distribution
 from forerun.align.teachers.base import sample_runs
-from forerun.align.teachers.cache import key_of
-from forerun.align.teachers.filling import CacheFiller
+from forerun.align.teachers.cache import CacheFiller, key_of
 from forerun.align.teachers.target import TargetModel
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams

@@ -83,7 +83,7 @@ def add_rate(
     for name in TOKENS:
         tokens = second.totals.get(name, 0.0) - first.totals.get(name, 0.0)
         if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:
-            evidence.add_or_note("tokens_per_s", tokens / seconds, source)
+            evidence.note("tokens_per_s", tokens / seconds, source)
 
 
 def page_of(url: str) -> PrometheusText:

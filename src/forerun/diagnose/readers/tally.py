@@ -102,7 +102,7 @@ class Tally:
                 evidence.readings[-1].notes.append(f"not used: {error}")
         if self.per_position and self.counts.get("num_drafts"):
             drafts = self.counts["num_drafts"]
-            evidence.add_or_note(
+            evidence.note(
                 "accepted_per_position", [min(v, drafts) for v in self.per_position], source
             )
 

@@ -27,15 +27,17 @@ from forerun.errors import NotEnoughMemory
 from forerun.models.base import LanguageModel
 from forerun.models.load import model_folder
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.evidence.costs import (
+from forerun.probe.evidence.greedy import GreedyTally, noise_width
+from forerun.probe.evidence.models import (
+    add_card_ratio,
+    add_files,
+    add_head_files,
     add_pass_costs,
     add_self_draft,
     add_step_costs,
     drafting_for_itself,
     pass_config,
 )
-from forerun.probe.evidence.files import add_card_ratio, add_files, add_head_files
-from forerun.probe.evidence.greedy import GreedyTally, noise_width
 from forerun.probe.evidence.replay import ReferenceHead, Transform, reference_head, replay
 from forerun.probe.evidence.sampled import SampledTally
 from forerun.probe.evidence.tape import TapedRequest, run_taped

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.align.teachers.conftest import caching, objective
 
 from forerun.align.teachers.choose import make_teacher
-from forerun.align.teachers.filling import RowSizes, allowed_bytes
+from forerun.align.teachers.base import RowSizes, allowed_bytes
 from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
 from forerun.errors import InvalidRequest

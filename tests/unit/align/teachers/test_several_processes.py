@@ -19,7 +19,7 @@ from tests.unit.align.teachers.conftest import (
 )
 
 from forerun.align.objectives import dense_probs
-from forerun.align.teachers import filling
+from forerun.align.teachers import cache as filling
 from forerun.align.teachers.base import ProcessShare
 from forerun.align.teachers.choose import make_teacher
 
@@ -33,7 +33,7 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
 from forerun.align.objectives import dense_probs
-from forerun.align.teachers import filling
+from forerun.align.teachers import cache as filling
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.teachers.base import ProcessShare
 from forerun.align.teachers.target import load_sharded

@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading
-from forerun.diagnose.readers.trace.contrasts import add_contrasts
-from forerun.diagnose.readers.trace.figures import add_figures
+from forerun.diagnose.readers.trace.facts import add_contrasts, add_figures
 from forerun.diagnose.readers.trace.totals import TraceTotals
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import ngrams
@@ -36,7 +35,7 @@ def add_setup(
     """Add models, versions and methods from the trace headers, and changes between headers."""
     if not headers:
         return
-    evidence.add_or_note("engine", "forerun", source)
+    evidence.note("engine", "forerun", source)
     for name, values in (
         ("target_name", {header.target for header in headers}),
         ("draft_name", {header.draft for header in headers}),
@@ -47,11 +46,11 @@ def add_setup(
     ):
         value = values.pop() if len(values) == 1 else None
         if value is not None and len(value) <= MAX_WORD:
-            evidence.add_or_note(name, value, source)
+            evidence.note(name, value, source)
     add_changed_target(evidence, headers, source)
     if methods:
         most = max(methods, key=lambda method: methods[method])
-        evidence.add_or_note("method", METHODS.get(most, "other"), source)
+        evidence.note("method", METHODS.get(most, "other"), source)
 
 
 SWITCHING = frozenset({"auto", "goodput", "bandit"})
@@ -66,7 +65,7 @@ def add_off_share(
     steps = totals.request_steps.total()
     if steps and names and names <= SWITCHING:
         controller = " and ".join(sorted(filter(None, names)))
-        evidence.add_or_note("off_share", totals.num_off / steps, f"{source}: {controller}")
+        evidence.note("off_share", totals.num_off / steps, f"{source}: {controller}")
 
 
 def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
@@ -77,9 +76,7 @@ def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], sourc
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:
-        evidence.add_or_note(
-            "changed", ["target"], f"{source}: its headers name two targets, one draft"
-        )
+        evidence.note("changed", ["target"], f"{source}: its headers name two targets, one draft")
 
 
 def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
@@ -91,13 +88,9 @@ def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str
     }
     if len(rules) == 1 and "draft_model" in evidence.words("method"):
         rule, draft_temperature = rules.pop()
-        evidence.add_or_note(
-            "draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature"
-        )
+        evidence.note("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
         if rule in ("walk", "block", "token"):
-            evidence.add_or_note(
-                "exact_match_rule", rule == "walk", f"{source}: verification {rule}"
-            )
+            evidence.note("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
     add_prompts(evidence, requests, source)
 
 
@@ -111,9 +104,7 @@ def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: s
         return
     share = sum(count for _, count in counts.most_common(COMMON)) / total
     answer = True if share < 0.05 else False if share > 0.12 else None
-    evidence.add_or_note(
-        "random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens"
-    )
+    evidence.note("random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens")
 
 
 GRAM = 4
@@ -129,9 +120,7 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
         total += len(grams)
         distinct += len(set(grams))
     if total >= MIN_GRAMS:
-        evidence.add_or_note(
-            "distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams"
-        )
+        evidence.note("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
 
 
 BLOCK_ROWS = 1 << 16
@@ -194,7 +183,7 @@ def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
     evidence = evidence_of(read, name, name)
     method = read.totals.methods.most_common(1)
     if method:
-        evidence.add_or_note("method", METHODS.get(method[0][0], "other"), name)
+        evidence.note("method", METHODS.get(method[0][0], "other"), name)
     return evidence
 
 

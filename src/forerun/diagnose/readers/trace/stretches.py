@@ -22,6 +22,7 @@ __all__ = [
     "StretchCounts",
     "Stretches",
     "compare",
+    "ends",
     "summed",
 ]
 
@@ -296,6 +297,17 @@ def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
         error=math.sqrt(max(0.0, between, sum(spread))),
         freedom=max(1.0, freedom),
     )
+
+
+def ends(places: StretchCounts) -> Comparison | None:
+    """Compare long contexts with short ones, divided so that both groups are large."""
+    best: tuple[float, Mask] | None = None
+    for cut in np.unique(places.place)[1:]:
+        short: Mask = places.place < cut
+        size = min(places.num_steps[short].sum(), places.num_steps[~short].sum())
+        if best is None or size > best[0]:
+            best = size, short
+    return None if best is None else compare(places, best[1], ~best[1])
 
 
 def side_of(places: StretchCounts, mask: Mask) -> Side:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from forerun.diagnose.readers.trace.stretches import Stretches
 
-__all__ = ["PAUSING", "Hits", "Seconds", "TraceTotals", "merged"]
+__all__ = ["PAUSING", "Seconds", "TraceTotals", "merged"]
 
 SOON, LONG = 2, 5
 """Drafting steps after a plain one that it may affect, and after which it should not any more."""
@@ -21,28 +21,6 @@ KEPT = 50_000
 """Tokens that are looked at: enough to see whether a text repeats itself."""
 SLICES = 16
 """Points in time that a block gives: enough to see when something changed."""
-
-
-@dataclass(slots=True)
-class Hits:
-    """Counts of how often the first drafted token was accepted.
-
-    Attributes:
-        num_first: those that accepted at least one token.
-    """
-
-    num_steps: int = 0
-    num_first: int = 0
-
-    def add(self, num_steps: int, num_first: int) -> None:
-        """Add to the counts."""
-        self.num_steps += num_steps
-        self.num_first += num_first
-
-    @property
-    def alpha_1(self) -> float:
-        """Acceptance at the first position."""
-        return self.num_first / self.num_steps if self.num_steps else 0.0
 
 
 @dataclass(slots=True)
@@ -91,7 +69,8 @@ class TraceTotals:
         drafting_steps: drafting steps of each request.
         request_steps: decode steps of each request, plain ones included.
         num_off: decode steps for which nothing was to be drafted (K = 0).
-        over_time: mean time and hits of slices of the trace.
+        over_time: mean time of slices of the trace, their drafting steps, and how many of these
+            accepted at least one token.
         num_pairs: consecutive steps of a request.
         num_k_changes: those of them whose K differs.
         k_swing: sum over them of the change of K, and of K.
@@ -115,7 +94,7 @@ class TraceTotals:
     drafting_steps: Counter[str] = field(default_factory=Counter)
     request_steps: Counter[str] = field(default_factory=Counter)
     num_off: int = 0
-    over_time: list[tuple[float, Hits]] = field(default_factory=list)
+    over_time: list[tuple[float, int, int]] = field(default_factory=list)
     num_pairs: int = 0
     num_k_changes: int = 0
     num_k_rises: int = 0
@@ -235,8 +214,7 @@ class TraceTotals:
             part = drafting.slice(start, size)
             accepted = part["num_accepted"]
             first = pc.sum(pc.greater(accepted, 0)).as_py()
-            hits = Hits(part.num_rows, first)
-            self.over_time.append((pc.mean(part["t_s"]).as_py(), hits))
+            self.over_time.append((pc.mean(part["t_s"]).as_py(), part.num_rows, first))
 
 
 def with_previous(steps: pa.Table) -> pa.Table:

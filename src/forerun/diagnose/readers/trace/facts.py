@@ -1,0 +1,400 @@
+"""Computes the facts of a trace: counts, costs and shares, and comparisons between its parts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import numpy as np
+
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace.stretches import (
+    OUTCOMES,
+    PAUSES,
+    Comparison,
+    Mask,
+    StretchCounts,
+    Stretches,
+    compare,
+    ends,
+)
+from forerun.diagnose.readers.trace.totals import PAUSING, Seconds, TraceTotals, merged
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import normal_interval
+from forerun.theory.record import RequestRecord
+from forerun.trace.summary import MIN_PLAIN_STEPS
+
+__all__ = ["add_contrasts", "add_figures"]
+
+MIN_RISES = 0.03
+"""Of steps, the share with a larger K than the one before, from which on K is being chosen."""
+
+
+def add_figures(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Add facts that are figures, and the data series of the charts."""
+    counts = AcceptanceCounts()
+    for (_, depth, accepted, drafted), steps in totals.acceptance.items():
+        counts.steps[depth, accepted] += steps
+        counts.num_drafted += drafted * steps
+    evidence.note("num_steps", totals.num_steps, source)
+    evidence.note("num_drafts", counts.num_steps, source)
+    evidence.note("num_drafted", counts.num_drafted, source)
+    evidence.note("num_accepted", counts.num_accepted, source)
+    if counts.num_steps:
+        add_counts(evidence, totals, counts, source)
+    add_costs(evidence, totals, source)
+    add_shares(evidence, totals, source)
+    add_requests(evidence, requests, source)
+
+
+def add_counts(
+    evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
+) -> None:
+    """Add the number of drafted tokens and how many of them were accepted."""
+    by_k: Counter[int] = Counter()
+    for (k, _, _, _), steps in totals.acceptance.items():
+        by_k[k] += steps
+    evidence.note("k", by_k.most_common(1)[0][0], source)
+    evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in sorted(by_k.items()))
+    evidence.note("num_emitted", counts.num_emitted, source)
+    evidence.note("accepted_per_position", counts.accepted_per_position, source)
+    evidence.note("drafted_per_position", counts.drafted_per_position, source)
+    evidence.note("conditional_acceptance_per_position", counts.conditional_acceptance, source)
+    full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
+    none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
+    evidence.note("full_accept_share", full / counts.num_steps, source)
+    evidence.note("zero_accept_share", none / counts.num_steps, source)
+    if totals.expected > 0.0:
+        ratio = counts.num_accepted / totals.expected
+        interval = normal_interval(ratio, math.sqrt(totals.squares) / totals.expected)
+        evidence.note("expected_accepted", totals.expected, source)
+        evidence.note("calibration", ratio, source, interval)
+    overlap, num_known = totals.overlap
+    reached = sum(counts.reached_per_position)
+    if num_known and overlap > 0.0:
+        found = counts.num_accepted / reached / (overlap / num_known)
+        evidence.note("accept_rule_ratio", found, source)
+
+
+def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add times of drafting and plain steps, at the same number of requests in a cycle."""
+    drafting = {n: t for (kind, n), t in totals.cycles.items() if kind == "drafting"}
+    if not drafting:
+        return
+    plain_step_s = {
+        size: total.total_s / total.num_cycles
+        for (kind, size), total in totals.cycles.items()
+        if kind == "plain" and total.num_steps >= MIN_PLAIN_STEPS and total.total_s > 0.0
+    }
+    compared = {size: total for size, total in drafting.items() if size in plain_step_s}
+    used = merged(list((compared or drafting).values()))
+    if not used.num_cycles or used.total_s <= 0.0:
+        return
+    evidence.note("cycle_s", used.total_s / used.num_cycles, source)
+    for name in ("draft_s", "verify_s", "other_s"):
+        evidence.note(name, getattr(used, name) / used.num_cycles, source)
+    evidence.note("batch", used.num_steps / used.num_cycles, source)
+    if compared:
+        plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
+        evidence.note("plain_step_s", plain_s / used.num_cycles, source)
+        add_batch(evidence, compared, plain_step_s, source)
+        add_verify_curve(evidence, totals, plain_step_s, source)
+
+
+MIN_CYCLES = 20
+COSTLIER, AS_COSTLY = 1.3, 1.1
+"""kappa at many sequences over that at few: a good part of the gain goes, or none to speak of."""
+FAR = 2.0
+"""Many are at least so many times few: nearer ones tell nothing."""
+
+
+def add_batch(
+    evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
+) -> None:
+    """Add how plain steps slow down with the batch, and kappa at the smallest and largest batch."""
+    few, many = min(plain_step_s), max(plain_step_s)
+    if many >= FAR * few:
+        growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
+        evidence.note("batch_linearity", max(0.0, growth), f"{source}: {few} and {many} sequences")
+    kappas = {
+        size: total.total_s / total.num_cycles / plain_step_s[size]
+        for size, total in sorted(drafting.items())
+        if total.num_cycles >= MIN_CYCLES
+    }
+    few, many = min(kappas, default=0), max(kappas, default=0)
+    if few and many >= FAR * few:
+        ratio = kappas[many] / kappas[few]
+        answer = True if ratio >= COSTLIER else False if ratio <= AS_COSTLY else None
+        words = f"kappa {kappas[few]:.2f} for {few}, {kappas[many]:.2f} for {many}"
+        evidence.note("slower_with_batch", answer, f"{source}: {words}")
+
+
+def add_verify_curve(
+    evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
+) -> None:
+    """Add pass times by number of rows, at the batch size with the most cycles."""
+    sizes: Counter[int] = Counter()
+    for (size, _), total in totals.rows.items():
+        if size in plain_step_s:
+            sizes[size] += total.num_cycles
+    ((size, _),) = sizes.most_common(1)
+    curve = [
+        (float(rows), total.verify_s / total.num_cycles / plain_step_s[size])
+        for (s, rows), total in sorted(totals.rows.items())
+        if s == size and total.num_cycles >= MIN_PLAIN_STEPS
+    ]
+    if len(curve) > 1:
+        evidence.note("verify_rows", [rows for rows, _ in curve], source)
+        evidence.note("verify_costs", [cost for _, cost in curve], source)
+
+
+def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add shares of steps, of passes and of time."""
+    by_kind = {
+        kind: merged([t for (k, _), t in totals.cycles.items() if k == kind])
+        for kind in ("plain", "drafting", "prefill")
+    }
+    everything_s = math.fsum(total.total_s for total in by_kind.values())
+    if everything_s > 0.0:
+        evidence.note("prefill_share", by_kind["prefill"].total_s / everything_s, source)
+        decode_s = everything_s - by_kind["prefill"].total_s
+        if decode_s > 0.0:
+            decoded = totals.num_tokens - by_kind["prefill"].num_steps
+            evidence.note("tokens_per_s", max(0, decoded) / decode_s, source)
+    steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
+    if steps:
+        drafted = totals.drafting_steps.total()
+        evidence.note("k0_share", max(0.0, 1.0 - drafted / steps), source)
+    if totals.num_pairs:
+        evidence.note("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+        add_swing(evidence, totals, source)
+    if graphs := totals.graph_hits.total():
+        evidence.note("graph_hit_share", totals.graph_hits[True] / graphs, source)
+
+
+def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add how much K varies between steps, if a controller chooses it."""
+    if PAUSING & totals.methods.keys():
+        return
+    moved, of = totals.k_swing
+    if of:
+        evidence.note("k_swing", moved / of, f"{source}: mean change of K over mean K")
+    rises = totals.num_k_rises / totals.num_pairs
+    if rises > MIN_RISES:
+        evidence.note("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
+
+
+def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    """Add medians and means of the requests' lengths and settings."""
+    if not requests:
+        return
+    evidence.note("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
+    evidence.note("num_output_tokens", fmean(r.num_output_tokens for r in requests), source)
+    if ttft := [request.ttft_s for request in requests if request.ttft_s is not None]:
+        evidence.note("ttft_s", median(ttft), source)
+    for name in ("temperature", "top_k", "top_p"):
+        asked = {request.parameters.get(name) for request in requests}
+        value = asked.pop() if len(asked) == 1 else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            evidence.note(name, value, source)
+
+
+LEAST = 0.1
+"""Of the draft: a smaller difference explains no complaint."""
+CHANCE = 0.03
+"""Of seeing a difference that is not there, by each comparison."""
+AGAINST_TREND = 0.05
+"""Difference that matters where the opposite is to be expected; and chance of seeing it, which in
+truth is much smaller there."""
+MIN_STEPS = 50
+"""Of a tag or of a slice of time, to be named at all."""
+OTHER_TEXT = 0.4
+"""Prompts of another length are other prompts: up to two fifths of acceptance are between them
+where nothing is wrong."""
+MAX_POINTS = 60
+MAX_TAGS = 500
+"""Tags that are compared: those of the most requests."""
+FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
+"""Tags `key:value` of these keys say how a prompt was put, others what it is about."""
+
+
+SETTLED, AGAIN = map(PAUSES.index, ("settled", "again"))
+
+
+def add_contrasts(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Add facts that compare parts of a trace, and the data series of their charts."""
+    stretches = totals.stretches
+    add_outcomes(evidence, stretches.by("previous"), source)
+    if not PAUSING & totals.methods.keys():
+        paused = stretches.by("paused")
+        found = compare(paused, paused.place == SETTLED, paused.place == AGAIN)
+        add_fall(evidence, "acceptance_falls_after_handoff", found, source)
+    for name, key in (("context", "context"), ("generation", "index")):
+        places = stretches.by(key)
+        add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
+    company = stretches.by("company")
+    found = compare(company, company.place == 0, company.place == 1)
+    add_fall(evidence, "acceptance_falls_with_batch", found, source)
+    add_growth(evidence, totals.far, source)
+    known = {request.request_id: request for request in requests}
+    by_stretch = [known.get(name) for name in stretches.request_ids]
+    add_tags(evidence, stretches.by("all"), by_stretch, source)
+    add_temperatures(evidence, stretches.by("all"), by_stretch, source)
+    add_acceptance_over_time(evidence, totals, source)
+
+
+def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
+    """Compare acceptance by the outcome of the previous draft.
+
+    Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
+    least as much as one after less, unless the state it drafts from is wrong.
+    """
+    none, partial, full = (places.place == index for index in range(len(OUTCOMES)))
+    for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
+        found = compare(places, high, low)
+        fact = f"acceptance_falls_after_{name}"
+        add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
+
+
+def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
+    evidence: Evidence,
+    name: str,
+    found: Comparison | None,
+    source: str,
+    *,
+    least: float = LEAST,
+    share: float = 0.0,
+    chance: float = CHANCE,
+) -> None:
+    """Add whether acceptance is lower in the second group of a comparison than in the first.
+
+    Args:
+        evidence: takes the fact.
+        name: of it.
+        found: None where there was too little to compare.
+        source: name of the trace.
+        least: difference that matters, as a share of the draft.
+        share: the same as a share of the higher side.
+        chance: of seeing a difference that is not there.
+    """
+    if found is None:
+        return
+    high, low = found.high, found.low
+    answer = found.is_lower(max(least, share * high.mean), chance)
+    sides = ", ".join(
+        f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
+    )
+    words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
+    evidence.note(name, answer, f"{source}: {words}")
+
+
+def add_growth(
+    evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
+) -> None:
+    """Add how pass time grows from short to long contexts, at equal batch size and rows."""
+    found: list[tuple[int, float, str]] = []
+    for pair in {(size, rows) for size, rows, _ in cycles}:
+        places = sorted((place[2], total) for place, total in cycles.items() if place[:2] == pair)
+        parts = [total for _, total in places]
+        for at in range(1, len(parts)):
+            low, high = merged(parts[:at]), merged(parts[at:])
+            num = min(low.num_cycles, high.num_cycles)
+            if num < MIN_CYCLES or low.verify_s <= 0.0:
+                continue
+            short_s, long_s = low.verify_s / low.num_cycles, high.verify_s / high.num_cycles
+            words = f"a pass takes {short_s:.3g} s at short contexts, {long_s:.3g} s at long ones"
+            found.append((num, long_s / short_s, words))
+    if found:
+        _, growth, words = max(found)
+        evidence.note("context_growth", growth, f"{source}: {words}")
+
+
+def add_tags(
+    evidence: Evidence,
+    places: StretchCounts,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
+) -> None:
+    """Add acceptance by tag; a request with several tags counts under each."""
+    tags: dict[str, list[int]] = {}
+    for index, request in enumerate(by_stretch):
+        for tag in () if request is None else request.tags:
+            tags.setdefault(tag, []).append(index)
+    common = sorted(tags.items(), key=lambda entry: -len(entry[1]))[:MAX_TAGS]
+    known = {tag: np.isin(places.stretch, indices) for tag, indices in common}
+    sides = [(tag, mask, *alpha_1(places, mask)) for tag, mask in known.items()]
+    ordered = sorted((s for s in sides if s[3] >= MIN_STEPS), key=lambda side: side[2])
+    evidence.series["tag"] = tuple((tag[:60], a, n) for tag, _, a, n in ordered[:MAX_POINTS])
+    formats = [side for side in ordered if side[0].partition(":")[0] in FORMATS]
+    domains = [side for side in ordered if side[0].partition(":")[0] not in FORMATS]
+    for name, found in (
+        ("acceptance_differs_by_template", formats),
+        ("acceptance_differs_by_domain", domains),
+    ):
+        if len(found) > 1:
+            low, high = found[0], found[-1]
+            pairs = len(found) * (len(found) - 1)  # the best was looked for, and the worst
+            words = f"{source}: {high[0][:60]} and {low[0][:60]}"
+            comparison = compare(places, high[1], low[1])
+            add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
+
+
+def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
+    """Return acceptance at the first position, and the number of steps."""
+    num_steps = float(places.num_steps[mask].sum())
+    return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
+
+
+def add_temperatures(
+    evidence: Evidence,
+    places: StretchCounts,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
+) -> None:
+    """Compare greedy with sampled requests, if a trace contains both."""
+    asked = [(i, request) for i, request in enumerate(by_stretch) if request is not None]
+    cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
+    greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
+    found = compare(places, greedy, known & ~greedy)
+    add_fall(evidence, "acceptance_falls_with_temperature", found, source)
+
+
+def add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add acceptance over time, and whether it dropped at some point."""
+    ordered = sorted(totals.over_time, key=lambda point: point[0])
+    if not ordered:
+        return
+    points = []
+    width = -(-len(ordered) // MAX_POINTS)
+    for start in range(0, len(ordered), width):
+        times_s, num_steps, num_first = zip(*ordered[start : start + width], strict=True)
+        rate = sum(num_first) / max(1, sum(num_steps))
+        points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
+    evidence.series["time"] = tuple(points)
+    best = sharpest(totals.stretches)
+    # A trace that did not change within itself may all lie behind the change.
+    if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
+        add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
+
+
+NUM_CUTS = 16
+"""Moments at which acceptance may have dropped."""
+
+
+def sharpest(stretches: Stretches) -> Comparison | None:
+    """Return the most significant drop of acceptance over several candidate times."""
+    places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
+    if not len(starts_s):
+        return None
+    found: list[Comparison] = []
+    for moment in np.unique(np.quantile(starts_s, np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1))):
+        before: Mask = (starts_s < moment)[places.stretch]
+        if (comparison := compare(places, before, ~before)) is not None:
+            found.append(comparison)
+    return max(found, key=lambda comparison: comparison.t, default=None)
