@@ -73,11 +73,7 @@ class Deadline:
         self._end_s = time.monotonic() + max_seconds
 
     def remaining_s(self) -> float:
-        """Return the seconds left until the deadline.
-
-        Raises:
-            UnreadableInput: none are.
-        """
+        """Return the seconds left until the deadline; raises UnreadableInput if none are."""
         left = self._end_s - time.monotonic()
         if left <= 0.0:
             raise UnreadableInput(
@@ -239,11 +235,7 @@ def open_stdin(limits: ReadLimits = DEFAULT) -> BoundedFile:
 
 
 def read_bytes(path: Path, limits: ReadLimits = DEFAULT) -> bytes:
-    """The content of a file.
-
-    Raises:
-        UnreadableInput: it cannot be read within the limits.
-    """
+    """The content of a file; raises UnreadableInput if it cannot be read within the limits."""
     with open_bounded(path, limits) as file:
         return file.read_all()
 

@@ -32,15 +32,7 @@ from forerun.models.load import model_folder, read_config
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 
-__all__ = [
-    "DRAFT_PAYS_NOT",
-    "SERVING_FOLDER",
-    "HubApi",
-    "check_repo",
-    "describe_pair",
-    "export_draft",
-    "push_draft",
-]
+__all__ = ["check_repo", "describe_pair", "export_draft", "push_draft"]
 
 
 SERVING_FOLDER = "serving"

@@ -24,24 +24,17 @@ from forerun.sampling.kernels import largest
 from forerun.sampling.processors import pack_params, target_probs
 
 __all__ = [
-    "PROBABILITY_FLOOR",
     "DenseDistribution",
     "Objective",
     "SparseDistribution",
     "TargetDistribution",
     "acceptance_probability",
-    "dense_probs",
     "deployed_distribution",
-    "forward_kl",
-    "jensen_shannon",
     "likelihood_hybrid",
     "make_objective",
     "negative_log_acceptance",
     "objective_of",
     "overlap",
-    "reverse_kl",
-    "suited_objective",
-    "total_variation",
 ]
 
 

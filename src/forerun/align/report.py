@@ -40,8 +40,6 @@ from forerun.theory.cost import CostTable
 __all__ = [
     "AlignReport",
     "DataSummary",
-    "JudgedPair",
-    "card_of",
     "export",
     "finished",
     "hand_over",

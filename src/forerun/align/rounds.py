@@ -25,7 +25,7 @@ from forerun.align.training.trainer import from_main
 from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
 from forerun.atomic_write import atomic_folder
 
-__all__ = ["DraftSelector", "Judgement", "RoundData", "judgement_of"]
+__all__ = ["DraftSelector", "Judgement", "RoundData"]
 
 
 logger = logging.getLogger("forerun.align")

@@ -55,7 +55,7 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash
 from forerun.theory.cost import CostTable
 
-__all__ = ["Alignment", "CostsOf", "align"]
+__all__ = ["Alignment", "align"]
 
 logger = logging.getLogger("forerun.align")
 

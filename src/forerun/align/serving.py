@@ -26,17 +26,9 @@ from forerun.sampling.config import SamplingParams, draft_params
 __all__ = [
     "ASSISTANT_SETTINGS",
     "ENGINES",
-    "HEAD_ENGINES",
-    "RAW_FOLDER",
-    "VLLM_FOLDER",
     "EngineSettings",
     "Serving",
     "engines_of",
-    "for_sglang",
-    "for_transformers",
-    "for_vllm",
-    "sglang_settings",
-    "vllm_settings",
     "write_forms",
 ]
 

@@ -37,7 +37,6 @@ from forerun.theory.text import first_repeat
 
 __all__ = [
     "MIN_TOKENS",
-    "Batch",
     "BenchArm",
     "Block",
     "Generator",

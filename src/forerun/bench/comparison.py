@@ -40,14 +40,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter
 
-__all__ = [
-    "BenchCell",
-    "BenchComparison",
-    "BenchTrace",
-    "TracedEngine",
-    "neighbours_apart",
-    "read_prompts",
-]
+__all__ = ["BenchComparison", "BenchTrace", "neighbours_apart", "read_prompts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,14 +22,12 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
 
 __all__ = [
-    "LOAD_FIGURES",
     "LoadBlock",
     "agreement",
     "load_figures",
     "load_outcome",
     "load_prompts",
     "load_rows",
-    "measure_load",
     "run_load",
 ]
 

@@ -20,14 +20,11 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 
 __all__ = [
-    "BenchPrediction",
     "BenchReport",
     "CellReport",
     "DemoReport",
     "ExactnessReport",
-    "Mismatch",
     "check_exactness",
-    "first_difference",
     "predict",
 ]
 

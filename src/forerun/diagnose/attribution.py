@@ -19,7 +19,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.theory.record import Json
 from forerun.theory.speedup import constant_survival
 
-__all__ = ["Attribution", "Counterfactual", "Part", "attribute", "survival_of"]
+__all__ = ["Attribution", "Part", "attribute", "survival_of"]
 
 TOLERANCE = 1e-9
 

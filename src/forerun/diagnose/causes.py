@@ -17,15 +17,10 @@ from forerun.diagnose.prediction import Effect
 
 __all__ = [
     "CAUSES",
-    "EXPERIMENTS",
     "MIN_ALSO",
-    "MIN_SUPPORT",
-    "Cause",
     "Experiment",
-    "Finding",
     "Remedy",
     "ScoredCause",
-    "Sign",
     "best_experiment",
     "experiment_for",
     "score_causes",

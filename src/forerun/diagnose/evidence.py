@@ -17,7 +17,6 @@ from forerun.theory.record import Json
 
 __all__ = [
     "FACTS",
-    "GROUPS",
     "MAX_LIST",
     "MAX_WORD",
     "Evidence",

@@ -14,7 +14,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.words import figure_words, headline, sections
 from forerun.theory.speedup import constant_survival
 
-__all__ = ["Bar", "Bars", "Curve", "Curves", "charts_of", "page_of"]
+__all__ = ["page_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

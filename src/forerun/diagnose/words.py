@@ -10,7 +10,7 @@ from forerun.diagnose.diagnosis import Change, Diagnosis, RankedCause
 from forerun.diagnose.evidence import FACTS, Evidence, Fact
 from forerun.terminal_text import printable
 
-__all__ = ["WATERFALL", "Section", "change_line", "figure_words", "headline", "sections"]
+__all__ = ["change_line", "figure_words", "headline", "sections"]
 
 MAX_EVIDENCE = 5
 MAX_CHANGES = 4

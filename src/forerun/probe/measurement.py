@@ -38,7 +38,7 @@ from forerun.theory.cost_line import CostLine, CostReading, interpolate
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["cost_table", "estimates_of", "measure_pair", "reading_cost", "slope_of"]
+__all__ = ["cost_table", "measure_pair"]
 
 
 Estimates = Mapping[ProfileCell, Interval]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "FORMAT",
     "MeasuredCell",
     "Profile",
     "ProfileSetup",
@@ -150,11 +149,7 @@ class Profile:
         return min(len(measured.samples_s) for measured in self.measured)
 
     def seconds(self, quantity: Quantity, batch: int, context: int, size: int) -> Interval:
-        """Return the estimate of one cell.
-
-        Raises:
-            KeyError: it was not measured.
-        """
+        """Return the estimate of one cell; raises KeyError if it was not measured."""
         wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=size)
         return {measured.cell: measured.seconds for measured in self.measured}[wanted]
 

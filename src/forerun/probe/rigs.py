@@ -21,16 +21,7 @@ from forerun.probe.rounds import Stopwatch, TimedModel
 from forerun.sampling.config import SamplingParams
 from forerun.theory.tree import TokenTree
 
-__all__ = [
-    "MOST_STEPS",
-    "EngineRig",
-    "HeadRig",
-    "PassRig",
-    "head_prefixes",
-    "prefixes",
-    "rows_of",
-    "some_tokens",
-]
+__all__ = ["MOST_STEPS", "EngineRig", "HeadRig", "PassRig", "head_prefixes", "prefixes"]
 
 
 NUM_TIMED = 2

@@ -36,9 +36,7 @@ __all__ = [
     "estimates",
     "measure",
     "read_bandwidth",
-    "synchronise",
     "timed",
-    "widest",
 ]
 
 

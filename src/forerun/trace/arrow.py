@@ -49,7 +49,6 @@ from forerun.trace.schema import (
 __all__ = [
     "FOLDERS",
     "HEADERS",
-    "PART_LIMITS",
     "ParquetParts",
     "Piece",
     "read_columns",

@@ -23,7 +23,7 @@ from forerun.trace.schema import (
     read_json_lines,
 )
 
-__all__ = ["SUFFIXES", "Sink", "TraceWriter", "check_suffix", "open_trace", "read_trace"]
+__all__ = ["TraceWriter", "check_suffix", "open_trace", "read_trace"]
 
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,10 @@ from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
 from forerun.trace.schema import Damage, Item
 
 __all__ = [
-    "MAX_DAMAGE",
     "MIN_PLAIN_STEPS",
     "GroupSummary",
     "MeasuredCycleCost",
     "Position",
-    "TimeSplit",
     "TraceSummary",
     "plot",
     "summarise",

@@ -18,7 +18,7 @@ from forerun.align.data.sample import PackedBatch, Sample, Source, TopLogprobs
 from forerun.errors import InvalidRequest
 from forerun.theory.splitmix import INCREMENT, finalise
 
-__all__ = ["Packing", "cut", "is_held_out", "mix", "permuted", "shares_of", "split"]
+__all__ = ["Packing", "cut", "mix", "permuted", "shares_of", "split"]
 
 
 HASH_BITS = 64

@@ -20,7 +20,7 @@ from forerun.bounded_documents import json_lines, parquet_batches, parse_json, r
 from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
 from forerun.errors import InvalidRequest, UnreadableInput
 
-__all__ = ["SUFFIXES", "TAGGED", "Message", "PromptEntry", "read_entries"]
+__all__ = ["TAGGED", "Message", "PromptEntry", "read_entries"]
 
 TAGGED = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 """Suffixes of files whose records have fields."""

@@ -12,7 +12,7 @@ from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 
-__all__ = ["PromptRecord", "learned_text", "read_prompts", "shortened"]
+__all__ = ["PromptRecord", "read_prompts", "shortened"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ __all__ = [
     "drafted_tokens",
     "packed_inputs",
     "prompt_hash",
-    "token_counts",
 ]
 
 

@@ -27,13 +27,7 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.terminal_text import printable
 
-__all__ = [
-    "ResponseServer",
-    "ResponseServerConfig",
-    "request_body",
-    "response_of",
-    "write_responses_from",
-]
+__all__ = ["ResponseServer", "ResponseServerConfig", "write_responses_from"]
 
 
 ID_PREFIX = "token_id:"
@@ -172,11 +166,7 @@ def id_of(entry: Mapping[str, Any]) -> int:
 
 
 def named_id(name: str) -> int:
-    """Return the id in a name such as "token_id:17".
-
-    Raises:
-        ValueError: the name is text.
-    """
+    """Return the id in a name such as "token_id:17"; raises ValueError if the name is text."""
     if not name.startswith(ID_PREFIX):
         raise ValueError(name)
     return int(name.removeprefix(ID_PREFIX))

@@ -27,14 +27,11 @@ __all__ = [
     "AcceptanceFigures",
     "DraftFigures",
     "FigureChange",
-    "Finding",
     "Ledger",
-    "LedgerItem",
     "changes",
     "finding",
     "judge_figures",
     "ledger_of",
-    "teacher_forced_length",
 ]
 
 

@@ -25,7 +25,6 @@ from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
 __all__ = [
-    "CHUNK",
     "acceptance_probabilities",
     "attached_acceptance",
     "head_in",
@@ -33,7 +32,6 @@ __all__ = [
     "logits_of",
     "num_known",
     "overlap",
-    "overlaps",
     "probs_of_rows",
 ]
 

@@ -26,7 +26,6 @@ __all__ = [
     "TeacherRows",
     "allowed_bytes",
     "check_room",
-    "learned_places",
     "one_per_row",
     "passes",
     "sample_runs",

@@ -177,11 +177,7 @@ class RowCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending rows as one more shard.
-
-        Raises:
-            CacheTooLarge: the disk is full.
-        """
+        """Write the pending rows as one more shard; raises CacheTooLarge if the disk is full."""
         if not self._pending:
             return
         content, ranges = packed(self._pending)

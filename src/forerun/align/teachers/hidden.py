@@ -32,16 +32,11 @@ from forerun.cache import find_cached, write_cached
 from forerun.sampling.config import SamplingParams
 
 __all__ = [
-    "STATES",
     "CachedFeatures",
     "FeatureTeacherRows",
-    "FeaturesOfRows",
-    "HeadRows",
     "HiddenTeacher",
     "ModelTeacher",
     "OnlineFeatures",
-    "find_head",
-    "states_column",
 ]
 
 

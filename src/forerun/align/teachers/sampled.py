@@ -32,7 +32,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import position_key, request_key, uniform
 
-__all__ = ["SampledTeacher", "SparseRows", "TopKTeacher", "draw_ids", "known_shares"]
+__all__ = ["SampledTeacher", "TopKTeacher", "draw_ids"]
 
 
 class SparseRows:

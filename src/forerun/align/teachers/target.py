@@ -29,7 +29,6 @@ __all__ = [
     "check_layers",
     "check_samples",
     "embedding_table",
-    "head_of",
     "load_sharded",
     "load_target",
 ]

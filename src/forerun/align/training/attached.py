@@ -43,14 +43,7 @@ from forerun.models.checkpoint import read_checkpoint
 from forerun.models.huggingface import MODULE_NAMES, read_weights
 from forerun.models.load import model_folder, read_config
 
-__all__ = [
-    "AttachedDraft",
-    "GoldenText",
-    "TargetParts",
-    "feature_layers_of",
-    "fresh_eagle3",
-    "load_attached",
-]
+__all__ = ["load_attached"]
 
 LEAST_GOLDEN, MOST_GOLDEN = 8, 12
 """Tokens of the text of golden rows."""

@@ -29,15 +29,7 @@ from torch.autograd.function import once_differentiable
 from forerun.align.objectives import Objective, acceptance_probability
 from forerun.align.teachers.base import TeacherRows
 
-__all__ = [
-    "CHUNK_ROWS",
-    "DraftHead",
-    "LearnedRows",
-    "LossSum",
-    "chunked_acceptance",
-    "chunked_loss",
-    "length_weights",
-]
+__all__ = ["DraftHead", "LearnedRows", "chunked_acceptance", "chunked_loss", "length_weights"]
 
 
 CHUNK_ROWS = 256

@@ -36,17 +36,7 @@ from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
 from forerun.models.tokenizers import check_vocabularies
 
-__all__ = [
-    "Draft",
-    "DraftConfig",
-    "DraftLoss",
-    "DraftRows",
-    "TrainedDraft",
-    "causal_rows",
-    "check_tokenizers",
-    "check_trainable",
-    "load_draft",
-]
+__all__ = ["Draft", "DraftConfig", "TrainedDraft", "load_draft"]
 
 
 DraftRows = Callable[[Any, PackedBatch], tuple[Float[Tensor, "learned hidden"], DraftHead]]

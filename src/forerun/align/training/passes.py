@@ -29,7 +29,7 @@ from forerun.align.teachers.hidden import FeatureTeacherRows
 from forerun.align.training.chunked import DraftHead, LearnedRows, chunked_loss
 from forerun.drafters.eagle3.head import Eagle3Head
 
-__all__ = ["PassLoss", "PassStates", "UnrolledEagle3", "learned_passes", "unroll"]
+__all__ = ["PassLoss", "PassStates", "UnrolledEagle3", "unroll"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

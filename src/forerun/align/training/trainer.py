@@ -40,18 +40,7 @@ from forerun.align.training.checkpoint import (
 )
 from forerun.errors import TrainingDiverged
 
-__all__ = [
-    "FREE_SETTINGS",
-    "RowSource",
-    "StopSignal",
-    "Trainer",
-    "configure_sharding",
-    "from_main",
-    "learning_rate_at",
-    "make_accelerator",
-    "make_optimiser",
-    "set_learning_rate",
-]
+__all__ = ["FREE_SETTINGS", "Trainer", "from_main", "make_accelerator"]
 
 
 MadeT = TypeVar("MadeT")

@@ -22,7 +22,7 @@ from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
-__all__ = ["FORMAT", "KEY", "SCHEMA_PATH", "facts_document", "read_facts", "schema"]
+__all__ = ["KEY", "facts_document", "read_facts", "schema"]
 
 FORMAT = 1
 KEY = "forerun_facts"

@@ -30,7 +30,7 @@ from forerun.errors import InvalidRequest, UnreadableInput
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["as_reference", "http_get", "read_live", "read_source"]
+__all__ = ["as_reference", "read_source"]
 
 MAX_PAGE_BYTES = 1 << 25
 TIMEOUT_S = 10.0

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from forerun.diagnose.evidence import Evidence
 
-__all__ = ["NUMBER", "LineReader", "Mean", "Tally", "matched_number", "numbers_in", "positive"]
+__all__ = ["NUMBER", "LineReader", "Tally", "matched_number", "numbers_in", "positive"]
 
 
 MAX_POSITIONS = 64

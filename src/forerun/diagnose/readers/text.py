@@ -20,7 +20,7 @@ from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
 from forerun.diagnose.readers.tally import LineReader, Tally
 from forerun.errors import InvalidRequest, UnreadableInput
 
-__all__ = ["MAX_BYTES", "read_text"]
+__all__ = ["read_text"]
 
 
 def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:

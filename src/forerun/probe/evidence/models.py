@@ -38,20 +38,14 @@ __all__ = [
     "add_pass_costs",
     "add_self_draft",
     "add_step_costs",
-    "add_weights",
     "drafting_for_itself",
     "evidence_of_misfit",
-    "looks_drawn",
     "pass_config",
 ]
 
 
 def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
-    """Add facts about two model folders.
-
-    Raises:
-        InvalidModel: files are missing or damaged.
-    """
+    """Add facts about two model folders; raises InvalidModel if files are missing or damaged."""
     positions = read_config(read_checkpoint(draft))[1].max_positions
     evidence.add("draft_max_context", positions, f"{draft.name}: positions of the configuration")
     add_vocabularies(evidence, target, draft)

@@ -13,7 +13,8 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
 from forerun.align.objectives import dense_probs
-from forerun.align.teachers import cache as filling, hidden
+from forerun.align.teachers import cache as filling
+from forerun.align.teachers import hidden
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.cache import RowCache
 from forerun.align.teachers.choose import make_teacher

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.align.teachers.conftest import caching, objective
 
-from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.base import RowSizes, allowed_bytes
+from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
 from forerun.errors import InvalidRequest

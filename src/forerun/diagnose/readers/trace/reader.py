@@ -158,11 +158,7 @@ class TraceRead:
 
 
 def read_trace_evidence(path: Path) -> Evidence:
-    """Return the evidence of a trace.
-
-    Raises:
-        InvalidTrace: it cannot be read.
-    """
+    """Return the evidence of a trace; raises InvalidTrace if it cannot be read."""
     read = TraceRead()
     for block in blocks(noted(read_columns(path), read)):
         if read.totals.num_steps >= MAX_STEPS:

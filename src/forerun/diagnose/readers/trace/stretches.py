@@ -17,8 +17,6 @@ __all__ = [
     "OUTCOMES",
     "PAUSES",
     "Comparison",
-    "Ints",
-    "Reals",
     "StretchCounts",
     "Stretches",
     "compare",
