@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from forerun.align.config import Export, Method
 from forerun.align.serving import (
@@ -162,19 +162,6 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 TAGS = ("speculative-decoding", "draft-model", "forerun")
 
 
-@runtime_checkable
-class HubApi(Protocol):
-    """The part of `huggingface_hub.HfApi` that an upload needs."""
-
-    def create_repo(self, repo_id: str, *, exist_ok: bool) -> object:
-        """Create a model repository if it does not exist."""
-
-    def upload_folder(
-        self, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: list[str]
-    ) -> object:
-        """Upload the files of a folder as one commit."""
-
-
 def check_repo(repo: str) -> None:
     """Refuse a repository name that the hub would only reject after a long run (InvalidRequest)."""
     from huggingface_hub.errors import HFValidationError
@@ -186,9 +173,7 @@ def check_repo(repo: str) -> None:
         raise InvalidRequest(f"--push-to-hub {repo}: {error}") from error
 
 
-def push_draft(
-    serving: Serving, repo: str, engines: Sequence[Export], api: HubApi | None = None
-) -> str:
+def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any = None) -> str:
     """Write a model card into the draft's folder and upload the folder.
 
     Files of `serving/` name folders of this machine and are not uploaded; the card has the same
@@ -214,7 +199,7 @@ def push_draft(
     with atomic_write(serving.draft / "README.md") as scratch:
         lines = model_card(serving, repo, engines)
         scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    hub: HubApi = HfApi() if api is None else api
+    hub = HfApi() if api is None else api
     try:
         hub.create_repo(repo, exist_ok=True)
         hub.upload_folder(

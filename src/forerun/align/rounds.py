@@ -7,7 +7,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from accelerate import Accelerator
 
@@ -155,7 +154,9 @@ class DraftSelector:
         self.workspace = workspace
         self.judge = judge
         self.max_prompts = max_prompts
-        self.judgements = read_judgements(workspace.judgements)
+        self.judgements = {
+            judgement.step: judgement for judgement in read_lines(workspace.judgements, Judgement)
+        }
 
     @property
     def best(self) -> Judgement:
@@ -203,8 +204,3 @@ def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgeme
         predicted_speedup=None if speedup is None else speedup.best_drafting,
         duration_s=duration_s,
     )
-
-
-def read_judgements(path: Path) -> dict[int, Judgement]:
-    """Read the judgements by step."""
-    return {judgement.step: judgement for judgement in read_lines(path, Judgement)}

@@ -328,9 +328,11 @@ def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
         reach = [[speed.estimate - speed.low], [speed.high - speed.estimate]]
         axes.barh(row, speed.estimate, color=colour(row), height=0.6)
         axes.errorbar(speed.estimate, row, xerr=reach, color="black", capsize=4, linewidth=1)
-        label = "baseline" if row == 0 else f"{ratio.estimate:.2f}x ({interval_text(summary)})"
+        label = (
+            "baseline" if row == 0 else f"{ratio.estimate:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
+        )
         axes.annotate(
-            label,
+            found if row else "baseline",
             (speed.high, row),
             xytext=(6, 0),
             textcoords="offset points",
@@ -361,8 +363,3 @@ def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
 def colour(row: int) -> str:
     """Return the colour of an arm, which is the same in both panels."""
     return ARM_COLOURS[row % len(ARM_COLOURS)]
-
-
-def interval_text(summary: ArmSummary) -> str:
-    """Return the interval of the speedup as text."""
-    return f"{summary.speedup.low:.2f}–{summary.speedup.high:.2f}"

@@ -72,11 +72,6 @@ FORMER_NAMES: Mapping[str, str] = {
 """Names in facts files of earlier versions."""
 
 
-def current_name(name: str) -> str:
-    """Return the current name of a fact, also for names from older versions."""
-    return FORMER_NAMES.get(name, name)
-
-
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 
 MAX_WORD = 200
@@ -180,7 +175,7 @@ class Evidence:
         """
         if value is None:
             return
-        name = current_name(name)
+        name = FORMER_NAMES.get(name, name)
         fact = Fact(name=name, value=checked_value(name, value), source=source, interval=interval)
         known = self.facts.setdefault(name, fact)
         if known is not fact and not alike(known.value, fact.value):

@@ -187,11 +187,6 @@ def predict(
 Rule = Callable[[Evidence, Attribution, Outlook], float | None]
 
 
-def at_best_k(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """Predict the speedup at the best K for this acceptance."""
-    return outlook.speedup(best_drafting_k(outlook))
-
-
 def best_drafting_k(outlook: Outlook) -> int:
     """Return the best K above 0; the choice K = 0 is reported separately."""
     return max(range(1, MAX_K + 1), key=outlook.speedup)
@@ -241,7 +236,7 @@ def less(saved: Callable[[int, Outlook], float]) -> Rule:
 
 
 EFFECTS: dict[Effect, Rule] = {
-    "best_k": at_best_k,
+    "best_k": lambda evidence, found, outlook: outlook.speedup(best_drafting_k(outlook)),
     "off": lambda evidence, found, outlook: 1.0,
     "reference_acceptance": with_reference,
     "as_before": as_before,

@@ -93,7 +93,9 @@ def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         line = f"{test.how} (about {test.minutes:g} min)"
         yield Section(heading=f"Next test: {test.name}", lines=(line,))
     for number, ranked in enumerate(diagnosis.causes, start=1):
-        yield Section(heading=cause_heading(number, ranked), lines=tuple(cause_words(ranked)))
+        scored = ranked.scored
+        heading = f"{number}. {scored.cause.label} (score {scored.score:.2f})"
+        yield Section(heading=heading, lines=tuple(cause_words(ranked)))
     found = diagnosis.attribution
     if found is not None:
         yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
@@ -173,11 +175,6 @@ def what_if(found: Attribution) -> Iterator[str]:
     """List the speedups that would result if one part of the cost were ideal."""
     for other in found.counterfactuals:
         yield f"{other.speedup:5.2f}x  if {other.name}"
-
-
-def cause_heading(number: int, ranked: RankedCause) -> str:
-    """Return rank, label and score of a cause."""
-    return f"{number}. {ranked.scored.cause.label} (score {ranked.scored.score:.2f})"
 
 
 def cause_words(ranked: RankedCause) -> Iterator[str]:

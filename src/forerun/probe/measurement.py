@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
+from typing import Any
 
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.probe.config import (
@@ -23,7 +23,6 @@ from forerun.probe.pair import LoadedPair, ModelFacts, num_threads_of, setup_of
 from forerun.probe.profile import MeasuredCell, Profile, ReadLimit
 from forerun.probe.rigs import EngineRig, HeadRig, PassRig, head_prefixes, prefixes
 from forerun.probe.rounds import (
-    Bandwidth,
     Rig,
     Samples,
     Stopwatch,
@@ -262,31 +261,29 @@ def measure_pair(
     rounds = measure(rigs(pair, config, stopwatch), config, clock, notify)
     # The machine's best: it may have been busy the first time.
     after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
+    best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
     return Profile(
         target=target.name,
         draft=draft.name,
         setup=setup_of(pair, target, draft),
         provenance=collect({fact.name: fact.content_hash for fact in facts}, num_threads).to_dict(),
-        limit=read_limit(before, after, target, draft),
+        limit=ReadLimit(
+            bytes_per_s=best.bytes_per_s,
+            buffer_bytes=best.buffer_bytes,
+            target_bytes=target.pass_bytes,
+            draft_bytes=draft.pass_bytes,
+            kv_token_bytes=target.kv_token_bytes,
+        ),
         left_out=rounds.left_out,
         stable=rounds.stable,
         **estimates_of(rounds.samples),
     )
 
 
-class SampleEstimates(TypedDict):
-    """Fields of a profile that are computed from its samples."""
-
-    measured: tuple[MeasuredCell, ...]
-    greedy: CostTable
-    sampled: CostTable
-    reading: ReadingCost | None
-
-
-def estimates_of(samples: Samples) -> SampleEstimates:
-    """Compute estimates from samples; machine drift is divided out round by round."""
+def estimates_of(samples: Samples) -> dict[str, Any]:
+    """Return the fields of a profile that samples decide; drift is divided out round by round."""
     found = estimates(samples)
-    return SampleEstimates(
+    return dict(
         measured=tuple(
             MeasuredCell(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
             for cell, visits in samples.items()
@@ -337,17 +334,3 @@ def draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> I
         yield rig(list(chain_cells(config, context, catches_up=catches_up)), prefix)
     if config.read:
         yield rig(list(read_cells(config, Quantity.DRAFT_READ)), found[shortest])
-
-
-def read_limit(
-    before: Bandwidth, after: Bandwidth, target: ModelFacts, draft: ModelFacts
-) -> ReadLimit:
-    """Return the higher of two read rates, with the bytes that a pass of each model reads."""
-    best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
-    return ReadLimit(
-        bytes_per_s=best.bytes_per_s,
-        buffer_bytes=best.buffer_bytes,
-        target_bytes=target.pass_bytes,
-        draft_bytes=draft.pass_bytes,
-        kv_token_bytes=target.kv_token_bytes,
-    )

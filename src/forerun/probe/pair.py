@@ -172,11 +172,13 @@ def facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
 
 def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> ProfileSetup:
     """Return machine, models and settings of a measurement in this process."""
+    device = pair.target.device
+    gpu = f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else None
     return ProfileSetup(
         cpu=cpu_model(),
         num_cores=num_cores(),
         num_threads=num_threads_of(pair.engine),
-        device=device_name(pair.target.device),
+        device=gpu or device.type,
         dtype=target.dtype,
         target_runner=type(pair.target).__name__,
         draft_runner=type(pair.draft).__name__,
@@ -188,10 +190,3 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
 def num_threads_of(engine: EngineConfig) -> int:
     """Return the number of threads used in passes."""
     return engine.num_threads or torch.get_num_threads()
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a device; it is "cpu" for every CPU."""
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return device.type

@@ -55,7 +55,10 @@ class Stopwatch:
 
     def now_s(self) -> float:
         """Return the time once the device has finished all queued work."""
-        synchronise(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         return self.clock()
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -63,14 +66,6 @@ class Stopwatch:
         start_s = self.now_s()
         work()
         return self.now_s() - start_s
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished all queued work; without effect on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 class TimedModel(ObservedModel):

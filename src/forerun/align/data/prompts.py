@@ -171,7 +171,8 @@ def learned_text(
             continue
         ids += tokenizer.encode(whole[done : len(asked)], add_special_tokens=False)
         answer = tokenizer.encode(whole[len(asked) : len(answered)], add_special_tokens=False)
-        length = length_to_end(answer, tokenizer.eos_token_id)
+        eos = tokenizer.eos_token_id  # a line end may follow it
+        length = answer.index(eos) + 1 if eos in answer else len(answer)
         spans.append((len(ids), len(ids) + length))
         ids += answer
         done = len(answered)
@@ -181,10 +182,3 @@ def learned_text(
             "tokens cannot be found; give prompts without answers"
         )
     return ids, spans
-
-
-def length_to_end(answer: Sequence[int], eos_token_id: int | None) -> int:
-    """Return the number of tokens through the end token, without a line end that follows it."""
-    if eos_token_id in answer:
-        return answer.index(eos_token_id) + 1
-    return len(answer)

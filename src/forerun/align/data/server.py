@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -19,7 +19,6 @@ import httpx
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.responses import Response, ResponseStore, seed_of
-from forerun.align.data.sample import TopLogprobs
 from forerun.align.progress import OnProgress
 from forerun.engine.endpoint import BrokenReply, Endpoint, client_for, sampling_fields
 from forerun.errors import InvalidRequest, ServerUnavailable
@@ -92,17 +91,20 @@ def response_of(
     if known_ids is None:
         known_ids = encoded(text, choice, params, tokenizer)
         places = None
-    elif not spells(known_ids, text, tokenizer):
+    # Servers differ in how they write spaces at the ends and characters that are cut off, and a
+    # stop string may have been removed.
+    elif not squeezed(tokenizer.decode(known_ids)).startswith(squeezed(text)):
         raise InvalidRequest(
             f"the server's tokens {known_ids[:8]} are not this tokenizer's way to write "
             f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
         )
+    tops = tuple(top for _, top in places or ())
     return Response(
         prompt_hash=prompt_hash,
         index=index,
         token_ids=tuple(known_ids),
         finish_reason=finish_reason,
-        top_logprobs=None if places is None else tops_of(places, len(known_ids)),
+        top_logprobs=tops if places and len(tops) == len(known_ids) and all(tops) else None,
     )
 
 
@@ -180,12 +182,6 @@ def ids_of(choice: Mapping[str, Any], places: Sequence[Place] | None) -> list[in
     return None if places is None else [token for token, _ in places]
 
 
-def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
-    """Return the top log-probabilities of every position; None if a position has none."""
-    tops = tuple(top for _, top in places)
-    return tops if len(tops) == num_tokens and all(tops) else None
-
-
 def encoded(
     text: str, choice: Mapping[str, Any], params: SamplingParams, tokenizer: Tokenizer
 ) -> list[int]:
@@ -195,14 +191,6 @@ def encoded(
     if by_itself and not params.stop and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     return ids
-
-
-def spells(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
-    """Whether tokens decode to a text, from which a stop string may have been removed.
-
-    Servers differ in how they write spaces at the ends and characters that are cut off.
-    """
-    return squeezed(tokenizer.decode(ids)).startswith(squeezed(text))
 
 
 def squeezed(text: str) -> str:
@@ -343,7 +331,9 @@ def write_responses_from(
             num_done += 1
             on_progress(num_done, num_all)
     except (InvalidRequest, ServerUnavailable, KeyboardInterrupt) as error:
-        add_finished(asked, store)
+        for finished in asked:
+            if finished.done() and not finished.cancelled() and finished.exception() is None:
+                store.add(finished.result())
         kept = f"{len(store)} responses are kept in {store.path}: run again to go on"
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -351,10 +341,3 @@ def write_responses_from(
     finally:
         server.closing.set()
         executor.shutdown(wait=False, cancel_futures=True)
-
-
-def add_finished(asked: Sequence[Future[Response]], store: ResponseStore) -> None:
-    """Store the responses that were complete when another request failed."""
-    for response in asked:
-        if response.done() and not response.cancelled() and response.exception() is None:
-            store.add(response.result())

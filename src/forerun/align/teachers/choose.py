@@ -87,7 +87,9 @@ def make_teacher(
     if kind == "model":
         return ModelTeacher(load(source), source.sampling)
     if kind == "hidden":
-        return hidden_teacher(config, source)
+        settings = {"dtype": str(state_dtype(source))}
+        filler = filler_of("hidden", settings, state_sizes(source), config, source)
+        return HiddenTeacher(filler=filler, sampling=source.sampling, device=probs_device(source))
     if kind == "top-k":
         return TopKTeacher(sampling=source.sampling, device=probs_device(source))
     return sampled_teacher(config, source)
@@ -117,13 +119,6 @@ def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Tea
         return "hidden"
     logger.warning("hidden states would not fit %s: the target is rerun instead", source.cache_dir)
     return "model"
-
-
-def hidden_teacher(config: TeacherConfig, source: TeacherSource) -> HiddenTeacher:
-    """Build the teacher over cached hidden states."""
-    settings = {"dtype": str(state_dtype(source))}
-    filler = filler_of("hidden", settings, state_sizes(source), config, source)
-    return HiddenTeacher(filler=filler, sampling=source.sampling, device=probs_device(source))
 
 
 def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
@@ -166,7 +161,8 @@ def feature_teacher(
         InvalidRequest: such a teacher has no features.
     """
     check_feature_teacher(config.teacher)
-    source = replace(source, sampling=at_temperature(source.sampling))
+    if source.sampling.greedy:
+        source = replace(source, sampling=replace(source.sampling, temperature=1.0))
     sizes = state_sizes(source, len(layers))
     fits = sizes.total_bytes(sum(len(sample.token_ids) for sample in samples)) <= allowed_bytes(
         source.cache_dir, config.max_cache_bytes
@@ -189,11 +185,6 @@ def check_feature_teacher(kind: TeacherKind) -> None:
             f'an attached head reads the target\'s hidden states, which teacher "{kind}" does not '
             'have; use "hidden", "model" or "auto"'
         )
-
-
-def at_temperature(sampling: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters for training heads, with temperature 1 instead of 0."""
-    return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
 def filler_of(

@@ -11,11 +11,9 @@ come from one pass, made in every training step or once for a cache.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import TargetDistribution, deployed_distribution
-from forerun.align.teachers.base import TeacherRows, sample_runs
+from forerun.align.teachers.base import sample_runs
 from forerun.align.teachers.cache import CacheFiller, full_disk_named, key_of
 from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
 from forerun.cache import find_cached, write_cached
@@ -33,7 +31,6 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = [
     "CachedFeatures",
-    "FeatureTeacherRows",
     "HiddenTeacher",
     "ModelTeacher",
     "OnlineFeatures",
@@ -174,21 +171,8 @@ def read_head(folder: Path) -> TargetHead | None:
     return TargetHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)
 
 
-@runtime_checkable
-class FeatureTeacherRows(TeacherRows, Protocol):
-    """Distributions at the learned rows of a batch, and hidden states of all its rows."""
-
-    @property
-    def features(self) -> Float[Tensor, "rows width layers hidden"]:
-        """The residual stream at the input of each selected layer."""
-
-    @property
-    def last(self) -> Float[Tensor, "rows width hidden"]:
-        """The last hidden state, after the final norm."""
-
-
 class FeaturesOfRows(HeadRows):
-    """Distributions and features of a batch, from given hidden states; see `FeatureTeacherRows`.
+    """Distributions and features of a batch, from given hidden states.
 
     Args:
         states: of the layers in order, then the last one.
@@ -267,7 +251,11 @@ class CachedFeatures:
             InvalidCache: the folder holds the cache of something else.
         """
         whole = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
-        read = partial(learned_states, layers=self._layers)
+
+        def read(target: TargetModel, batch: PackedBatch) -> Float[Tensor, "learned states hidden"]:
+            states = target.layer_states(batch, self._layers)
+            return states[batch.predicts.to(states.device)]
+
         target = self._filler.fill(whole, states_column, read)
         self._head = find_head(self._filler, target).to(self._device)
         self._keys = [key_of(sample) for sample in whole]
@@ -281,7 +269,9 @@ class CachedFeatures:
         assert self._head is not None, "prepare comes first"
         shape = (*batch.ids.shape, len(self._layers) + 1, self._head.width)
         states = torch.zeros(shape, dtype=self._head.weight.dtype)
-        for row, start, index in texts_in(batch):
+        starts = (batch.positions == 0) & (batch.samples >= 0)  # of texts, not of padding
+        for row, start in starts.nonzero().tolist():
+            index = int(batch.samples[row, start])
             found = self._filler.cache.read(self._keys[index])[STATES]
             states[row, start : start + len(found)] = found
         return FeaturesOfRows(
@@ -290,18 +280,3 @@ class CachedFeatures:
             head=self._head,
             sampling=self._sampling,
         )
-
-
-def learned_states(
-    target: TargetModel, batch: PackedBatch, *, layers: tuple[int, ...]
-) -> Float[Tensor, "learned states hidden"]:
-    """Return the cached last hidden states at the learned rows of a batch."""
-    states = target.layer_states(batch, layers)
-    return states[batch.predicts.to(states.device)]
-
-
-def texts_in(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
-    """Yield row, first column and sample of every text in a batch, without padding."""
-    starts = (batch.positions == 0) & (batch.samples >= 0)
-    for row, start in starts.nonzero().tolist():
-        yield row, start, int(batch.samples[row, start])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -39,11 +39,6 @@ from forerun.models.tokenizers import check_vocabularies
 __all__ = ["Draft", "DraftConfig", "TrainedDraft", "load_draft"]
 
 
-DraftRows = Callable[[Any, PackedBatch], tuple[Float[Tensor, "learned hidden"], DraftHead]]
-"""How a kind of draft reads a batch: its hidden states at the learned rows, and its output head.
-All else in training is the same for every kind of draft."""
-
-
 def causal_rows(
     model: Any, batch: PackedBatch
 ) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
@@ -63,12 +58,11 @@ class DraftLoss(nn.Module):
     also why this class has no `get_output_embeddings`: Accelerate would shard the head by itself.
 
     Args:
-        model: the draft, of the kind that `read_rows` reads.
+        model: the draft, a decoder of transformers.
         objective: what is minimised.
         temperature: the one the draft is deployed at; decides which acceptance is reported.
         weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
             length; None weighs all alike.
-        read_rows: how this kind of draft reads a batch.
     """
 
     def __init__(
@@ -77,14 +71,12 @@ class DraftLoss(nn.Module):
         objective: Objective,
         temperature: float,
         weighed_for: int | None = None,
-        read_rows: DraftRows = causal_rows,
     ) -> None:
         super().__init__()
         self.model: Any = model
         self.objective = objective
         self.temperature = temperature
         self.weighed_for = weighed_for
-        self.read_rows = read_rows
         # Accelerate reads here which layers to shard one by one.
         self._no_split_modules = list(model._no_split_modules or ())
 
@@ -100,7 +92,7 @@ class DraftLoss(nn.Module):
         Returns:
             The loss, differentiable, and the acceptance probability (alpha), 0 without a teacher.
         """
-        hidden, head = self.read_rows(self.model, batch)
+        hidden, head = causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.weighed_for is not None:
             rows = self._weighed(rows, head, batch, self.weighed_for)
@@ -171,15 +163,14 @@ class TrainedDraft(Protocol):
 class Draft:
     """A draft model under training; see `TrainedDraft`."""
 
-    def __init__(self, config: DraftConfig, model: Any, read_rows: DraftRows = causal_rows) -> None:
+    def __init__(self, config: DraftConfig, model: Any) -> None:
         self.config = config
         self.model = model
-        self.read_rows = read_rows
 
     def loss(self, objective: Objective, config: AlignConfig) -> DraftLoss:
         """Return the loss that is minimised."""
         k = config.evaluation.num_speculative_tokens if config.objective.length_aware else None
-        return DraftLoss(self.model, objective, config.draft_temperature, k, self.read_rows)
+        return DraftLoss(self.model, objective, config.draft_temperature, k)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face folder in bf16: weights, configuration and the target's tokenizer.

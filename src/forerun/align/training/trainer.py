@@ -15,7 +15,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW, Optimizer
 
 from forerun.align.config import TrainingConfig
+from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch
 from forerun.align.progress import StepMetrics
 from forerun.align.teachers.base import Teacher
@@ -130,14 +131,6 @@ FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """Settings that may change between a run and its continuation: the steps stay what they are."""
 
 
-@runtime_checkable
-class RowSource(Protocol):
-    """An endless stream of packed rows, such as `Packing`."""
-
-    def batch(self, first_row: int, num_rows: int) -> PackedBatch:
-        """Return the rows from `first_row` on; any process may read any rows."""
-
-
 class Trainer:
     """Trains a draft on this process's share of every step's rows.
 
@@ -201,7 +194,7 @@ class Trainer:
         )
         return self.step
 
-    def run(self, rows: RowSource, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
+    def run(self, rows: Packing, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
         """Train until the given number of steps is done, and write a checkpoint.
 
         Raises:

@@ -285,7 +285,8 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
         reading.num_lines += 1
         is_metric = is_metric_line(line) or metrics.metrics.num_samples > 0
         known = (is_metric and metrics.read(line)) or read_object(line, documents)
-        if not known and is_worth_reading(line):
+        lowered = line.lower()
+        if not known and any(word in lowered for word in WORDS):
             known = any(reader.read(line) for reader in readers)
         reading.num_unknown += not known
         if reading.num_lines % CHECKED_LINES == 0 and time.monotonic() > deadline:
@@ -301,12 +302,6 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
             "differ, the first one's figures are used: give each engine a source of its own"
         )
     return evidence
-
-
-def is_worth_reading(line: str) -> bool:
-    """Whether a line contains a keyword of any reader."""
-    lowered = line.lower()
-    return any(word in lowered for word in WORDS)
 
 
 ENGINES = frozenset({"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})

@@ -21,7 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import IncompatibleDraft
 from forerun.models.base import LanguageModel, LayeredModel
 from forerun.models.checkpoint import read_checkpoint, template_hash
-from forerun.models.draft_card import CardFigures, DraftCard, identify, read_card
+from forerun.models.draft_card import DraftCard, identify, read_card
 from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tokenizers import check_vocabularies
 from forerun.probe.config import ProbeConfig, ProfileCell, Quantity
@@ -102,18 +102,13 @@ def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float,
     if card is None:
         return
     for temperature, alpha in found:
-        stated = figures_at(card, temperature)
+        stated = next((f for f in card.after if math.isclose(f.temperature, temperature)), None)
         expected = None if stated is None else stated.acceptance_probability
         if expected is not None and expected.estimate > 0.0:
             words = f"{alpha:.3f} found by replay, {expected.estimate:.3f} on the card"
             source = f"{words}, at temperature {temperature:g}"
             evidence.add("card_ratio", alpha / expected.estimate, source)
             return
-
-
-def figures_at(card: DraftCard, temperature: float) -> CardFigures | None:
-    """Return the figures of a draft's card at one temperature."""
-    return next((f for f in card.after if math.isclose(f.temperature, temperature)), None)
 
 
 def evidence_of_misfit(error: IncompatibleDraft) -> Evidence:

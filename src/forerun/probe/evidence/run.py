@@ -139,7 +139,9 @@ def probe_engine(
         means = [(temperature, fmean(alphas)) for temperature, alphas in found if alphas]
         add_card_ratio(evidence, probed.draft_folder, means)
     notify("the target as its own draft", 0.8)
-    probe_self(evidence, probed, ids, asked, config)
+    itself = probed.self_drafting or drafting_for_itself(probed.engine)
+    if itself is not None and (num := config.num_self_prompts):
+        add_self_draft(evidence, itself, ids[:num], asked[:num], config.num_self_tokens)
     notify("costs of passes", 0.9)
     if config.costs_s:
         add_step_costs(evidence, plain)
@@ -247,20 +249,6 @@ def probe_sampled(
         for request in taped:
             tally.add(request, replay(request, engine.target, draft, engine.eos_token_ids))
     return tally
-
-
-def probe_self(
-    evidence: Evidence,
-    probed: ProbedEngine,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    config: EvidenceConfig,
-) -> None:
-    """Collect evidence with the target as its own draft."""
-    engine = probed.self_drafting or drafting_for_itself(probed.engine)
-    num = config.num_self_prompts
-    if engine is not None and num:
-        add_self_draft(evidence, engine, prompts[:num], params[:num], config.num_self_tokens)
 
 
 def probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig) -> None:

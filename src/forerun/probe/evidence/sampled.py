@@ -107,7 +107,8 @@ class SampledTally:
                 continue
             probs, tokens = found
             # Coupled drafts meet the noise of a position again after a rejection: the first not.
-            once = 1 if is_coupled(step) else len(tokens)
+            coupled = step.proposal is not None and step.proposal.choice is Choice.COUPLED
+            once = 1 if coupled else len(tokens)
             drawn.append((probs[:once], tokens[:once]))
             start = step.record.context_tokens - request.num_prompt
             if start < replayed.num_read:
@@ -276,11 +277,6 @@ def sampled_chain(
     if proposal is None or proposal.draft_probs is None or not proposal.tree.is_chain:
         return None
     return proposal.draft_probs.float().to(device), proposal.tokens.to(device)
-
-
-def is_coupled(step: TapedStep) -> bool:
-    """Whether the draft was sampled with the target's noise."""
-    return step.proposal is not None and step.proposal.choice is Choice.COUPLED
 
 
 def decided(p_value: float) -> bool | None:

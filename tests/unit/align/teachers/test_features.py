@@ -11,7 +11,7 @@ from tests.unit.align.teachers.conftest import all_rows, caching, expected_logit
 
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import feature_teacher
-from forerun.align.teachers.hidden import FeatureTeacherRows, OnlineFeatures
+from forerun.align.teachers.hidden import FeaturesOfRows, OnlineFeatures
 from forerun.align.teachers.target import adopt_target, embedding_table
 from forerun.errors import CacheTooLarge, InvalidRequest, UnsupportedFeatures
 from forerun.sampling.config import SamplingParams
@@ -68,7 +68,7 @@ def test_a_cache_gives_what_the_target_gives(kind, on_disk):
     assert isinstance(teacher, Teacher)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    assert isinstance(rows, FeatureTeacherRows)
+    assert isinstance(rows, FeaturesOfRows)
     check(on_disk.network, packing, batch, rows)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.align.config import ObjectiveConfig
 from forerun.align.data.sample import PackedBatch
 from forerun.align.objectives import make_objective
-from forerun.align.training.chunked import DraftHead, length_weights
+from forerun.align.training.chunked import length_weights
 from forerun.align.training.draft import DraftLoss
 
 TRAINED = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt-neox", "olmo2", "phi3"]
@@ -94,24 +94,3 @@ def test_rows_are_weighed_by_their_share_of_the_length() -> None:
     assert float(weights.max()) > 1.01
     assert loss.item() == pytest.approx(float((weights * losses).sum()), rel=1e-4)
     assert float(alpha) == pytest.approx(float(alphas.sum()), rel=1e-4)
-
-
-def test_another_kind_of_draft_reads_its_rows_in_its_own_way() -> None:
-    """Rows and head of a draft without a decoder: an embedding of the last token."""
-    embedding = torch.nn.Embedding(tiny.VOCAB_SIZE, 4)
-    embedding._no_split_modules = []
-    weight = torch.nn.Parameter(torch.ones(tiny.VOCAB_SIZE, 4))
-
-    def read_rows(model: torch.nn.Embedding, batch: PackedBatch) -> tuple[torch.Tensor, DraftHead]:
-        return model(batch.ids)[batch.predicts], DraftHead(weight=weight)
-
-    module = DraftLoss(
-        embedding, make_objective(ObjectiveConfig(objective="ce"), 1.0), 1.0, None, read_rows
-    )
-    packed = batch()
-    loss, _ = module(packed, None)
-    loss.backward()
-    assert embedding.weight.grad is not None
-    num_learned = int(packed.predicts.sum())
-    expected = num_learned * torch.log(torch.tensor(float(tiny.VOCAB_SIZE)))
-    torch.testing.assert_close(loss.detach(), expected)
