@@ -21,7 +21,7 @@ from lab.run import FaultRun, run_fault
 from lab.setups import Fault
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.facts_file import facts_document
+from forerun.diagnose.readers.documents import facts_document
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.run import ProbedEngine, probe_engine
 

@@ -18,7 +18,7 @@ from lab.setups import Fault
 from matplotlib.patches import Rectangle
 
 from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.facts_file import read_facts
+from forerun.diagnose.readers.documents import read_facts
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect

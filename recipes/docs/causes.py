@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from facts_schema import SCHEMA_PATH, described, schema
+
 from forerun.diagnose.causes import CAUSES, EXPERIMENTS, Cause, Sign
 from forerun.diagnose.evidence import GROUPS
-from forerun.diagnose.readers.facts_file import SCHEMA_PATH, described, schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
 BEGIN, END = "<!-- causes: python recipes/docs/causes.py -->\n", "<!-- end of causes -->\n"

@@ -328,9 +328,7 @@ def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
         reach = [[speed.estimate - speed.low], [speed.high - speed.estimate]]
         axes.barh(row, speed.estimate, color=colour(row), height=0.6)
         axes.errorbar(speed.estimate, row, xerr=reach, color="black", capsize=4, linewidth=1)
-        label = (
-            "baseline" if row == 0 else f"{ratio.estimate:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
-        )
+        found = f"{ratio.estimate:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
         axes.annotate(
             found if row else "baseline",
             (speed.high, row),

@@ -106,7 +106,7 @@ def run(options: ProbeOptions) -> int:
     config, params, draft = options.config, options.params, options.check()
 
     from forerun.atomic_write import atomic_write
-    from forerun.diagnose.readers.facts_file import facts_document
+    from forerun.diagnose.readers.documents import facts_document
 
     evidence = probed(options, draft, config, params)
     document = facts_document(evidence, f"forerun probe of {options.models.target} and {draft}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from forerun.diagnose.evidence import FACTS, Evidence
-from forerun.diagnose.readers.facts_file import SCHEMA_PATH, schema
+from forerun.diagnose.readers import documents
 from forerun.diagnose.readers.text import read_text
 from forerun.errors import ForerunError
 
+SCHEMA = Path(documents.__file__).with_name("facts.schema.json")
 YAML = """\
 # notes
 ---
@@ -66,7 +68,6 @@ def test_mistakes_are_named(text: str, message: str):
         read(text)
 
 
-def test_the_shipped_schema_is_current_and_knows_every_fact():
-    shipped = json.loads(SCHEMA_PATH.read_text())
-    assert shipped == json.loads(json.dumps(schema()))
+def test_the_shipped_schema_has_every_fact():
+    shipped = json.loads(SCHEMA.read_text())
     assert set(shipped["properties"]["facts"]["properties"]) == set(FACTS)

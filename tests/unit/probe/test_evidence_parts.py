@@ -12,7 +12,7 @@ from tests.unit.probe.planted import Clock, Costs, planted_pair
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.facts_file import facts_document, read_facts
+from forerun.diagnose.readers.documents import facts_document, read_facts
 from forerun.models.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.models import (

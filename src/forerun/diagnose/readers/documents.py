@@ -1,14 +1,106 @@
-"""Reads JSON objects of engines and the text output of benchmark clients."""
+"""Reads JSON documents of engines, the text output of benchmark clients, and facts files.
+
+A facts file holds facts as YAML or JSON:
+
+    forerun_facts: 1
+    source: notes of the on-call engineer
+    facts:
+      tokens_per_s: 61
+      tokens_per_s_plain: 70
+      output_differs: no
+      changed: [target]
+
+A value may also be an object with `value`, and optionally `source` and `interval` (two ends). The
+JSON Schema `facts.schema.json` beside this module says the same.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 
+from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, shown
 from forerun.diagnose.readers.engine_logs import num_draft_tokens_of
 from forerun.diagnose.readers.tally import NUMBER, Tally, matched_number
+from forerun.errors import InvalidRequest
+from forerun.theory.intervals import Interval
+from forerun.theory.record import Json
 
-__all__ = ["BenchmarkOutput", "Documents"]
+__all__ = ["FORMAT", "KEY", "BenchmarkOutput", "Documents", "facts_document", "read_facts"]
+
+
+FORMAT = 1
+KEY = "forerun_facts"
+
+
+def read_facts(document: Mapping[str, object], name: str) -> Evidence:
+    """Return the evidence of a parsed facts file.
+
+    Raises:
+        InvalidRequest: it is of a newer format, or holds no facts; a fact that is unknown or out of
+            range is named. A misspelled name must not be taken for a fact that was not observed.
+    """
+    version = document.get(KEY)
+    if version != FORMAT:
+        raise InvalidRequest(
+            f"{name} has facts format {shown(version)}; this forerun reads {FORMAT}"
+        )
+    facts = document.get("facts")
+    if not isinstance(facts, Mapping):
+        raise InvalidRequest(f"{name} has no object named facts")
+    given = document.get("source")
+    source = f"{name}: {given[:MAX_WORD]}" if isinstance(given, str) else name
+    evidence = Evidence(readings=[Reading(source=name, kinds={"facts"}, num_lines=len(facts))])
+    for key, value in facts.items():
+        try:
+            add_fact(evidence, str(key), value, source)
+        except ValueError as error:
+            raise InvalidRequest(f"{name}: {error}") from error
+    return evidence
+
+
+def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
+    """Return evidence as the content of a facts file for `read_facts`."""
+    facts: dict[str, Json] = {}
+    for fact in evidence:
+        value: Json = [*fact.value] if isinstance(fact.value, tuple) else fact.value
+        entry: dict[str, Json] = {"value": value, "source": fact.source[:MAX_WORD]}
+        if fact.interval is not None:
+            entry["interval"] = [fact.interval.low, fact.interval.high]
+        facts[fact.name] = entry
+    return {KEY: FORMAT, "source": source[:MAX_WORD], "facts": facts}
+
+
+def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
+    """Add one entry of a facts file, which is a value or an object with a value."""
+    if not isinstance(value, Mapping):
+        evidence.add(key, value, source)
+        return
+    if unknown := set(map(str, value)) - {"value", "source", "interval"}:
+        raise ValueError(f"{key} has unknown entries {', '.join(sorted(unknown))[:MAX_WORD]}")
+    own = value.get("source")
+    where = own[:MAX_WORD] if isinstance(own, str) else source
+    evidence.add(key, value.get("value"), where, interval_of(key, value))
+
+
+def interval_of(key: str, value: Mapping[str, object]) -> Interval | None:
+    """Check that the interval of a fact has two ends around its value."""
+    ends, estimate = value.get("interval"), value.get("value")
+    if ends is None:
+        return None
+    numbers = [estimate, *ends] if isinstance(ends, list) else []
+    if len(numbers) != 3 or not all(
+        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+    ):
+        raise ValueError(f"{key}: interval must be two numbers around a number")
+    try:
+        middle, low, high = (float(number) for number in numbers)
+    except OverflowError as error:
+        raise ValueError(f"{key}: interval has a number that is too large") from error
+    if not low <= middle <= high:
+        raise ValueError(f"{key}: interval {low:g} to {high:g} does not hold {middle:g}")
+    return Interval(estimate=middle, low=low, high=high)
+
 
 MAX_DEPTH = 12
 MAX_OBJECTS = 100_000
