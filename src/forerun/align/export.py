@@ -179,12 +179,6 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
     Files of `serving/` name folders of this machine and are not uploaded; the card has the same
     commands with the name of the repository.
 
-    Args:
-        serving: the pair, its draft in a folder.
-        repo: name of the repository, such as "me/my-draft"; made where it does not exist.
-        engines: whose commands the card shows.
-        api: of the hub; by default `huggingface_hub.HfApi()`, which reads the user's token.
-
     Returns:
         The address of the repository.
 

@@ -174,12 +174,6 @@ class BenchCell:
 class BenchComparison:
     """Runs a comparison; after an interrupt the results so far remain available.
 
-    Args:
-        config: what to compare.
-        prompts: texts to continue.
-        clock: seconds.
-        notify: called with a description of every stage.
-
     Attributes:
         trace: takes every measured request, unless None; set between `load` and `run`.
     """
@@ -247,11 +241,7 @@ class BenchComparison:
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
     def run(self, costs: Mapping[str, DraftCosts]) -> None:
-        """Measure every arm on every block of prompts and store the results; call `load` before.
-
-        Args:
-            costs: cost tables by draft, for predictions; drafts without one get none.
-        """
+        """Measure every arm on every block of prompts and store the results; call `load` before."""
         self.costs.update(costs)
         if self.config.controllers:
             adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)

@@ -124,10 +124,6 @@ def part_table(kind: str, records: Sequence[Record]) -> pa.Table:
 def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]:
     """Yield headers, steps, requests, and `Damage` for unreadable parts.
 
-    Args:
-        folder: of the trace.
-        without: folders whose whole parts are not read; what is missing among them is still named.
-
     Raises:
         OSError: the folder cannot be read.
     """

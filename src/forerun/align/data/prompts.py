@@ -40,11 +40,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
     Texts are continued as they are. Conversations go through the tokenizer's chat template and are
     continued with the assistant's last answer, which the record may have.
 
-    Args:
-        path: see `read_entries`.
-        tokenizer: of the target.
-        max_prompt_tokens: longer prompts lose their beginning, a start token excepted.
-
     Raises:
         InvalidRequest: something is malformed or empty, or there is no chat template; file and line
             are named.

@@ -124,10 +124,6 @@ def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
 
     Most decoders recognise packed rows by their positions, and windows are then counted within
     samples; the others get an attention mask.
-
-    Args:
-        batch: on the device of the decoder.
-        model_type: of its configuration.
     """
     inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
     if model_type in BLIND_TO_POSITIONS:

@@ -147,12 +147,6 @@ def predicted_speedup(
     The best of several K is flattered by the prompts it won on. So every second prompt chooses the
     K that the others are scored at, and the other way round.
 
-    Args:
-        prompts: judged at K = `max_k`.
-        table: of this draft's shape beside the target.
-        max_k: largest K to consider.
-        seed: decides the resamples.
-
     Returns:
         None where nothing was drafted, or the table is too rough to bound kappa from below.
     """

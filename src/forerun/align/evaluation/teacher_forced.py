@@ -190,14 +190,6 @@ def attached_acceptance(
     Row t of the head drafts token t + 2, so a prompt needs two tokens; of a shorter one the first
     token of the response is left out.
 
-    Args:
-        target: needs a free slot.
-        head: of the target.
-        prompt_ids: what the response answers, at least one token.
-        response_ids: the target's own text.
-        params: of the request.
-        eos_token_ids: the model's own.
-
     Returns:
         One probability per token of the response, as far as the target's context reaches.
     """

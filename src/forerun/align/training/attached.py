@@ -74,15 +74,7 @@ class GoldenText:
 
 
 class AttachedDraft:
-    """A head under training; see `TrainedDraft`.
-
-    Args:
-        config: of the alignment.
-        model: the head as it is trained.
-        feature_layers: layers of the target that it reads.
-        golden: for the rows that are kept beside an EAGLE-3 head; None where no text is long
-            enough.
-    """
+    """A head under training; see `TrainedDraft`."""
 
     def __init__(
         self,

@@ -85,10 +85,6 @@ class DraftLoss(nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Return loss and acceptance probability, summed over the learned rows of a batch.
 
-        Args:
-            batch: on the device of the model.
-            teacher_rows: the target's distributions; None for objectives that need no teacher.
-
         Returns:
             The loss, differentiable, and the acceptance probability (alpha), 0 without a teacher.
         """

@@ -250,14 +250,7 @@ def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
 
 
 def agrees(n: int, bonus: int, length: float, rate: float) -> bool:
-    """Whether accept length and rate of a line are consistent with n tokens verified per pass.
-
-    Args:
-        n: K + 1.
-        bonus: tokens of a pass that the rate leaves out, 0 or 1.
-        length: accept length that the line states.
-        rate: accept rate that the line states.
-    """
+    """Whether accept length and rate of a line are consistent with n tokens verified per pass."""
     predicted = (length - bonus) / (n - bonus)
     return length <= n + 0.005 and abs(predicted - rate) <= 0.005 + 0.006 / n
 
