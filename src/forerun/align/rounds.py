@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from accelerate import Accelerator
@@ -30,6 +30,7 @@ __all__ = ["DraftSelector", "Judgement", "RoundData"]
 logger = logging.getLogger("forerun.align")
 
 
+@dataclass(eq=False)
 class RoundData:
     """Provides the texts and the teacher of each training round.
 
@@ -37,20 +38,12 @@ class RoundData:
         feature_layers: layers of the target that an attached head reads.
     """
 
-    def __init__(
-        self,
-        config: AlignConfig,
-        accelerator: Accelerator,
-        workspace: Workspace,
-        phases: Phases,
-        texts: TrainingTexts,
-    ) -> None:
-        self.config = config
-        self.accelerator = accelerator
-        self.workspace = workspace
-        self.phases = phases
-        self.texts = texts
-        self.feature_layers: tuple[int, ...] = ()
+    config: AlignConfig
+    accelerator: Accelerator
+    workspace: Workspace
+    phases: Phases
+    texts: TrainingTexts
+    feature_layers: tuple[int, ...] = field(init=False, default=())
 
     @property
     def changes(self) -> bool:

@@ -250,6 +250,7 @@ ReadRows = Callable[[TargetModel, PackedBatch], Float[Tensor, "learned ..."]]
 """What a pass of the target gives for the learned rows of a batch."""
 
 
+@dataclass(kw_only=True, eq=False)
 class CacheFiller:
     """Fills a cache, and resumes where an earlier run was interrupted.
 
@@ -262,22 +263,12 @@ class CacheFiller:
         share: of the samples; all processes fill together.
     """
 
-    def __init__(
-        self,
-        *,
-        cache: RowCache,
-        load: Callable[[], TargetModel],
-        sizes: RowSizes,
-        max_bytes: int | None,
-        on_progress: OnProgress,
-        share: ProcessShare,
-    ) -> None:
-        self.cache = cache
-        self.load = load
-        self.sizes = sizes
-        self.max_bytes = max_bytes
-        self.on_progress = on_progress
-        self.share = share
+    cache: RowCache
+    load: Callable[[], TargetModel]
+    sizes: RowSizes
+    max_bytes: int | None
+    on_progress: OnProgress
+    share: ProcessShare
 
     def fill(
         self,

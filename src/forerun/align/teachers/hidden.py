@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -85,19 +85,17 @@ STATES = "states"
 """The column of a cache that holds hidden states."""
 
 
+@dataclass(kw_only=True, eq=False)
 class HiddenTeacher:
     """Teacher over cached hidden states; see `Teacher`."""
 
     truncated = False
 
-    def __init__(
-        self, *, filler: CacheFiller, sampling: SamplingParams, device: torch.device | str
-    ) -> None:
-        self._filler = filler
-        self._sampling = sampling
-        self._device = device
-        self._samples: Sequence[Sample] = ()
-        self._head: TargetHead | None = None
+    filler: CacheFiller
+    sampling: SamplingParams
+    device: torch.device | str
+    _samples: Sequence[Sample] = field(init=False, default=())
+    _head: TargetHead | None = field(init=False, default=None)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose hidden states are not cached.
@@ -106,8 +104,8 @@ class HiddenTeacher:
             CacheTooLarge: they would not fit, or the disk filled up.
             InvalidCache: the folder holds the cache of something else.
         """
-        target = self._filler.fill(samples, states_column)
-        self._head = find_head(self._filler, target).to(self._device)
+        target = self.filler.fill(samples, states_column)
+        self._head = find_head(self.filler, target).to(self.device)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> HeadRows:
@@ -117,12 +115,12 @@ class HiddenTeacher:
             InvalidCache: a row was not prepared.
         """
         assert self._head is not None, "prepare comes first"
-        cache, found = self._filler.cache, []
+        cache, found = self.filler.cache, []
         for index, rows in sample_runs(batch, self._samples):
             states = cache.read(key_of(self._samples[index]))[STATES]
             found.append(states[rows])
         hidden = torch.cat(found) if found else self._head.weight.new_empty(0, self._head.width)
-        return HeadRows(hidden=hidden.to(self._device), head=self._head, sampling=self._sampling)
+        return HeadRows(hidden=hidden.to(self.device), head=self._head, sampling=self.sampling)
 
 
 def states_column(
@@ -223,25 +221,18 @@ class OnlineFeatures(ModelTeacher):
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class CachedFeatures:
     """Teacher over cached hidden states of all rows; see `Teacher`."""
 
     truncated = False
 
-    def __init__(
-        self,
-        *,
-        filler: CacheFiller,
-        layers: tuple[int, ...],
-        sampling: SamplingParams,
-        device: torch.device | str,
-    ) -> None:
-        self._filler = filler
-        self._layers = layers
-        self._sampling = sampling
-        self._device = device
-        self._keys: list[str] = []
-        self._head: TargetHead | None = None
+    filler: CacheFiller
+    layers: tuple[int, ...]
+    sampling: SamplingParams
+    device: torch.device | str
+    _keys: list[str] = field(init=False, default_factory=list)
+    _head: TargetHead | None = field(init=False, default=None)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose features are not cached.
@@ -253,11 +244,11 @@ class CachedFeatures:
         whole = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
 
         def read(target: TargetModel, batch: PackedBatch) -> Float[Tensor, "learned states hidden"]:
-            states = target.layer_states(batch, self._layers)
+            states = target.layer_states(batch, self.layers)
             return states[batch.predicts.to(states.device)]
 
-        target = self._filler.fill(whole, states_column, read)
-        self._head = find_head(self._filler, target).to(self._device)
+        target = self.filler.fill(whole, states_column, read)
+        self._head = find_head(self.filler, target).to(self.device)
         self._keys = [key_of(sample) for sample in whole]
 
     def rows(self, batch: PackedBatch) -> FeaturesOfRows:
@@ -267,16 +258,16 @@ class CachedFeatures:
             InvalidCache: a row was not prepared.
         """
         assert self._head is not None, "prepare comes first"
-        shape = (*batch.ids.shape, len(self._layers) + 1, self._head.width)
+        shape = (*batch.ids.shape, len(self.layers) + 1, self._head.width)
         states = torch.zeros(shape, dtype=self._head.weight.dtype)
         starts = (batch.positions == 0) & (batch.samples >= 0)  # of texts, not of padding
         for row, start in starts.nonzero().tolist():
             index = int(batch.samples[row, start])
-            found = self._filler.cache.read(self._keys[index])[STATES]
+            found = self.filler.cache.read(self._keys[index])[STATES]
             states[row, start : start + len(found)] = found
         return FeaturesOfRows(
-            states=states.to(self._device),
+            states=states.to(self.device),
             batch=batch,
             head=self._head,
-            sampling=self._sampling,
+            sampling=self.sampling,
         )

@@ -17,6 +17,7 @@ Source: arXiv 2503.16870 on drawn ids; Kitagawa 1996 on equidistant draws.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -50,24 +51,17 @@ class SparseRows:
         return SparseDistribution(ids=self._whole.ids[rows], shares=self._whole.shares[rows])
 
 
+@dataclass(kw_only=True, eq=False)
 class SampledTeacher:
     """Teacher over cached token ids; see `Teacher`."""
 
     truncated = False
 
-    def __init__(
-        self,
-        *,
-        filler: CacheFiller,
-        sampling: SamplingParams,
-        num_ids: int,
-        device: torch.device | str,
-    ) -> None:
-        self._filler = filler
-        self._sampling = sampling
-        self._num_ids = num_ids
-        self._device = device
-        self._samples: Sequence[Sample] = ()
+    filler: CacheFiller
+    sampling: SamplingParams
+    num_ids: int
+    device: torch.device | str
+    _samples: Sequence[Sample] = field(init=False, default=())
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose token ids are not cached.
@@ -76,7 +70,7 @@ class SampledTeacher:
             CacheTooLarge: they would not fit, or the disk filled up.
             InvalidCache: the folder holds the cache of something else.
         """
-        self._filler.fill(samples, self._columns)
+        self.filler.fill(samples, self._columns)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
@@ -87,14 +81,14 @@ class SampledTeacher:
         """
         ids, shares = [], []
         for index, rows in sample_runs(batch, self._samples):
-            columns = self._filler.cache.read(key_of(self._samples[index]))
+            columns = self.filler.cache.read(key_of(self._samples[index]))
             own_ids, own_shares = padded(columns)
             ids.append(own_ids[rows])
             shares.append(own_shares[rows])
         width = max((part.shape[1] for part in ids), default=1)
         distribution = SparseDistribution(
-            ids=joined(ids, width, torch.int64).to(self._device),
-            shares=joined(shares, width, torch.float32).to(self._device),
+            ids=joined(ids, width, torch.int64).to(self.device),
+            shares=joined(shares, width, torch.float32).to(self.device),
         )
         return SparseRows(distribution)
 
@@ -106,10 +100,10 @@ class SampledTeacher:
         keys = torch.tensor([position_key(key, row) for row in range(len(hidden))])
         parts = []
         for rows in row_chunks(len(hidden), target.head.vocab_size):
-            distribution = deployed_distribution(target.head.logits(hidden[rows]), self._sampling)
+            distribution = deployed_distribution(target.head.logits(hidden[rows]), self.sampling)
             if isinstance(distribution, DenseDistribution):
                 offsets = uniform(keys[rows].to(distribution.target_probs.device))
-                parts.append(distinct(draw_ids(distribution.target_probs, offsets, self._num_ids)))
+                parts.append(distinct(draw_ids(distribution.target_probs, offsets, self.num_ids)))
             else:
                 parts.append(distinct(distribution.ids))
         ids, counts, sizes = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -179,18 +173,18 @@ def joined(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
+@dataclass(kw_only=True, eq=False)
 class TopKTeacher:
     """Teacher over log-probabilities in the samples; see `Teacher`."""
 
-    def __init__(self, *, sampling: SamplingParams, device: torch.device | str) -> None:
-        self._sampling = sampling
-        self._device = device
-        self._samples: Sequence[Sample] = ()
+    sampling: SamplingParams
+    device: torch.device | str
+    _samples: Sequence[Sample] = field(init=False, default=())
 
     @property
     def truncated(self) -> bool:
         """Whether probability mass is missing: always, unless decoding is greedy."""
-        return not self._sampling.greedy
+        return not self.sampling.greedy
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Check that the samples have log-probabilities; nothing is stored.
@@ -226,8 +220,8 @@ class TopKTeacher:
             best_first = sorted(tokens, key=lambda token: -token[1])
             ids[row, : len(tokens)] = torch.tensor([token for token, _ in best_first])
             logprobs[row, : len(tokens)] = torch.tensor([value for _, value in best_first])
-        shares = known_shares(logprobs, self._sampling).float()
-        distribution = SparseDistribution(ids=ids.to(self._device), shares=shares.to(self._device))
+        shares = known_shares(logprobs, self.sampling).float()
+        distribution = SparseDistribution(ids=ids.to(self.device), shares=shares.to(self.device))
         return SparseRows(distribution)
 
 

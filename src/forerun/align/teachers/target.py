@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 
+@dataclass(kw_only=True, eq=False)
 class TargetModel:
     """The target's decoder and its output head.
 
@@ -47,22 +48,12 @@ class TargetModel:
         device: where token ids go.
     """
 
-    def __init__(
-        self,
-        *,
-        body: nn.Module,
-        layers: nn.ModuleList,
-        head: TargetHead,
-        model_type: str,
-        max_positions: int,
-        device: torch.device,
-    ) -> None:
-        self.body = body
-        self.layers = layers
-        self.head = head
-        self.model_type = model_type
-        self.max_positions = max_positions
-        self.device = device
+    body: nn.Module
+    layers: nn.ModuleList
+    head: TargetHead
+    model_type: str
+    max_positions: int
+    device: torch.device
 
     @torch.no_grad()
     def hidden(self, batch: PackedBatch) -> Float[Tensor, "learned hidden"]:

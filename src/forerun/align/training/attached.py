@@ -73,20 +73,14 @@ class GoldenText:
     features: Float[Tensor, "tokens layers hidden"]
 
 
+@dataclass(eq=False)
 class AttachedDraft:
     """A head under training; see `TrainedDraft`."""
 
-    def __init__(
-        self,
-        config: AlignConfig,
-        model: UnrolledEagle3 | MedusaOverTarget,
-        feature_layers: tuple[int, ...],
-        golden: GoldenText | None = None,
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.feature_layers = feature_layers
-        self.golden = golden
+    config: AlignConfig
+    model: UnrolledEagle3 | MedusaOverTarget
+    feature_layers: tuple[int, ...]
+    golden: GoldenText | None = None
 
     def loss(self, objective: Objective, config: AlignConfig) -> PassLoss:
         """Return the loss that is minimised."""

@@ -148,6 +148,7 @@ class PassLoss(nn.Module):
         return torch.searchsorted(target_ids, following).clamp(max=len(target_ids) - 1)
 
 
+@dataclass(eq=False)
 class TeacherRowsByPosition:
     """Target distributions for training rows, several of which may learn the same position.
 
@@ -159,26 +160,23 @@ class TeacherRowsByPosition:
             probability is the one that the vocabulary allows.
     """
 
-    def __init__(
-        self, rows: TeacherRows, ranks: Int64[Tensor, " rows"], target_ids: Tensor | None
-    ) -> None:
-        self._rows = rows
-        self._ranks = ranks
-        self._target_ids = target_ids
+    rows: TeacherRows
+    ranks: Int64[Tensor, " rows"]
+    target_ids: Tensor | None
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._ranks)
+        return len(self.ranks)
 
     def distribution(self, rows: slice) -> DenseDistribution:
         """Return the distribution of some rows over the vocabulary of the head."""
-        ranks = self._ranks[rows]
+        ranks = self.ranks[rows]
         first, end = (int(ranks[0]), int(ranks[-1]) + 1) if len(ranks) else (0, 0)
-        found = self._rows.distribution(slice(first, end))
+        found = self.rows.distribution(slice(first, end))
         assert isinstance(found, DenseDistribution)  # heads are trained at a temperature above 0
         probs = found.target_probs
-        if self._target_ids is not None:
-            probs = probs[:, self._target_ids]
+        if self.target_ids is not None:
+            probs = probs[:, self.target_ids]
         return DenseDistribution(target_probs=probs[ranks - first])
 
 

@@ -309,6 +309,6 @@ def test_text_of_another_tokenizer_is_refused(make):
 def test_the_cache_knows_only_what_was_put(on_disk, make):
     teacher = make()
     teacher.prepare(texts(2))
-    cache: RowCache = teacher._filler.cache
+    cache: RowCache = teacher.filler.cache
     with pytest.raises(InvalidCache, match="was not prepared"):
         cache.read("0" * 16)
