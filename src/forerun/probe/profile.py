@@ -218,15 +218,11 @@ def write_profile(profile: Profile, path: Path) -> None:
         scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
 
 
-def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
-    """Read a profile.
-
-    Args:
-        path: what `write_profile` wrote.
-        expect: the set-up it is to be used in; None if it only has to be readable.
+def load_profile(path: Path) -> Profile:
+    """Read a profile that `write_profile` wrote.
 
     Raises:
-        InvalidProfile: the file cannot be read, is of a newer format, or is of another set-up.
+        InvalidProfile: the file cannot be read, or is of a newer format.
     """
     try:
         values = read_json(path)
@@ -242,14 +238,11 @@ def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
             "upgrade forerun, or profile again"
         )
     try:
-        profile = Profile.from_dict(values)
+        return Profile.from_dict(values)
     except (*MALFORMED, msgspec.ValidationError) as error:
         raise InvalidProfile(
             f"the profile {path} is damaged ({type(error).__name__}: {error}); profile again"
         ) from error
-    if expect is not None:
-        check_setup(profile, expect)
-    return profile
 
 
 def check_setup(profile: Profile, expect: ProfileSetup) -> None:

@@ -69,7 +69,7 @@ def file(tmp_path):
 
 def test_what_was_written_is_read(file):
     assert load_profile(file) == PROFILE
-    assert load_profile(file, expect=SETUP) == PROFILE
+    check_setup(PROFILE, SETUP)
 
 
 def test_the_table_above_has_every_field():
@@ -77,10 +77,10 @@ def test_the_table_above_has_every_field():
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_profile_of_another_set_up_is_refused_and_the_difference_named(file, name):
+def test_a_profile_of_another_set_up_is_refused_and_the_difference_named(name):
     expected = replace(SETUP, **{name: OTHERS[name]})
     with pytest.raises(InvalidProfile) as refusal:
-        load_profile(file, expect=expected)
+        check_setup(PROFILE, expected)
     said = str(refusal.value)
     assert f"{name} {getattr(SETUP, name)!r} instead of {OTHERS[name]!r}" in said
     assert not any(f"{other} " in said for other in OTHERS.keys() - {name})

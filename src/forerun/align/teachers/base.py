@@ -62,11 +62,18 @@ class Teacher(Protocol):
         several processes share that work, all of them must call.
 
         Raises:
-            CacheTooLarge: it would not fit; nothing is written then.
+            CacheTooLarge: it would not fit, and nothing is written; or the disk filled up.
+            InvalidCache: the folder holds the cache of something else.
+            InvalidRequest: a sample has ids that the target lacks, is too long for it, or lacks the
+                log-probabilities of a server.
         """
 
     def rows(self, batch: PackedBatch) -> TeacherRows:
-        """Return the distributions at the learned rows of a batch over prepared samples."""
+        """Return the distributions at the learned rows of a batch over prepared samples.
+
+        Raises:
+            InvalidCache: a row was not prepared.
+        """
 
 
 logger = logging.getLogger("forerun.preparation")

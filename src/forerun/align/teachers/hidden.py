@@ -66,11 +66,7 @@ class ModelTeacher:
         self._sampling = sampling
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Refuse samples that the target cannot read; nothing is stored.
-
-        Raises:
-            InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
-        """
+        """Refuse samples that the target cannot read; nothing is stored."""
         check_samples(samples, self._target)
 
     def rows(self, batch: PackedBatch) -> HeadRows:
@@ -98,22 +94,13 @@ class HiddenTeacher:
     _head: TargetHead | None = field(init=False, default=None)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose hidden states are not cached.
-
-        Raises:
-            CacheTooLarge: they would not fit, or the disk filled up.
-            InvalidCache: the folder holds the cache of something else.
-        """
+        """Run the target over the samples whose hidden states are not cached."""
         target = self.filler.fill(samples, states_column)
         self._head = find_head(self.filler, target).to(self.device)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> HeadRows:
-        """Return the distributions at the learned rows of a batch.
-
-        Raises:
-            InvalidCache: a row was not prepared.
-        """
+        """Return the distributions at the learned rows of a batch."""
         assert self._head is not None, "prepare comes first"
         cache, found = self.filler.cache, []
         for index, rows in sample_runs(batch, self._samples):
@@ -235,12 +222,7 @@ class CachedFeatures:
     _head: TargetHead | None = field(init=False, default=None)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose features are not cached.
-
-        Raises:
-            CacheTooLarge: they would not fit, or the disk filled up.
-            InvalidCache: the folder holds the cache of something else.
-        """
+        """Run the target over the samples whose features are not cached."""
         whole = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
 
         def read(target: TargetModel, batch: PackedBatch) -> Float[Tensor, "learned states hidden"]:
@@ -252,11 +234,7 @@ class CachedFeatures:
         self._keys = [key_of(sample) for sample in whole]
 
     def rows(self, batch: PackedBatch) -> FeaturesOfRows:
-        """Return features and distributions of a batch.
-
-        Raises:
-            InvalidCache: a row was not prepared.
-        """
+        """Return features and distributions of a batch."""
         assert self._head is not None, "prepare comes first"
         shape = (*batch.ids.shape, len(self.layers) + 1, self._head.width)
         states = torch.zeros(shape, dtype=self._head.weight.dtype)

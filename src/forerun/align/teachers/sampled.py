@@ -64,21 +64,12 @@ class SampledTeacher:
     _samples: Sequence[Sample] = field(init=False, default=())
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose token ids are not cached.
-
-        Raises:
-            CacheTooLarge: they would not fit, or the disk filled up.
-            InvalidCache: the folder holds the cache of something else.
-        """
+        """Run the target over the samples whose token ids are not cached."""
         self.filler.fill(samples, self._columns)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        """Return the distributions at the learned rows of a batch.
-
-        Raises:
-            InvalidCache: a row was not prepared.
-        """
+        """Return the distributions at the learned rows of a batch."""
         ids, shares = [], []
         for index, rows in sample_runs(batch, self._samples):
             columns = self.filler.cache.read(key_of(self._samples[index]))
@@ -187,11 +178,7 @@ class TopKTeacher:
         return not self.sampling.greedy
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Check that the samples have log-probabilities; nothing is stored.
-
-        Raises:
-            InvalidRequest: a sample does not, or not for every learned token.
-        """
+        """Check that the samples have log-probabilities; nothing is stored."""
         for sample in samples:
             given = sample.top_logprobs
             if given is None or len(given) != sample.num_learned or not all(given):
@@ -203,11 +190,7 @@ class TopKTeacher:
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        """Return the distributions at the learned rows of a batch.
-
-        Raises:
-            InvalidCache: a row was not prepared.
-        """
+        """Return the distributions at the learned rows of a batch."""
         named: list[tuple[tuple[int, float], ...]] = []
         for index, rows in sample_runs(batch, self._samples):
             given = self._samples[index].top_logprobs
