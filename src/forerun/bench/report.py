@@ -148,10 +148,6 @@ class BenchPrediction:
     reading_cost: float
     decode_speedup: Interval
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
-        return asdict(self)
-
 
 def predict(
     summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
@@ -283,7 +279,7 @@ class CellReport:
     def row(self, summary: ArmSummary) -> dict[str, object]:
         """Return one arm with its prediction."""
         prediction = self.predictions.get(summary.arm.name)
-        return as_row(summary) | {"predicted": prediction.to_dict() if prediction else None}
+        return as_row(summary) | {"predicted": asdict(prediction) if prediction else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

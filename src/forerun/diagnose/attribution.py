@@ -12,7 +12,7 @@ since K + 1 - tau = sum over i of (1 - beta_i), summed by parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from forerun.diagnose.evidence import Evidence
@@ -92,23 +92,13 @@ class Attribution:
 
     def to_dict(self) -> dict[str, Json]:
         """Return JSON-ready values by name."""
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "acceptance_length": self.acceptance_length,
-            "cycle_cost": self.cycle_cost,
-            "draft_cost": self.draft_cost,
-            "verify_cost": self.verify_cost,
-            "overhead": self.overhead,
-            "speedup": self.speedup,
-            "prefill_share": self.prefill_share,
-            "waterfall": [
-                {"name": part.name, "kind": part.kind, "plain_steps_per_token": part.cost}
-                for part in self.parts
-            ],
-            "counterfactuals": [
-                {"name": other.name, "speedup": other.speedup} for other in self.counterfactuals
-            ],
-        }
+        values = asdict(self) | {"speedup": self.speedup}
+        del values["parts"]
+        values["waterfall"] = [
+            {"name": part.name, "kind": part.kind, "plain_steps_per_token": part.cost}
+            for part in self.parts
+        ]
+        return values
 
 
 def attribute(evidence: Evidence) -> Attribution | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from forerun.diagnose.attribution import Attribution, attribute
@@ -42,7 +42,7 @@ class Change:
             "change": self.remedy.change,
             "price": self.remedy.price,
             "effect": self.remedy.effect,
-            "predicted": None if self.prediction is None else self.prediction.to_dict(),
+            "predicted": None if self.prediction is None else asdict(self.prediction),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -132,13 +132,7 @@ class Reading:
 
     def to_dict(self) -> dict[str, Json]:
         """Return JSON-ready values by name."""
-        return {
-            "source": self.source,
-            "kinds": tuple(sorted(self.kinds)),
-            "num_lines": self.num_lines,
-            "num_unknown": self.num_unknown,
-            "notes": tuple(self.notes),
-        }
+        return asdict(self) | {"kinds": tuple(sorted(self.kinds)), "notes": tuple(self.notes)}
 
 
 Points = tuple[tuple[str | float, float, float], ...]

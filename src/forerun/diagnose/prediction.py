@@ -9,7 +9,6 @@ from typing import Literal
 from forerun.diagnose.attribution import Attribution, survival_of
 from forerun.diagnose.evidence import Evidence
 from forerun.theory.cost import CostTable
-from forerun.theory.record import Json
 from forerun.theory.speedup import best_k, constant_acceptance_length
 
 __all__ = ["Effect", "Outlook", "Prediction", "add_predictions", "predict"]
@@ -88,15 +87,6 @@ class Prediction:
     gain: float
     basis: str
     num_speculative_tokens: int | None = None
-
-    def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
-        return {
-            "speedup": self.speedup,
-            "gain": self.gain,
-            "basis": self.basis,
-            "num_speculative_tokens": self.num_speculative_tokens,
-        }
 
 
 def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None = None) -> Outlook:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 
 from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, shown
 from forerun.diagnose.readers.engine_logs import num_draft_tokens_of
-from forerun.diagnose.readers.tally import NUMBER, Tally, matched_number
+from forerun.diagnose.readers.tally import NUMBER, LineReader, Tally, matched_number
 from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
@@ -277,13 +277,13 @@ POSITION = re.compile(r"^\s*Position (\d{1,2}):\s+" + NUMBER + r"\s*$")
 SUMMARY = re.compile(r"Throughput: " + NUMBER + r" token/s, Acceptance length: " + NUMBER)
 
 
-class BenchmarkOutput:
+class BenchmarkOutput(LineReader):
     """Reader of the tables of labels and values that benchmark clients print."""
 
     kind = "benchmark output"
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        super().__init__()
         self._rates: dict[int, float] = {}
 
     def read(self, line: str) -> bool:

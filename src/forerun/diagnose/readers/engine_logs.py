@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from forerun.diagnose.readers.tally import NUMBER, Tally, matched_number, numbers_in
+from forerun.diagnose.readers.tally import NUMBER, LineReader, Tally, matched_number, numbers_in
 
 __all__ = ["LlamaCppLog", "SglangLog", "SpecDecodingLog", "num_draft_tokens_of"]
 
@@ -47,7 +47,7 @@ SAME_RUN = 0.15
 """Acceptance of processes that serve one draft differs by less; they are averaged."""
 
 
-class SpecDecodingLog:
+class SpecDecodingLog(LineReader):
     """Reader of vLLM's log, and of LMDeploy's, which orders the same fields differently.
 
     Lines name the process that wrote them. Processes whose acceptance differs are separate runs:
@@ -55,7 +55,7 @@ class SpecDecodingLog:
     """
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        super().__init__()
         self.kind = "vLLM log"
         self._runs: dict[str, Tally] = {}
         self._old: tuple[float, float, float] | None = None
@@ -179,13 +179,13 @@ SGLANG_METHODS = {
 MAX_DRAFT_TOKENS = 64
 
 
-class SglangLog:
+class SglangLog(LineReader):
     """Reader of SGLang's scheduler lines and start-up arguments."""
 
     kind = "SGLang log"
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        super().__init__()
         self._pairs: list[tuple[float, float]] = []
         self._changes: list[tuple[int, int]] = []
 
@@ -271,13 +271,13 @@ EXAMPLE = re.compile(r"\bn_(draft|predict|drafted|accept) *= *(\d{1,12})")
 EXAMPLE_RATE = re.compile(r"\baccept *= *[0-9.]+%")
 
 
-class LlamaCppLog:
+class LlamaCppLog(LineReader):
     """Reader of logs of `llama-server`, `llama-speculative` and `llama-speculative-simple`."""
 
     kind = "llama.cpp log"
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        super().__init__()
         self._length: tuple[float, float] | None = None
         self._prompt_ms = self._eval_ms = self._eval_tokens = 0.0
         self._example: dict[str, float] = {}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from forerun.diagnose.readers.tally import MAX_POSITIONS, Tally, positive
+from forerun.diagnose.readers.tally import MAX_POSITIONS, LineReader, Tally, positive
 
 __all__ = ["Metrics", "PrometheusText", "is_metric_line", "metrics_of"]
 
@@ -133,11 +133,11 @@ def is_metric_line(line: str) -> bool:
     return line.startswith((*PREFIXES, "# HELP ", "# TYPE "))
 
 
-class PrometheusText:
+class PrometheusText(LineReader):
     """Reader of the Prometheus text format."""
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        super().__init__()
         self.metrics = Metrics()
         self.kind = "metrics"
 

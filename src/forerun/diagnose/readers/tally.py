@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from forerun.diagnose.evidence import Evidence
 
@@ -111,20 +110,18 @@ NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:[eE][-+]?[0-9]{1,2})?)"
 MAX_NUMBERS = 64
 
 
-@runtime_checkable
-class LineReader(Protocol):
-    """Reads the log lines of one format."""
+class LineReader:
+    """Reads the lines of one format, and sums up what they state."""
 
-    @property
-    def kind(self) -> str:
-        """The format's name."""
+    kind = ""
+    """The format's name."""
 
-    @property
-    def tally(self) -> Tally:
-        """Sums over the lines that were read."""
+    def __init__(self) -> None:
+        self.tally = Tally()
 
     def read(self, line: str) -> bool:
         """Read one line; False if it is of another format."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Add facts that depend on all lines, after the last line was read."""

@@ -16,7 +16,7 @@ from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.documents import KEY, BenchmarkOutput, Documents, read_facts
 from forerun.diagnose.readers.engine_logs import LlamaCppLog, SglangLog, SpecDecodingLog
 from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
-from forerun.diagnose.readers.tally import LineReader, Tally
+from forerun.diagnose.readers.tally import LineReader
 from forerun.errors import InvalidRequest, UnreadableInput
 
 __all__ = ["read_text"]
@@ -80,13 +80,10 @@ MAX_LENGTH = 400
 """What is said in words is said at once."""
 
 
-class Remarks:
+class Remarks(LineReader):
     """Reader of log messages of any engine that imply observations."""
 
     kind = "engine messages"
-
-    def __init__(self) -> None:
-        self.tally = Tally()
 
     def read(self, line: str) -> bool:
         """Read one line; False if it is of another format."""
@@ -99,20 +96,14 @@ class Remarks:
                     self.tally.set_fact(fact, True)
         return found
 
-    def close(self) -> None:
-        """Do nothing: every line was complete."""
-
 
 GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling acceptance avg")
 
 
-class TensorRtLlmLog:
+class TensorRtLlmLog(LineReader):
     """Reader of TensorRT-LLM's log, whose acceptance threshold disables drafting permanently."""
 
     kind = "TensorRT-LLM log"
-
-    def __init__(self) -> None:
-        self.tally = Tally()
 
     def read(self, line: str) -> bool:
         """Read one line; False if it is of another format."""
@@ -121,9 +112,6 @@ class TensorRtLlmLog:
         for name in ("speculation_off", "adaptive_k", "adaptive_stuck", "acceptance_low"):
             self.tally.set_fact(name, True)
         return True
-
-    def close(self) -> None:
-        """Do nothing: every line was complete."""
 
 
 MAX_BYTES = 1 << 26
@@ -316,7 +304,7 @@ def read_object(line: str, documents: Documents) -> bool:
         return False
 
 
-Concluding = LineReader | Documents | PrometheusText
+Concluding = LineReader | Documents
 
 
 def add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
