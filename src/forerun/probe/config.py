@@ -163,7 +163,7 @@ SHORTENED = frozenset({Quantity.TARGET_PASS, Quantity.TARGET_READ, Quantity.DRAF
 """What is measured up to the size that fits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ProfileCell:
     """One time to measure: quantity, batch size, context and size.
 
@@ -188,9 +188,7 @@ def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
     for batch in config.batches:
         for rows in config.rows:
             if batch * rows <= config.max_pass_rows:
-                yield ProfileCell(
-                    quantity=Quantity.TARGET_PASS, batch=batch, context=context, size=rows
-                )
+                yield ProfileCell(Quantity.TARGET_PASS, batch, context, rows)
 
 
 def chain_cells(
@@ -207,17 +205,15 @@ def chain_cells(
     rows = (1, 1 + config.drafted[-1]) if catches_up else (1,)
     for batch in config.batches:
         for size in rows:
-            yield ProfileCell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=size)
+            yield ProfileCell(Quantity.DRAFT_PASS, batch, context, size)
         for length in config.drafted:
-            yield ProfileCell(
-                quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length
-            )
+            yield ProfileCell(Quantity.DRAFT_CHAIN, batch, context, length)
 
 
 def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[ProfileCell]:
     """Yield passes of one model over prompt rows, at the shortest context."""
     for size in config.read:
-        yield ProfileCell(quantity=quantity, batch=1, context=config.contexts[0], size=size)
+        yield ProfileCell(quantity, 1, config.contexts[0], size)
 
 
 def step_cells(config: ProbeConfig) -> Iterator[ProfileCell]:
@@ -225,9 +221,7 @@ def step_cells(config: ProbeConfig) -> Iterator[ProfileCell]:
     for quantity in OVERHEAD_OF:
         for batch in config.batches:
             for k in (0, *config.drafted):
-                step = ProfileCell(
-                    quantity=quantity, batch=batch, context=config.contexts[0], size=k
-                )
+                step = ProfileCell(quantity, batch, config.contexts[0], k)
                 yield step
                 yield replace(step, quantity=OVERHEAD_OF[quantity])
 
@@ -251,5 +245,5 @@ def alike(one: ProfileCell, other: ProfileCell) -> bool:
 
 def sizes(cells: Iterable[ProfileCell], quantity: Quantity, batch: int, context: int) -> list[int]:
     """Return the measured sizes of one kind of cell in ascending order."""
-    wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=0)
+    wanted = ProfileCell(quantity, batch, context, 0)
     return sorted(c.size for c in cells if alike(c, wanted))

@@ -181,7 +181,7 @@ def readings(
     """Return the estimates of one kind by size, ascending."""
     result = {}
     for size in sizes(found, quantity, batch, context):
-        interval = found[ProfileCell(quantity=quantity, batch=batch, context=context, size=size)]
+        interval = found[ProfileCell(quantity, batch, context, size)]
         result[size] = CostReading(interval.estimate, (interval.high - interval.low) / 2)
     return result
 

@@ -150,7 +150,7 @@ class Profile:
 
     def seconds(self, quantity: Quantity, batch: int, context: int, size: int) -> Interval:
         """Return the estimate of one cell; raises KeyError if it was not measured."""
-        wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=size)
+        wanted = ProfileCell(quantity, batch, context, size)
         return {measured.cell: measured.seconds for measured in self.measured}[wanted]
 
     def among_work_s(self, batch: int) -> float:

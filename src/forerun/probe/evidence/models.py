@@ -217,14 +217,9 @@ def add_pass_costs(
         clock: seconds.
     """
     context = config.contexts[0]
-    target_cells = [
-        ProfileCell(quantity=Quantity.TARGET_PASS, batch=1, context=context, size=rows)
-        for rows in config.rows
-    ]
+    target_cells = [ProfileCell(Quantity.TARGET_PASS, 1, context, rows) for rows in config.rows]
     rigs = [rig_of(target, target_cells, context, clock)]
-    drafting = ProfileCell(
-        quantity=Quantity.DRAFT_CHAIN, batch=1, context=context, size=num_speculative_tokens
-    )
+    drafting = ProfileCell(Quantity.DRAFT_CHAIN, 1, context, num_speculative_tokens)
     if draft is not None and num_speculative_tokens:
         rigs.append(rig_of(draft, [drafting], context, clock))
     # The least of all times: a probe is short, and what else a machine does only adds.
