@@ -87,7 +87,11 @@ def plot_training(
     with picture(paths, width=9.0, height=3.4) as figure:
         left, right = figure.subplots(1, 2)
         draw_acceptance(left, steps, alphas)
-        draw_speedup(right, speedups)
+        right.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
+        right.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
+        right.set_ylabel("predicted speedup over plain decoding")
+        if not speedups:
+            right.annotate("no cost table", (0.5, 0.5), xycoords="axes fraction", ha="center")
         for axes in (left, right):
             axes.set_xlabel("optimiser steps")
 
@@ -110,12 +114,3 @@ def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[in
     axes.set_ylabel("acceptance probability (alpha)")
     axes.set_ylim(0, 1)
     axes.legend(loc="lower right")
-
-
-def draw_speedup(axes: Axes, speedups: Mapping[int, float]) -> None:
-    """Draw the predicted speedup at the best K, and a line at a speedup of 1."""
-    axes.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
-    axes.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
-    axes.set_ylabel("predicted speedup over plain decoding")
-    if not speedups:
-        axes.annotate("no cost table", (0.5, 0.5), xycoords="axes fraction", ha="center")

@@ -70,7 +70,10 @@ def add_observations(evidence: Evidence) -> None:
             evidence.note(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")
     add_unplaced_rate(evidence)
     add_nothing_accepted(evidence)
-    add_no_gain(evidence)
+    gain = evidence.number("speedup")
+    if gain is not None and "no_gain" not in evidence:
+        least, most = NO_GAIN
+        evidence.note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
     add_not_drafted(evidence)
     add_comparisons(evidence)
 
@@ -112,14 +115,6 @@ def add_nothing_accepted(evidence: Evidence) -> None:
 NO_GAIN = (0.97, 1.05)
 """Speedups that are neither a gain nor a loss: below 0.97 decoding is `slower_than_plain`, and the
 timing of a short run does not show a gain of less than 5%."""
-
-
-def add_no_gain(evidence: Evidence) -> None:
-    """Add whether the speedup is so close to 1 that speculation makes no difference."""
-    gain = evidence.number("speedup")
-    if gain is not None and "no_gain" not in evidence:
-        least, most = NO_GAIN
-        evidence.note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
 
 
 def add_not_drafted(evidence: Evidence) -> None:
@@ -170,13 +165,6 @@ QUANTISED = re.compile(
     r"bnb|[2-8]-?bit)(?![a-z0-9])"
 )
 RECURRENT = re.compile(r"(?i)mamba|\bssm\b|\bgdn\b|rwkv|jamba|hybrid|delta-?net|recurrent")
-
-
-def add_names(evidence: Evidence) -> None:
-    """Add facts that follow from the names of target and draft, such as their sizes."""
-    for side in ("target", "draft"):
-        for name in evidence.words(f"{side}_name"):
-            add_name(evidence, side, name)
 
 
 def add_name(evidence: Evidence, side: str, name: str) -> None:
@@ -252,7 +240,9 @@ def values_of_both(
 
 def derive(evidence: Evidence) -> None:
     """Add all facts that follow from others; facts that were read are not changed."""
-    add_names(evidence)
+    for side in ("target", "draft"):
+        for name in evidence.words(f"{side}_name"):
+            add_name(evidence, side, name)
     add_rates(evidence)
     add_costs(evidence)
     add_ratios(evidence)

@@ -172,15 +172,10 @@ def add_costs(evidence: Evidence) -> None:
         evidence.note("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
         evidence.note("speedup", tau / kappa, "tau / kappa")
-    add_rest(evidence)
-    add_linearity(evidence)
-
-
-def add_rest(evidence: Evidence) -> None:
-    """Add v, the cost of the target pass, as the remainder of the step if it was not timed."""
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
+    add_linearity(evidence)
 
 
 def add_times(evidence: Evidence) -> None:

@@ -237,19 +237,14 @@ def measure(
         error = widest(samples)
         notify(num_rounds, error)
     left_out = tuple(cell for cell in asked if cell not in samples)
-    say_left_out(left_out, len(asked))
-    return Rounds(samples=samples, left_out=left_out, stable=error <= config.target_error)
-
-
-def say_left_out(left_out: Sequence[ProfileCell], num_asked: int) -> None:
-    """Log one warning with the number of cells left out for lack of memory."""
     if left_out:
         logger.warning(
             "%d of %d measurements do not fit into memory and were left out; the first is the %s",
             len(left_out),
-            num_asked,
+            len(asked),
             left_out[0],
         )
+    return Rounds(samples=samples, left_out=left_out, stable=error <= config.target_error)
 
 
 def one_round(

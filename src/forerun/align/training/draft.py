@@ -191,7 +191,12 @@ def load_draft(config: DraftConfig) -> Draft:
         IncompatibleDraft: its tokenizer is not the target's.
     """
     if config.draft is not None:
-        check_tokenizers(config.target, config.draft)
+        try:
+            check_vocabularies(load_tokenizer(config.target), load_tokenizer(config.draft))
+        except IncompatibleDraft as error:
+            raise IncompatibleDraft(
+                f"{config.draft}: {error}, or one made from nothing (init)"
+            ) from error
     model = base_model(config)
     check_trainable(model)
     return Draft(config, with_adapters(model, config))
@@ -313,15 +318,3 @@ def check_trainable(model: Any) -> None:
             f"{name} cannot be trained as a draft: its logits are scaled or capped after the head, "
             "or it does not keep packed texts apart"
         )
-
-
-def check_tokenizers(target: Path, draft: Path) -> None:
-    """Refuse a draft whose tokenizer gives token ids another meaning than the target's.
-
-    Raises:
-        IncompatibleDraft: naming the first tokens that differ.
-    """
-    try:
-        check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
-    except IncompatibleDraft as error:
-        raise IncompatibleDraft(f"{draft}: {error}, or one made from nothing (init)") from error

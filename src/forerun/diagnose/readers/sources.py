@@ -24,7 +24,7 @@ from forerun.bounded_read import (
     open_stdin,
 )
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
+from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
 from forerun.errors import InvalidRequest, UnreadableInput
 
 if TYPE_CHECKING:
@@ -69,21 +69,14 @@ def read_live(
     if tally.is_empty:
         raise InvalidRequest(f"{url} holds no metric of an engine that is known")
     tally.add_to(evidence, source)
-    add_rate(evidence, first.metrics, second.metrics, seconds, source)
+    for name in TOKENS:
+        tokens = second.metrics.totals.get(name, 0.0) - first.metrics.totals.get(name, 0.0)
+        if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:
+            evidence.note("tokens_per_s", tokens / seconds, source)
     return evidence
 
 
 TOKENS = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted")
-
-
-def add_rate(
-    evidence: Evidence, first: Metrics, second: Metrics, seconds: float, source: str
-) -> None:
-    """Add the throughput of all requests, if the engine reports no better figure."""
-    for name in TOKENS:
-        tokens = second.totals.get(name, 0.0) - first.totals.get(name, 0.0)
-        if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:
-            evidence.note("tokens_per_s", tokens / seconds, source)
 
 
 def page_of(url: str) -> PrometheusText:
