@@ -28,10 +28,10 @@ demo: $(STAMP)  ## compare plain and speculative decoding on the shipped pair
 	$(BIN)/forerun demo $(ARGS)
 
 test: check  ## static checks, then every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: check  ## the same with the full grid of cases (twice as long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "full or not full" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
 
 fuzz: $(STAMP)  ## every reader against hostile inputs; SECONDS=600 for each
 	FORERUN_FUZZ_SECONDS=$(or $(SECONDS),600) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz

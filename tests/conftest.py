@@ -12,7 +12,7 @@ import hypothesis
 import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
-from tests import checking
+from tests import checking, thinning
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "forerun"
@@ -58,6 +58,12 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most combinations of some tests to the full grid, before it is deselected."""
+    thinning.mark_full(items)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -109,7 +109,7 @@ def test_what_came_from_a_paper_is_where_the_page_says() -> None:
 def modules_after(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     return set(run.stdout.split())
 

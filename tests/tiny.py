@@ -7,24 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import (
-    Gemma3ForCausalLM,
-    GPT2LMHeadModel,
-    GPTNeoXForCausalLM,
-    GraniteForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Olmo2ForCausalLM,
-    OPTForCausalLM,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    TokenizersBackend,
-)
+from transformers import PreTrainedModel, TokenizersBackend
 
 from forerun.control.base import Controller
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
@@ -73,28 +59,29 @@ MULTIPLIERS = {
 }
 PROJECTED = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
 
-# A line per family, and one per variant that runs other code. Everything random, nothing at its
-# default that could be forgotten unnoticed; windows end long before the texts of the tests do.
-FAMILIES: dict[str, tuple[type[PreTrainedModel], dict[str, object]]] = {
-    "llama": (LlamaForCausalLM, {"num_key_value_heads": 1}),
-    "mistral": (MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None}),
-    "qwen2": (Qwen2ForCausalLM, {"num_key_value_heads": 1}),
-    "qwen3": (Qwen3ForCausalLM, {"num_key_value_heads": 2, "head_dim": 16}),
-    "mistral-sliding": (MistralForCausalLM, {"num_key_value_heads": 1, "sliding_window": WINDOW}),
-    "qwen2-mixed": (Qwen2ForCausalLM, {"num_key_value_heads": 1} | QWEN_MIXED),
-    "qwen3-mixed": (Qwen3ForCausalLM, {"num_key_value_heads": 1, "head_dim": 16} | QWEN_MIXED),
-    "qwen3-moe": (Qwen3MoeForCausalLM, {"num_key_value_heads": 1, "head_dim": 16} | MOE),
-    "gemma3": (Gemma3ForCausalLM, {"num_key_value_heads": 1, "head_dim": 16} | GEMMA3),
-    "phi3": (Phi3ForCausalLM, {"num_key_value_heads": 1, "rope_parameters": HALF_ROTATED}),
-    "phi3-sliding": (Phi3ForCausalLM, {"num_key_value_heads": 2, "sliding_window": WINDOW}),
-    "gpt2": (GPT2LMHeadModel, {}),
-    "gpt2-scaled": (GPT2LMHeadModel, {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt-neox": (GPTNeoXForCausalLM, {"rope_parameters": HALF_ROTATED}),
-    "gpt-neox-serial": (GPTNeoXForCausalLM, {"use_parallel_residual": False}),
-    "opt": (OPTForCausalLM, {"ffn_dim": 48}),
-    "opt-projected": (OPTForCausalLM, {"ffn_dim": 48} | PROJECTED),
-    "olmo2": (Olmo2ForCausalLM, {"num_key_value_heads": 1}),
-    "granite": (GraniteForCausalLM, {"num_key_value_heads": 1} | MULTIPLIERS),
+# A line per family, and one per variant that runs other code; classes are imported when used.
+# Everything random, nothing at its default that could be forgotten unnoticed; windows end long
+# before the texts of the tests do.
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "mistral": ("MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 1}),
+    "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 16}),
+    "mistral-sliding": ("MistralForCausalLM", {"num_key_value_heads": 1, "sliding_window": WINDOW}),
+    "qwen2-mixed": ("Qwen2ForCausalLM", {"num_key_value_heads": 1} | QWEN_MIXED),
+    "qwen3-mixed": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 16} | QWEN_MIXED),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"num_key_value_heads": 1, "head_dim": 16} | MOE),
+    "gemma3": ("Gemma3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 16} | GEMMA3),
+    "phi3": ("Phi3ForCausalLM", {"num_key_value_heads": 1, "rope_parameters": HALF_ROTATED}),
+    "phi3-sliding": ("Phi3ForCausalLM", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "gpt2-scaled": ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt-neox": ("GPTNeoXForCausalLM", {"rope_parameters": HALF_ROTATED}),
+    "gpt-neox-serial": ("GPTNeoXForCausalLM", {"use_parallel_residual": False}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 48}),
+    "opt-projected": ("OPTForCausalLM", {"ffn_dim": 48} | PROJECTED),
+    "olmo2": ("Olmo2ForCausalLM", {"num_key_value_heads": 1}),
+    "granite": ("GraniteForCausalLM", {"num_key_value_heads": 1} | MULTIPLIERS),
 }
 # Those that every runner carries, and those some of whose layers forget.
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
@@ -137,7 +124,8 @@ def network(
     max_context: int = MAX_CONTEXT,
 ) -> PreTrainedModel:
     """A random network; with `jitter` a cousin of the one without, which often agrees with it."""
-    model_class, changes = FAMILIES[family]
+    class_name, changes = FAMILIES[family]
+    model_class = getattr(transformers, class_name)
     common = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,

@@ -1,14 +1,17 @@
 """One process of a training in miniature: what the tests of several processes and of kills start.
 
     python -m tests.train_worker FOLDER STEPS [--sharded] [--lora-rank R] [--head] [--hang-at STEP]
+        [+ FOLDER STEPS ...]
 
-FOLDER holds target and draft; metrics, checkpoint and the trained draft are written beside them.
+What follows a + is another training of the same processes. FOLDER holds target and draft; metrics,
+checkpoint and the trained draft are written beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -77,7 +80,8 @@ def train(
         draft.save(folder / "trained", weights)
 
 
-def main() -> None:
+def run_one(arguments: list[str]) -> None:
+    """The training of one group of arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
@@ -86,13 +90,12 @@ def main() -> None:
     parser.add_argument("--precision", default="no")
     parser.add_argument("--head", action="store_true")
     parser.add_argument("--hang-at", type=int)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     def hang(metrics: StepMetrics) -> None:
         if metrics.step == options.hang_at:
             time.sleep(600)  # to be killed: the step is logged, and not yet in a checkpoint
 
-    torch.set_num_threads(1)
     train(
         options.folder,
         options.steps,
@@ -102,6 +105,18 @@ def main() -> None:
         head=options.head,
         on_step=hang,
     )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    groups: list[list[str]] = [[]]
+    for argument in sys.argv[1:]:
+        if argument == "+":
+            groups.append([])
+        else:
+            groups[-1].append(argument)
+    for arguments in groups:
+        run_one(arguments)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     # Threads of gloo may outlive their group, and abort an interpreter that ends under them

@@ -157,8 +157,10 @@ def tabular_case(order: int) -> Case:
 CASES = [
     *((name, runner) for runner in RUNNERS for name in NETWORKS if runner != "traced"),
     *((name, "eager") for name in EAGER_ONLY),
-    ("llama", "traced"),
-    ("qwen2", "traced"),
+    *(
+        pytest.param((name, "traced"), marks=pytest.mark.full, id=f"{name}-traced")
+        for name in ("llama", "qwen2")
+    ),
     ("qwen3", "traced"),
     ("tabular", "1"),
     ("tabular", "2"),

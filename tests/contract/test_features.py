@@ -47,6 +47,7 @@ def test_features_differ_between_layers_and_rows(case):
     assert features[:, -1].std(dim=0).max() > 0.1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
 def test_features_of_a_chain(case, num_rows):
     ids = text(num_rows)

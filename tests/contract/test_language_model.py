@@ -85,6 +85,7 @@ def test_ragged_pass_equals_every_sequence_alone(case):
     assert_close(logits, torch.cat([case.expected(ids) for ids in texts]))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1, 7, 64, 65, 100])
 def test_chunked_prefill_equals_one_prefill(case, chunk):
     ids = text(100 if chunk > 1 else 9)
@@ -94,6 +95,7 @@ def test_chunked_prefill_equals_one_prefill(case, chunk):
     assert_close(torch.cat(logits), case.expected(ids))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_prefix", [0, 3, 90])
 @pytest.mark.parametrize("num_chain", [1, 3, 70])
 def test_tree_node_equals_its_path_as_a_chain(case, num_prefix, num_chain):
@@ -118,6 +120,7 @@ def test_chain_drafted_as_a_tree_equals_a_chain(case):
     assert_close(logits, case.expected([*ids, *draft])[19:])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("leaf", range(-1, len(BRANCHED_TOKENS)))
 def test_committed_path_is_as_if_fed_as_a_chain(case, leaf):
     ids = text(12)
@@ -222,6 +225,7 @@ def test_slot_given_back_leaves_nothing_behind(case):
     assert_close(feed(case.model, Context(case.model.store, ids)), case.expected(ids))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 40, VOCAB_SIZE + 3])
 def test_greedy_chain_is_decoding_token_by_token(case, num_tokens, vocab_size):

@@ -20,7 +20,7 @@ from forerun.server.config import ServerConfig
 from forerun.server.run import open_socket, uvicorn_config
 
 MODEL = "tiny"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 NUM_SLOTS = 8
 
 

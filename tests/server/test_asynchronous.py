@@ -37,7 +37,7 @@ def test_chunks_are_the_text_of_the_library():
 
 
 async def until_idle(engine):
-    ends_s = time.monotonic() + 20
+    ends_s = time.monotonic() + 120
     while engine.has_unfinished:
         assert time.monotonic() < ends_s
         await asyncio.sleep(0.01)
@@ -177,7 +177,7 @@ def test_a_client_that_reads_nothing_is_given_up():
                 await asyncio.sleep(60)
 
         response = EventStream(events(), lambda: closed.append(True), write_timeout_s=0.05)
-        await asyncio.wait_for(response({}, Gone(), send), 20)
+        await asyncio.wait_for(response({}, Gone(), send), 50)
         assert closed
 
     asyncio.run(main())

@@ -23,7 +23,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"
 )
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 120_000
 playwright.expect.set_options(timeout=TIMEOUT_MS)  # the machine may be busy
 HOSTILE = (
     "<img src=x onerror=\"document.title='changed'\"><script>document.title='changed'</script>"
@@ -44,7 +44,7 @@ def address() -> Iterator[str]:
     port = server.servers[0].sockets[0].getsockname()[1]
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
-    thread.join(30.0)
+    thread.join(300.0)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def test_texts_of_the_shipped_pair_and_a_graceful_end():
         line = process.stdout.readline()
         url = line.split()[-1].removesuffix("/v1")
         assert "zoo:code-11m is served at http://127.0.0.1:" in line
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with httpx.Client(base_url=url, timeout=300) as client:
             body = {"prompt": PROMPT, **PARAMS}
             text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
             long = body | {"max_tokens": 300, "ignore_eos": True, "stream": True}
@@ -47,7 +47,7 @@ def test_texts_of_the_shipped_pair_and_a_graceful_end():
         assert found[-1] == "data: [DONE]"
         last = json.loads(found[-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "length"
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
         assert "Traceback" not in process.stderr.read()
     engine = Engine.load("zoo:code-11m", num_threads=1, max_batch=2, max_context=512)
     assert engine.generate([PROMPT], SamplingParams(**PARAMS))[0].text == text
@@ -63,7 +63,7 @@ def test_texts_of_the_shipped_pair_and_a_graceful_end():
 )
 def test_flags_that_cannot_work_are_refused(flags, message):
     with start(*flags) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 2
     assert message in errors
     assert "Traceback" not in errors

@@ -35,7 +35,7 @@ def program(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def address(program) -> Iterator[str]:
-    with vllm_running("target", K, program=program, timeout_s=60.0) as found:
+    with vllm_running("target", K, program=program, timeout_s=300.0) as found:
         yield found
 
 

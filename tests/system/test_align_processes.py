@@ -25,7 +25,7 @@ from forerun.align.training.trainer import CHECKPOINT
 
 NUM_STEPS = 8
 HALF_WAY = 4
-LIMIT_S = 180
+LIMIT_S = 600
 BF16_STEP = 2**-8
 """Between neighbouring numbers, relative: what gradients are rounded to."""
 CRASHES = {-signal.SIGSEGV, -signal.SIGABRT}
@@ -42,8 +42,10 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | shown | more
 
 
-def worker(folder: Path, steps: int, *options: str) -> list[str]:
-    return ["-m", "tests.train_worker", str(folder), str(steps), *options]
+def worker(*trainings: Sequence[object]) -> list[str]:
+    """Arguments of a worker: folder, steps and options of each training."""
+    joined = " + ".join(" ".join(map(str, training)) for training in trainings)
+    return ["-m", "tests.train_worker", *joined.split(" ")]
 
 
 def start(arguments: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
@@ -86,39 +88,26 @@ def alone(folder: Path, steps: int, **changes: Any) -> list[StepMetrics]:
     return metrics_of(folder)
 
 
-def launched(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
-    """In two processes, by `accelerate launch`."""
-    training.pair(folder)
-    log = folder / "log"
-    finish(start([*LAUNCH, *worker(folder, steps, *options)], log), logs=[log])
-    return metrics_of(folder)
-
-
-def sharded(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
+def sharded(root: Path, *trainings: Sequence[object]) -> None:
     """In two processes with weights and optimiser state cut in two.
 
     Gloo's threads let go of tensors on their own, which has been seen to end a process by a signal,
     once in some hundred runs (pytorch/pytorch#179291 is of the kind). Then both are started again,
     from the same state, once; whatever else goes wrong is a failure at once.
     """
-    training.pair(folder)
-    checkpoint = folder / CHECKPOINT
-    before = checkpoint.read_bytes() if checkpoint.exists() else None
-    logs = [folder / f"log.{rank}" for rank in range(2)]
-    codes = ended(*start_shards(folder, steps, options, logs))
+    before = shutil.copytree(root, root.with_name("before"))
+    logs = [root.with_name(f"log.{rank}") for rank in range(2)]
+    codes = ended(*start_shards(trainings, logs))
     if any(code in CRASHES for code in codes):
         print(f"started again: {said(codes, logs)}")
-        (folder / METRICS).unlink(missing_ok=True)
-        checkpoint.unlink(missing_ok=True)
-        if before is not None:
-            checkpoint.write_bytes(before)
-        codes = ended(*start_shards(folder, steps, options, logs))
+        shutil.rmtree(root)
+        shutil.copytree(before, root)
+        codes = ended(*start_shards(trainings, logs))
     assert not any(codes), said(codes, logs)
-    return metrics_of(folder)
 
 
 def start_shards(
-    folder: Path, steps: int, options: Sequence[str], logs: Sequence[Path]
+    trainings: Sequence[Sequence[object]], logs: Sequence[Path]
 ) -> list[subprocess.Popen[bytes]]:
     """Both processes of `sharded`."""
     with socket.socket() as free:
@@ -126,7 +115,7 @@ def start_shards(
         port = free.getsockname()[1]
     return [
         start(
-            worker(folder, steps, "--sharded", *options),
+            worker(*((*training, "--sharded") for training in trainings)),
             logs[rank],
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -159,6 +148,30 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft and a head, trained one after the other by `accelerate launch`."""
+    root = tmp_path_factory.mktemp("two")
+    for name in ("draft", "head"):
+        training.pair(root / name)
+    log = root / "log"
+    trainings = (root / "draft", NUM_STEPS), (root / "head", 4, "--head")
+    finish(start([*LAUNCH, *worker(*trainings)], log), logs=[log])
+    return root
+
+
+@pytest.fixture(scope="module")
+def in_shards(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft from half way on, and adapters in bf16, by two processes of half the weights each."""
+    root = tmp_path_factory.mktemp("shards") / "runs"
+    for name in ("draft", "adapters"):
+        training.pair(root / name)
+    shutil.copy(reference / "half-way.safetensors", root / "draft" / CHECKPOINT)
+    adapters = (root / "adapters", 4, "--lora-rank", 2, "--precision", "bf16")
+    sharded(root, (root / "draft", NUM_STEPS), adapters)
+    return root
+
+
 def assert_same_curve(
     found: list[StepMetrics], expected: list[StepMetrics], sums: float = 2e-5, norms: float = 2e-5
 ) -> None:
@@ -179,36 +192,34 @@ def assert_same_state(found: Path, expected: Path) -> None:
         assert float((ours[name] - tensor).abs().max()) <= 1e-3 * scale, name
 
 
-def test_two_processes_are_one(reference: Path, tmp_path: Path) -> None:
-    assert_same_curve(launched(tmp_path, NUM_STEPS), metrics_of(reference))
-    assert_same_state(tmp_path, reference)
+def test_two_processes_are_one(reference: Path, in_two_processes: Path) -> None:
+    assert_same_curve(metrics_of(in_two_processes / "draft"), metrics_of(reference))
+    assert_same_state(in_two_processes / "draft", reference)
 
 
-def test_two_processes_train_one_head(tmp_path: Path) -> None:
-    expected = alone(tmp_path / "alone", 4, head=True)
-    assert_same_curve(launched(tmp_path / "two", 4, "--head"), expected)
-    assert_same_state(tmp_path / "two", tmp_path / "alone")
+def test_two_processes_train_one_head(in_two_processes: Path, tmp_path: Path) -> None:
+    assert_same_curve(metrics_of(in_two_processes / "head"), alone(tmp_path, 4, head=True))
+    assert_same_state(in_two_processes / "head", tmp_path)
 
 
-def test_shards_go_on_where_one_process_was(reference: Path, tmp_path: Path) -> None:
-    shutil.copy(reference / "half-way.safetensors", tmp_path / CHECKPOINT)
-    assert_same_curve(sharded(tmp_path, NUM_STEPS), metrics_of(reference)[HALF_WAY:])
-    assert_same_state(tmp_path, reference)
-    ours, theirs = (load_file(f / "trained" / "model.safetensors") for f in (tmp_path, reference))
+def test_shards_go_on_where_one_process_was(reference: Path, in_shards: Path) -> None:
+    found = in_shards / "draft"
+    assert_same_curve(metrics_of(found), metrics_of(reference)[HALF_WAY:])
+    assert_same_state(found, reference)
+    ours, theirs = (load_file(f / "trained" / "model.safetensors") for f in (found, reference))
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
 
 
-def test_shards_of_adapters_in_bf16(tmp_path: Path) -> None:
+def test_shards_of_adapters_in_bf16(in_shards: Path, tmp_path: Path) -> None:
     """Passes round to bf16, differently where weights were rounded first; sums do not."""
-    expected = alone(tmp_path / "alone", 4, lora_rank=2, precision="bf16")
-    options = ("--lora-rank", "2", "--precision", "bf16")
-    assert_same_curve(sharded(tmp_path / "sharded", 4, *options), expected, 1e-3, BF16_STEP)
+    expected = alone(tmp_path, 4, lora_rank=2, precision="bf16")
+    assert_same_curve(metrics_of(in_shards / "adapters"), expected, 1e-3, BF16_STEP)
 
 
 def test_killed_it_goes_on_with_the_same_curve(reference: Path, tmp_path: Path) -> None:
     training.pair(tmp_path)
     log = tmp_path / "log"
-    process = start(worker(tmp_path, NUM_STEPS, "--hang-at", str(HALF_WAY)), log)
+    process = start(worker((tmp_path, NUM_STEPS, "--hang-at", HALF_WAY)), log)
     try:
         give_up_s = time.monotonic() + LIMIT_S
         while len(metrics_of(tmp_path)) < HALF_WAY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.profiles import exact_times
 
 from forerun.cli.main import main
 from forerun.control.config import CONTROLLER_NAMES
@@ -15,16 +16,16 @@ FEW = ["--rows", "1,2,5", "--batches", "1,2", "--contexts", "8", "--budget-s", "
 ASKED = ["generate", "def add", "--max-tokens", "12", "--temperature", "0", "--json", "--quiet"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def models(tiny_pair):
     return ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)]
 
 
-@pytest.fixture
-def profile(models, tmp_path, capsys):
-    path = tmp_path / "profile.json"
+@pytest.fixture(scope="module")
+def profile(models, tmp_path_factory):
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
     assert main(["profile", *models, *FEW, "--out", str(path)]) == 0
-    capsys.readouterr()
+    exact_times(path)
     return str(path)
 
 

@@ -12,7 +12,7 @@ from forerun.testing.exact.run import ExactReport, PlantedResult, VerifierResult
 
 
 def test_json_reports_every_verifier_and_planted_bug(capsys):
-    assert main(["exact", "--distributions", "4", "--json"]) == 0
+    assert main(["exact", "--distributions", "2", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["ok"] is True
     assert all(row["worst_tv"] <= content["tolerance"] for row in content["verifiers"])

@@ -73,6 +73,7 @@ def expected(target):
     return texts(tiny.engine_over(target))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_batch", [1, 4])
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_texts_are_those_of_plain_decoding(target, expected, name, max_batch):

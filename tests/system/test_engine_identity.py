@@ -82,6 +82,7 @@ def test_one_by_one_is_what_the_batch_says(target, expected):
     assert [answer for request in REQUESTS for answer in answers(plain, [request])] == expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("name", ["stranger", "cousin", "itself"])
 def test_no_draft_and_no_k_changes_a_text(target, expected, name, k):

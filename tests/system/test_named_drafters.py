@@ -78,6 +78,7 @@ def expected(target: Any) -> Texts:
     return answers(tiny.engine_over(target))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("k", [1, 8])
 def test_copying_changes_no_text(target, expected, k):
     drafter = SuffixDrafter(CHEAP)
@@ -89,6 +90,7 @@ def test_copying_changes_no_text(target, expected, k):
     assert target.store.num_free == 4
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["suffix", "self", "recycling"])
 @pytest.mark.parametrize(
     "shape", [Tree(num_nodes=7, depth=3, width=3), Tree(num_nodes=4, depth=1, width=4)], ids=str
@@ -119,6 +121,7 @@ class Trees:
         self.num_branching += sum(not entry.tree.is_chain for entry in step.emitting)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("num_layers", "k"), [(1, 8), (2, 1), (2, 3)])
 def test_the_first_layers_change_no_text(target, expected, num_layers, k):
     drafter = build_drafter(NamedDrafter(name="self", argument=str(num_layers)), target)
@@ -130,6 +133,7 @@ def test_the_first_layers_change_no_text(target, expected, num_layers, k):
     assert target.store.num_free == 4
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "changes", [{"max_batch": 2, "prefill_chunk": 3}, {"max_step_rows": 16}, {"max_context": 64}]
 )
@@ -178,6 +182,7 @@ class Mistaken(SuffixDrafter):
         ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shift", [1, 3, tiny.VOCAB_SIZE])
 def test_wrong_copies_are_harmless(target, expected, shift):
     assert answers(tiny.engine_over(target, Mistaken(shift))) == expected
@@ -195,6 +200,7 @@ def test_who_had_to_give_way_drafts_on_in_its_new_place(target, caplog):
     assert not caplog.records, "nobody was left to decode plainly"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["suffix:500", "self:1"])
 def test_an_aborted_request_leaves_nothing_and_can_start_again(target, expected, name):
     head, _, argument = name.partition(":")

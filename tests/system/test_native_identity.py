@@ -103,6 +103,7 @@ def test_in_bf16_no_batch_changes_a_text(bf16):
         assert answers(tiny.engine_over(target, **changes), requests) == expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("k", [1, 4, 7])
 def test_in_bf16_no_draft_changes_a_text(bf16, k):
     """Token for token, where others promise it in fp32 alone."""

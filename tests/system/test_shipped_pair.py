@@ -90,7 +90,7 @@ def test_held_out_prompts_fit_and_differ():
 def test_speculative_text_equals_plain_text_in_fp32(target, draft):
     plain = Engine.load(target, dtype="float32", config=CONFIG)
     speculative = plain.with_draft(draft, dtype="float32")
-    prompts = [prompt.text for prompt in held_out_prompts()[3:60:16]]
+    prompts = [prompt.text for prompt in held_out_prompts()[3:60:30]]
     report = check_exactness(plain, speculative, prompts, CASES)
     assert report.passed, report.sentence
     assert report.num_accepted > 0
@@ -108,7 +108,7 @@ def test_texts_of_trees_equal_plain_texts_in_fp32(target, draft):
     plain = Engine.load(target, dtype="float32", config=CONFIG)
     config = replace(CONFIG, tree=Tree(num_nodes=7, depth=3, width=3))
     speculative = Engine.load(target, draft=draft, dtype="float32", config=config)
-    prompts = [prompt.text for prompt in held_out_prompts()[:3]]
+    prompts = [prompt.text for prompt in held_out_prompts()[:2]]
     for params in CASES.values():
         expected = [output.token_ids for output in plain.generate(prompts, params)]
         found = speculative.generate(prompts, params)

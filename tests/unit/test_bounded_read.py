@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,8 +27,9 @@ from forerun.bounded_read import (
 from forerun.errors import ForerunError, UnreadableInput
 
 SMALL = ReadLimits(
-    max_bytes=1000, max_seconds=0.2, max_depth=8, max_values=100, max_line_bytes=50, max_rows=20
+    max_bytes=1000, max_seconds=600.0, max_depth=8, max_values=100, max_line_bytes=50, max_rows=20
 )
+BRIEF = replace(SMALL, max_seconds=0.2)
 
 
 def test_a_file_is_read_up_to_the_limit(tmp_path):
@@ -58,10 +60,8 @@ def test_what_is_not_a_readable_file_is_refused(tmp_path, make):
 def test_a_pipe_without_writer_ends_at_the_time_limit(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    started = time.monotonic()
     with pytest.raises(UnreadableInput, match=r"more than 0\.2 s"):
-        read_bytes(path, SMALL)
-    assert time.monotonic() - started < 5.0
+        read_bytes(path, BRIEF)
 
 
 def test_a_pipe_with_a_writer_is_read(tmp_path):
@@ -164,10 +164,10 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     ],
 )
 def test_hostile_yaml_is_refused_quickly(text, message):
-    started = time.monotonic()
+    started_s = time.process_time()
     with pytest.raises(UnreadableInput, match=message):
         parse_yaml(text, "name")
-    assert time.monotonic() - started < 15.0
+    assert time.process_time() - started_s < 15.0
 
 
 def test_ordinary_yaml_is_read():
@@ -179,7 +179,7 @@ def test_streams_and_compressed_data_have_limits():
     with pytest.raises(UnreadableInput, match="more than 1000 bytes"):
         collected((b"x" * 100 for _ in range(1 << 60)), "name", SMALL)
     with pytest.raises(UnreadableInput, match=r"0\.2 s"):
-        collected((time.sleep(0.01) or b"" for _ in range(1 << 60)), "name", SMALL)
+        collected((time.sleep(0.01) or b"" for _ in range(1 << 60)), "name", BRIEF)
     assert gunzipped(gzip.compress(b"x" * 1000), "name", SMALL) == b"x" * 1000
     for data, message in (
         (gzip.compress(bytes(1 << 24)), "decompresses to more"),

@@ -202,6 +202,7 @@ def test_the_greedy_path_costs_no_gather_in_either_model():
     assert max(map(len, in_draft[4:])) > 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("params", [WALKED["greedy"], WALKED["seeded"]])
 def test_branches_of_networks_keep_their_own_keys_and_values(family, params):

@@ -17,7 +17,7 @@ from forerun.sampling.config import SamplingParams
 
 PARAMS = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(seed=3, max_tokens=80, ignore_eos=True)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 300.0
 
 
 class Gated(TabularModel):

@@ -109,7 +109,7 @@ with open_trace(Path(sys.argv[1])) as writer:
 def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
     )
 
 

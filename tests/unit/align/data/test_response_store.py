@@ -206,7 +206,7 @@ def test_what_was_kept_before_a_process_ended_is_whole(tmp_path, mode):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     if mode == "killed":
         assert run.returncode == -signal.SIGKILL

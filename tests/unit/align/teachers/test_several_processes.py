@@ -75,7 +75,7 @@ def run_two(folder) -> list[dict]:
         subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]
-    said = [process.communicate(timeout=120)[1] for process in processes]
+    said = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 

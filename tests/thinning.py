@@ -1,0 +1,59 @@
+"""Which combinations of parameters `make test` runs of a test that is marked `covering`.
+
+A covering array of strength 1 has every value of every parameter, one of strength 2 every pair of
+values. The other combinations belong to the full grid.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+Combination = Mapping[str, int]
+"""Parameter name to the index of its value."""
+
+
+def covering(grid: Sequence[Combination], strength: int) -> list[int]:
+    """Indices into a grid of few combinations in which all tuples of values of the grid occur.
+
+    The next combination is the one with the most tuples that are missing, and among those one of
+    values and pairs that were seldom taken, so that they alternate.
+    """
+    tuples = [set(combinations(sorted(one.items()), min(strength, len(one)))) for one in grid]
+    pairs = [{*one.items(), *combinations(sorted(one.items()), 2)} for one in grid]
+    missing = set().union(*tuples)
+    taken: Counter[object] = Counter()
+    chosen: list[int] = []
+    while missing:
+        best = max(
+            range(len(grid)),
+            key=lambda i: (
+                len(tuples[i] & missing),
+                -sum(taken[part] for part in pairs[i]),
+                -i,
+            ),
+        )
+        chosen.append(best)
+        taken.update(pairs[best])
+        missing -= tuples[best]
+    return sorted(chosen)
+
+
+def mark_full(items: Sequence[pytest.Item]) -> None:
+    """Mark what `make test` leaves out of the tests that are marked `covering`."""
+    grids: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("full") is None:
+            grids[item.path, item.originalname].append(item)
+    for grid in grids.values():
+        if (marker := grid[0].get_closest_marker("covering")) is None:
+            continue
+        (strength,) = marker.args or (1,)
+        kept = covering([item.callspec.indices for item in grid], strength)
+        for index, item in enumerate(grid):
+            if index not in kept:
+                item.add_marker("full")

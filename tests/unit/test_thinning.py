@@ -1,0 +1,42 @@
+"""Combinations that a covering array keeps."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from tests.thinning import covering
+
+
+def grid_of(*sizes: int) -> list[dict[str, int]]:
+    return [{f"p{i}": value for i, value in enumerate(one)} for one in product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize(("sizes", "num_kept"), [((5,), 5), ((4, 3), 4), ((3, 3, 2), 3)])
+def test_every_value_occurs(sizes, num_kept):
+    grid = grid_of(*sizes)
+    kept = [grid[index] for index in covering(grid, 1)]
+    assert len(kept) == num_kept
+    for name, size in enumerate(sizes):
+        assert {one[f"p{name}"] for one in kept} == set(range(size))
+
+
+def test_values_alternate():
+    grid = grid_of(12, 3)
+    kept = [grid[index]["p1"] for index in covering(grid, 1)]
+    assert [kept.count(value) for value in range(3)] == [4, 4, 4]
+
+
+def test_every_pair_occurs():
+    grid = grid_of(3, 3, 3, 2)
+    kept = [grid[index] for index in covering(grid, 2)]
+    assert len(kept) < 14
+    for first, second in (("p0", "p1"), ("p1", "p2"), ("p2", "p3"), ("p0", "p3")):
+        pairs = {(one[first], one[second]) for one in grid}
+        assert {(one[first], one[second]) for one in kept} == pairs
+
+
+def test_only_combinations_of_the_grid_are_kept():
+    grid = [{"p0": 0, "p1": 0}, {"p0": 0, "p1": 1}, {"p0": 1, "p1": 1}]
+    assert covering(grid, 1) == [0, 2]
+    assert covering(grid, 2) == [0, 1, 2]
