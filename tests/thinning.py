@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 Combination = Mapping[str, int]
-"""Parameter name to the index of its value."""
+"""Parameter name to a number that stands for its value."""
 
 
 def covering(grid: Sequence[Combination], strength: int) -> list[int]:
@@ -43,6 +43,11 @@ def covering(grid: Sequence[Combination], strength: int) -> list[int]:
     return sorted(chosen)
 
 
+def values_of(item: pytest.Function) -> Combination:
+    """Identities of the values that a test is called with: all its calls have the same objects."""
+    return {name: id(value) for name, value in item.callspec.params.items()}
+
+
 def mark_full(items: Sequence[pytest.Item]) -> None:
     """Mark what `make test` leaves out of the tests that are marked `covering`."""
     grids: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
@@ -53,7 +58,7 @@ def mark_full(items: Sequence[pytest.Item]) -> None:
         if (marker := grid[0].get_closest_marker("covering")) is None:
             continue
         (strength,) = marker.args or (1,)
-        kept = covering([item.callspec.indices for item in grid], strength)
+        kept = covering([values_of(item) for item in grid], strength)
         for index, item in enumerate(grid):
             if index not in kept:
                 item.add_marker("full")

@@ -90,6 +90,9 @@ def test_another_suffix_is_refused_before_anything_is_loaded(capsys):
     assert "must end in .jsonl or .parquet" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "path", [SUFFIXES[0], pytest.param(SUFFIXES[1], marks=pytest.mark.full)], indirect=True
+)
 def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def f{i}(x):\n" for i in range(4)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from tests.thinning import covering
+from tests.thinning import covering, values_of
+
+FLAGS, NAMES = (False, True), (("one", 1), ("two", 2), ("three", 3))
 
 
 def grid_of(*sizes: int) -> list[dict[str, int]]:
@@ -40,3 +42,25 @@ def test_only_combinations_of_the_grid_are_kept():
     grid = [{"p0": 0, "p1": 0}, {"p0": 0, "p1": 1}, {"p0": 1, "p1": 1}]
     assert covering(grid, 1) == [0, 2]
     assert covering(grid, 2) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize(("name", "number"), NAMES)
+def test_equal_values_of_two_calls_are_one_value(request, flag, name, number):
+    values = values_of(request.node)
+    assert values == {"flag": id(flag), "name": id(name), "number": id(number)}
+    assert values["flag"] in map(id, FLAGS)
+    assert values["name"] in [id(one) for one, _ in NAMES]
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("letter", ["a", "b"])
+def test_combinations(number, letter):
+    assert letter * number
+
+
+def test_only_some_combinations_of_a_marked_test_are_kept(request):
+    names = [getattr(item, "originalname", "") for item in request.session.items]
+    if request.config.option.markexpr == "not full":
+        assert names.count("test_combinations") <= 3
