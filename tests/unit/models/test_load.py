@@ -26,6 +26,7 @@ from forerun.models.load import (
     load_model,
     load_tokenizer,
     model_folder,
+    share_loaded,
 )
 
 
