@@ -154,7 +154,7 @@ def test_damage_is_shown_beside_what_is_whole(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "1 requests, 1 of them unfinished, 1 steps" in text
     assert "not read (2 places)" in text
-    assert f"line 2 (byte {len(lines[0])}): is not JSON" in text
+    assert f"line 2 (byte {len(lines[0])}): JSON is malformed" in text
     assert "cut off in the middle" in text
 
 
