@@ -30,7 +30,8 @@ def test_no_draft_changes_a_text(family, runner):
     assert len({ids for _, ids, _ in expected}) == len(expected) == len(requests)
     target = torch_model(network, RECORDERS[runner])
     assert answers(tiny.engine_over(target), requests) == expected
-    for draft in (network, tiny.network(family, jitter=0.02)):
+    drafts = (tiny.network(family, jitter=0.02), network)
+    for draft in drafts[:1] if runner == "traced" else drafts:
         drafter = tiny.drafting(torch_model(draft, RECORDERS[runner]))
         assert answers(tiny.engine_over(target, drafter, k=4), requests) == expected
     assert target.store.num_free == 4
