@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
+from tests import tiny
 from tests.server.conftest import MODEL, serving, tiny_engine
+from tests.unit.align.data.conftest import prompt
 
+from forerun.align.data.responses import seed_of
+from forerun.align.data.server import SEED_MASK, ResponseServer, ResponseServerConfig
 from forerun.bench.compare import BenchArm, Prompt, measure
 from forerun.engine.http_backend import HttpBackend, counts_of
 from forerun.engine.results import Backend
@@ -96,6 +101,17 @@ def test_a_comparison_measures_a_server_as_it_does_an_engine(connect):
     assert found.num_tokens == 20
     assert found.total_s == 2.0
     assert found.acceptance.num_drafted > 0
+
+
+def test_responses_for_alignment_are_those_of_the_engine(address):
+    config = ResponseServerConfig(url=address, model=MODEL)
+    record = prompt(3, 4, 5)
+    server = ResponseServer.connect(config, tiny.tokenizer())
+    with server.client:
+        found = server.respond(record, 0, PARAMS)
+    seed = seed_of(record.prompt_hash, 0, PARAMS.seed) & SEED_MASK
+    expected = tiny_engine().generate([[3, 4, 5]], replace(PARAMS, seed=seed))[0]
+    assert tuple(found.token_ids) == expected.token_ids
 
 
 def test_counts_keep_tau_and_the_rates_per_position():

@@ -53,13 +53,13 @@ class TokenizerDefinition:
         content: what the `tokenizers` library makes it from, as in tokenizer.json.
         eos_token_id: the token that ends a text, if there is one.
         splits_special_tokens: whether a special token written out in a text is ordinary text.
-        has_chat_template: whether conversations can be rendered.
+        chat_template: text of the template that renders conversations, if there is one.
     """
 
     content: str
     eos_token_id: int | None
     splits_special_tokens: bool
-    has_chat_template: bool
+    chat_template: str | None
 
 
 class Tokenizer:
@@ -124,7 +124,7 @@ class Tokenizer:
             InvalidRequest: the tokenizer has no chat template, or the template refuses the
                 conversation.
         """
-        if not self.definition.has_chat_template:
+        if self.definition.chat_template is None:
             raise InvalidRequest("this model has no chat template; give a plain prompt")
         given = {**variables, "add_generation_prompt": with_answer_begun}
         return self._render([dict(message) for message in messages], given)
@@ -279,7 +279,7 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     """
     kept = cached_json(
         cache or cache_folder(),
-        f"tokenizer-{key_of(folder)}",
+        f"tokenizer-with-template-{key_of(folder)}",
         lambda: asdict(definition_of(by_transformers(folder))),
     )
     return Tokenizer(TokenizerDefinition(**kept), lambda: renderer(by_transformers(folder)))
@@ -306,7 +306,7 @@ def definition_of(backend: Any) -> TokenizerDefinition:
         content=backend.backend_tokenizer.to_str(),
         eos_token_id=backend.eos_token_id,
         splits_special_tokens=backend.split_special_tokens,
-        has_chat_template=backend.chat_template is not None,
+        chat_template=None if backend.chat_template is None else str(backend.chat_template),
     )
 
 

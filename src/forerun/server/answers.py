@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -14,6 +14,7 @@ from forerun.bench.summary import drafting_only
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
 from forerun.models.tokenizers import Tokenizer
 from forerun.server.protocol import ChatRequest, GenerationRequest
+from forerun.server.tool_calls import ToolCallParser, ToolFormat
 from forerun.theory.acceptance import AcceptanceCounts
 
 __all__ = ["DONE", "Answer", "event", "usage_of"]
@@ -37,11 +38,22 @@ class Answer:
         model: name of the model.
         body: of the request.
         tokenizer: of the target, for the texts of single tokens.
+        tool_format: form of the tool calls in the text; None where it is not known.
     """
 
     def __init__(
-        self, request_id: str, model: str, body: GenerationRequest, tokenizer: Tokenizer
+        self,
+        request_id: str,
+        model: str,
+        body: GenerationRequest,
+        tokenizer: Tokenizer,
+        tool_format: ToolFormat | None = None,
     ) -> None:
+        names = body.tool_names if isinstance(body, ChatRequest) else []
+        self._new_parser = (
+            partial(ToolCallParser, tool_format, names) if tool_format and names else None
+        )
+        self._parsers: dict[int, ToolCallParser] = {}
         self.body = body
         self.tokenizer = tokenizer
         self.is_chat = isinstance(body, ChatRequest)
@@ -80,10 +92,15 @@ class Answer:
         """Return the event of a chunk; empty if the chunk has neither text nor other fields."""
         body = self.body
         extras = body.return_token_ids or body.return_token_sources or chunk.logprobs is not None
-        if not chunk.text and chunk.finish_reason is None and not extras:
+        content, calls, reason = self._content(at, chunk.text, chunk.finish_reason)
+        if not content and not calls and reason is None and not extras:
             return b""
-        text: Json = {"delta": {"content": chunk.text}} if self.is_chat else {"text": chunk.text}
-        choice = choice_of(at, text, chunk.finish_reason, chunk.stop_reason)
+        text: Json = {"text": content}
+        if self.is_chat:
+            text = {"delta": {"content": content} if content or not calls else {}}
+            if calls:
+                text["delta"]["tool_calls"] = calls
+        choice = choice_of(at, text, reason, chunk.stop_reason)
         if chunk.logprobs is not None:
             choice["logprobs"] = self._logprobs(at, chunk.logprobs)
         choice |= self._tokens(chunk)
@@ -94,13 +111,36 @@ class Answer:
         return event({**self.chunk_head, "choices": [], "usage": usage_of(outputs)})
 
     def _choice(self, at: int, completion: Completion) -> Json:
-        text: Json = {"text": completion.text}
+        content, calls, reason = self._content(at, completion.text, completion.finish_reason)
+        text: Json = {"text": content}
         if self.is_chat:
-            text = {"message": {"role": "assistant", "content": completion.text}}
-        choice = choice_of(at, text, completion.finish_reason, completion.stop_reason)
+            text = {"message": {"role": "assistant", "content": content}}
+            if calls:
+                for call in calls:
+                    del call["index"]  # a field of streams
+                text["message"] |= {"content": content or None, "tool_calls": calls}
+        choice = choice_of(at, text, reason, completion.stop_reason)
         if completion.logprobs is not None:
             choice["logprobs"] = self._logprobs(at, completion.logprobs)
         return choice | self._tokens(completion)
+
+    def _content(
+        self, at: int, text: str, finish_reason: str | None
+    ) -> tuple[str, list[Json], str | None]:
+        """Return plain text, tool calls and finish reason of new text of one choice."""
+        if self._new_parser is None:
+            return text, [], finish_reason
+        if at not in self._parsers:
+            self._parsers[at] = self._new_parser()
+        parser = self._parsers[at]
+        place = parser.num_calls
+        content, found = parser.feed(text, is_last=finish_reason is not None)
+        calls = [
+            {"index": index, **call.to_dict(parser.format)}
+            for index, call in enumerate(found, start=place)
+        ]
+        is_call = finish_reason == "stop" and parser.num_calls > 0
+        return content, calls, "tool_calls" if is_call else finish_reason
 
     def _tokens(self, result: StreamChunk | Completion) -> Json:
         """Return the fields of each token that the request asks for besides the text."""

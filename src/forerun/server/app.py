@@ -45,6 +45,7 @@ from forerun.server.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from forerun.server.tool_calls import ToolFormat, chosen_format
 
 __all__ = ["ServerState", "create_app"]
 
@@ -58,6 +59,7 @@ class ServerState:
         model: the name that requests use for the target.
         config: settings of the server.
         grammars: compile the constraints of requests.
+        tool_format: form of the tool calls in the model's text; None where it is not known.
         metrics: for Prometheus.
         started_at_s: seconds since 1970.
     """
@@ -66,6 +68,7 @@ class ServerState:
     model: str
     config: ServerConfig
     grammars: Grammars
+    tool_format: ToolFormat | None
     metrics: ServerMetrics
     started_at_s: float
 
@@ -94,7 +97,8 @@ def create_app(
         keys: that requests need; without any, none is needed.
     """
     config = config or ServerConfig()
-    target = engine.engine.target
+    target, tokenizer = engine.engine.target, engine.engine.tokenizer
+    tool_format = chosen_format(config.tool_format, tokenizer.definition.chat_template)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -113,7 +117,8 @@ def create_app(
         engine=engine,
         model=model,
         config=config,
-        grammars=Grammars(engine.engine.tokenizer, target.vocab_size, engine.engine.eos_token_ids),
+        grammars=Grammars(tokenizer, target.vocab_size, engine.engine.eos_token_ids, tool_format),
+        tool_format=tool_format,
         metrics=ServerMetrics(engine.engine, model),
         started_at_s=time.time(),
     )
@@ -177,10 +182,12 @@ async def answered(
         priority=body.priority, deadline_s=body.deadline_s, tenant=key.tenant, plan=plan
     )
     mask = None
-    if body.response_format is not None or body.structured_outputs is not None:
+    if body.has_grammar:
         mask = await asyncio.to_thread(server.grammars.mask_of, body)
     generation = await Generation.begin(engine, prompts, params, terms, mask)
-    answer = Answer(uuid.uuid4().hex, server.model, body, engine.engine.tokenizer)
+    answer = Answer(
+        uuid.uuid4().hex, server.model, body, engine.engine.tokenizer, server.tool_format
+    )
 
     def close() -> None:
         if not generation.is_over:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from forerun.errors import Range, check_ranges
 
-__all__ = ["ServerConfig"]
+__all__ = ["ServerConfig", "ToolFormatChoice"]
+
+ToolFormatChoice = Literal["auto", "hermes", "mistral", "llama3", "none"]
 
 RANGES = (
     Range("port", 0, 65535, integer=True),
@@ -32,6 +35,8 @@ class ServerConfig:
         body_timeout_s: seconds that a client may take to send the body.
         write_timeout_s: seconds after which a client that reads nothing is disconnected.
         drain_s: seconds that requests may go on after SIGTERM.
+        tool_format: form of the tool calls in the model's text: hermes (also Qwen), mistral or
+            llama3; auto decides by the chat template, none finds no calls.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -45,6 +50,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     drain_s: float = 30.0
+    tool_format: ToolFormatChoice = "auto"
 
     def __post_init__(self) -> None:
         """Check every field."""

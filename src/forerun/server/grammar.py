@@ -7,7 +7,7 @@ every draft node, so drafts are checked along their paths.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
-from forerun.server.protocol import GenerationRequest
+from forerun.server.protocol import ChatRequest, GenerationRequest
+from forerun.server.tool_calls import ToolFormat, forced
 
 __all__ = ["GrammarMask", "Grammars"]
 
@@ -80,11 +81,18 @@ class Grammars:
         tokenizer: of the target.
         vocab_size: width of its logits.
         eos_token_ids: tokens that end a text.
+        tool_format: of the tool calls that a request may demand; None where it is not known.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        tool_format: ToolFormat | None = None,
     ) -> None:
+        self.tool_format = tool_format
+        self._added = {text: token for token, (text, _) in tokenizer.added.items()}
         self.ends = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
         self.vocab_size = vocab_size
         self._content = tokenizer.definition.content
@@ -97,7 +105,11 @@ class Grammars:
             InvalidRequest: it asks for two, the grammar is wrong, or the model has no token that
                 ends a text.
         """
-        grammar = grammar_of(body)
+        calls: list[str] = []
+        if isinstance(body, ChatRequest) and (tools := body.forced_tools):
+            lark = forced(tools, self.tool_format, self._added)
+            calls.append(LLMatcher.grammar_from_lark(lark))
+        grammar = grammar_of(body, calls)
         if grammar is None:
             return None
         if not self.ends:
@@ -119,14 +131,18 @@ class Grammars:
         return GrammarMask(matcher, self.vocab_size, self.ends)
 
 
-def grammar_of(body: GenerationRequest) -> str | None:
+def grammar_of(body: GenerationRequest, calls: Sequence[str] = ()) -> str | None:
     """Return the grammar of a request in llguidance's form; None if it has none.
+
+    Args:
+        body: of the request.
+        calls: grammar of the tool calls that it demands, if it demands any.
 
     Raises:
         InvalidRequest: it asks for two, or the grammar is wrong.
     """
     form, outputs = body.response_format, body.structured_outputs
-    asked: list[str] = []
+    asked = list(calls)
     try:
         if form is not None and form.type != "text":
             schema = form.json_schema
@@ -148,7 +164,10 @@ def grammar_of(body: GenerationRequest) -> str | None:
     except ValueError as error:
         raise InvalidRequest(f"the grammar cannot be used: {error!s:.1000}") from error
     if len(asked) > 1:
-        raise InvalidRequest("the text can follow one grammar; the request gives several")
+        raise InvalidRequest(
+            "the text can follow one grammar; the request gives several (a tool_choice other than "
+            "auto and none is one)"
+        )
     return asked[0] if asked else None
 
 

@@ -7,15 +7,17 @@ the server refuses the same values with the same messages as the library.
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import suppress
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from forerun.bounded_documents import parse_json
 from forerun.control.base import Chain, Plan, Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Prompt
 from forerun.engine.results import Capabilities
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
 
 __all__ = [
@@ -133,6 +135,11 @@ class GenerationRequest(Body):
         """Largest number of output tokens; None allows all that fit into the context."""
         return self.max_tokens
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the text has to follow a grammar."""
+        return self.response_format is not None or self.structured_outputs is not None
+
     def sampling(self, max_logprobs: int) -> SamplingParams:
         """Return the sampling parameters.
 
@@ -243,11 +250,32 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates read, with its parts joined."""
+        """Return the message in the form that chat templates read.
+
+        Parts of the content are joined, and the arguments of tool calls become objects.
+        """
         message = self.model_dump(exclude_none=True)
+        for call in message.get("tool_calls") or ():
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                with suppress(UnreadableInput):  # else the template gets the text
+                    function["arguments"] = parse_json(function["arguments"], "the arguments")
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
         return message
+
+
+class ToolName(Body):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that the answer has to call."""
+
+    type: Literal["function"]
+    function: ToolName
 
 
 class ChatRequest(GenerationRequest):
@@ -258,7 +286,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -276,11 +304,49 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether the text has to follow a grammar, such as that of a tool call."""
+        return super().has_grammar or bool(self.forced_tools)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools that the answer may call; those without a name are left out."""
+        functions = [tool.get("function") for tool in self.offered_tools]
+        names = [each.get("name") for each in functions if isinstance(each, dict)]
+        return [name for name in names if isinstance(name, str)]
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer has to call one; empty where it may be text.
+
+        Raises:
+            InvalidRequest: there is no such tool, or one has no name.
+        """
+        if self.tool_choice in (None, "auto", "none"):
+            return []
+        if not self.offered_tools or len(self.tool_names) < len(self.offered_tools):
+            raise InvalidRequest(
+                'tool_choice needs tools of the form {"type": "function", "function": {"name": '
+                '..., "parameters": ...}}'
+            )
+        if not isinstance(self.tool_choice, NamedTool):
+            return self.offered_tools
+        name = self.tool_choice.function.name
+        if name not in self.tool_names:
+            raise InvalidRequest(f"tool_choice names {name!r:.200}, which is none of the tools")
+        return [tool for tool in self.offered_tools if tool["function"]["name"] == name]
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """Additional variables of the chat template."""
         variables = dict(self.chat_template_kwargs or {})
-        if self.tools and self.tool_choice != "none":
-            variables["tools"] = self.tools
+        if self.offered_tools:
+            variables["tools"] = self.offered_tools
         return variables
 
 
