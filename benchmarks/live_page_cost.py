@@ -65,7 +65,7 @@ def read(url: str, over: threading.Event) -> None:
 
 
 def measure(options: argparse.Namespace, url: str) -> dict[str, list[LoadBlock]]:
-    """Measure pairs of blocks until the time is over, and print the ratio after every fifth pair."""
+    """Measure pairs of blocks until the time is over; the ratio is printed after every fifth."""
     prompts = [prompt.text for prompt in held_out_prompts()][: options.prompts]
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     blocks: dict[str, list[LoadBlock]] = {arm: [] for arm in ARMS}
