@@ -12,24 +12,21 @@ the biases without notice.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import check_tensors, writing_tensors
+from forerun.models.tensor_files import check_tensors, write_files
 
 __all__ = [
     "VLLM_NOTE",
@@ -246,7 +243,7 @@ def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
         "medusa_num_layers": config.num_blocks,
         "base_model_name_or_path": target,
     }
-    write_files(folder, settings, WEIGHTS, heads.state_dict())
+    write_files(folder, settings | dtype_of(heads), WEIGHTS, heads.state_dict())
 
 
 def write_medusa_vllm(
@@ -287,18 +284,9 @@ def write_medusa_vllm(
         "medusa_fc_bias": True,
         "original_lm_head": not config.own_heads,
     }
-    write_files(folder, settings, VLLM_WEIGHTS, tensors)
+    write_files(folder, settings | dtype_of(heads), VLLM_WEIGHTS, tensors)
 
 
-def write_files(
-    folder: Path, settings: dict[str, Any], name: str, tensors: Mapping[str, Tensor]
-) -> None:
-    """Write config.json and then the weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    with atomic_write(folder / "config.json") as scratch:
-        text = json.dumps({**settings, "torch_dtype": dtype}, indent=2)
-        scratch.write_text(text + "\n", encoding="utf-8")
-    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    with atomic_write(folder / name) as scratch, writing_tensors():
-        save_file(plain, scratch, metadata={"format": "pt"})
+def dtype_of(heads: MedusaHeads) -> dict[str, str]:
+    """Return the field of config.json that names the dtype of the weights."""
+    return {"torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch.")}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import ReadTensor
@@ -20,6 +23,7 @@ __all__ = [
     "check_tensors",
     "has_own_head",
     "tensor_reader",
+    "write_files",
     "writing_tensors",
 ]
 
@@ -41,6 +45,21 @@ def writing_tensors() -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
+
+
+def write_files(
+    folder: Path, settings: Mapping[str, object], name: str, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write config.json and then the weights, into a folder that is created if it is missing.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with atomic_write(folder / "config.json") as scratch:
+        scratch.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    with atomic_write(folder / name) as scratch, writing_tensors():
+        save_file(plain, scratch, metadata={"format": "pt"})
 
 
 def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ReadTensor:

@@ -385,7 +385,7 @@ def open_library(folder: Path | None = None) -> ctypes.CDLL:
 
 
 @cache
-def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
+def load_kernels(num_threads: int) -> Kernels:
     """Return the kernels with `num_threads` threads.
 
     Cached, so that target and draft take turns on one crew instead of fighting with two.
@@ -393,4 +393,4 @@ def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
     Raises:
         RunnerUnavailable: see `open_library`.
     """
-    return Kernels(open_library(folder), num_threads)
+    return Kernels(open_library(), num_threads)

@@ -18,17 +18,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import Drafter, TreeDrafter
+from forerun.control.base import Plan, Tree
+from forerun.control.fixed import FixedController
+from forerun.drafters.base import (
+    Drafter,
+    DraftRequest,
+    Pause,
+    StepOutcome,
+    TopTokensDrafter,
+    TreeDrafter,
+)
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
-from forerun.testing.recorder import TREE, Failures, Recorder, TreePlans
 from forerun.theory.splitmix import finalise
 
 __all__ = ["check_drafter"]
+
+TREE = Tree(num_nodes=6, depth=3, width=3)
+
+
+class Recorder:
+    """Forwards all calls to a drafter, and records its proposals and any changed inputs.
+
+    Args:
+        inner: the drafter under test.
+        fails_at: number of the call of `propose` that raises after the drafter has answered; the
+            engine then drops the drafter's state and reports all rows again.
+    """
+
+    def __init__(self, inner: Drafter, fails_at: int | None = None) -> None:
+        self.inner = inner
+        self.method = inner.method
+        self.required_features = inner.required_features
+        self.required_top_k = inner.required_top_k if isinstance(inner, TopTokensDrafter) else 0
+        self.fails_at = fails_at
+        self.num_calls = 0
+        self.proposals: dict[tuple[str, int], Proposal] = {}
+        self.problems: list[str] = []
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> Sequence[Proposal | Pause | None]:
+        """Forward to the drafter, and record its proposals by request and committed length."""
+        before = [list(request.ids) for request in requests]
+        answers = self.inner.propose(requests, plans)
+        self.num_calls += 1
+        for request, ids in zip(requests, before, strict=True):
+            if request.ids != ids:
+                self.problems.append(
+                    f"propose changed the ids of request {request.request_id}; they belong to the "
+                    "engine: copy them"
+                )
+        if self.num_calls == self.fails_at:
+            raise PlannedFailure
+        for request, answer in zip(requests, answers, strict=False):
+            if isinstance(answer, Proposal) and answer.num_drafted:
+                self.proposals[request.request_id, len(request.ids)] = answer
+        return answers
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Forward the outcomes to the drafter."""
+        self.inner.observe(outcomes)
+
+    def forget(self, request_id: str) -> None:
+        """Forward the end of a request to the drafter."""
+        self.inner.forget(request_id)
+
+
+class PlannedFailure(Exception):
+    """Raised by the conformance suite to make the engine drop a drafter's state."""
+
+
+class Failures(logging.Handler):
+    """Collects the messages by which the engine reports a drafter's failures."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Store the message, unless it reports a planned failure."""
+        if PlannedFailure.__name__ not in repr(record.args):
+            self.messages.append(record.getMessage())
+
 
 Factory = Callable[[], Drafter]
 Texts = list[tuple[int, ...]]
@@ -67,7 +143,11 @@ def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
     Raises:
         AssertionError: the drafter violates the contract; the message says how.
     """
-    texts = [list(ids) for ids in prompts] if prompts else random_prompts(target.vocab_size)
+    vocab_size = target.vocab_size
+    texts = [list(ids) for ids in prompts or ()] or [
+        [finalise(1000 * prompt + place) % vocab_size for place in range(length)]
+        for prompt, length in enumerate((3, 1, 12, 30))
+    ]
     if len(texts) < 3:
         raise AssertionError(f"check_drafter needs at least 3 prompts, not {len(texts)}")
     check = Check(drafter_factory, target, tokenizer, texts, max_tokens, num_speculative_tokens)
@@ -94,14 +174,6 @@ def parameters(max_tokens: int) -> dict[str, SamplingParams]:
     }
 
 
-def random_prompts(vocab_size: int) -> list[list[int]]:
-    """Return prompts of several lengths, always the same for a given vocabulary."""
-    return [
-        [finalise(1000 * prompt + place) % vocab_size for place in range(length)]
-        for prompt, length in enumerate((3, 1, 12, 30))
-    ]
-
-
 @dataclass(slots=True, eq=False)
 class Check:
     """Runs all conformance checks on one drafter.
@@ -126,11 +198,8 @@ class Check:
         """Check the types of names and layers, and that `forget` accepts unknown requests."""
         drafter: Any = self.factory()
         if not isinstance(drafter, Drafter):
-            missing = [
-                name
-                for name in ("method", "required_features", "propose", "observe", "forget")
-                if not hasattr(drafter, name)
-            ]
+            names = ("method", "required_features", "propose", "observe", "forget")
+            missing = [name for name in names if not hasattr(drafter, name)]
             raise AssertionError(f"{type(drafter).__name__} lacks {', '.join(missing)}")
         method: Any = drafter.method
         layers: Any = drafter.required_features
@@ -155,7 +224,7 @@ class Check:
         """Check that proposals stay within a tree plan and that the text does not change."""
         recorder = Recorder(self.factory())
         for name, params in [*parameters(self.max_tokens).items()][:2]:
-            found = self.decode(recorder, params, controller=TreePlans(recorder.method))
+            found = self.decode(recorder, params, controller=FixedController(TREE, recorder.method))
             self.compare(f"{name}, plans for trees", found, self.decode(None, params))
 
     def check_new_state(self) -> None:
@@ -223,7 +292,7 @@ class Check:
             self.decode(
                 recorder,
                 replace(params, seed=seed, verification="traversal" if is_tree else "block"),
-                controller=TreePlans(recorder.method) if is_tree else None,
+                controller=FixedController(TREE, recorder.method) if is_tree else None,
                 max_batch=len(self.prompts),
             )
             for proposal in recorder.proposals.values():
@@ -243,7 +312,7 @@ class Check:
         params: SamplingParams,
         *,
         prompts: list[list[int]] | None = None,
-        controller: TreePlans | None = None,
+        controller: FixedController | None = None,
         **limits: Any,
     ) -> Texts:
         """Return the texts of all prompts; raises AssertionError if the drafter failed."""
@@ -253,7 +322,7 @@ class Check:
         return [tuple(output.token_ids) for output in outputs]
 
     def engine(
-        self, recorder: Recorder | None, controller: TreePlans | None = None, **limits: Any
+        self, recorder: Recorder | None, controller: FixedController | None = None, **limits: Any
     ) -> Engine:
         """Return an engine over the target, with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_tokens

@@ -8,17 +8,15 @@ there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from forerun.atomic_write import atomic_write
 from forerun.drafters.eagle3.formats import (
     Eagle3Config,
     config_of,
@@ -29,7 +27,7 @@ from forerun.drafters.eagle3.formats import (
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import check_tensors, writing_tensors
+from forerun.models.tensor_files import check_tensors, write_files
 
 __all__ = [
     "HeadFormat",
@@ -203,15 +201,8 @@ def write_eagle3_head(
         settings = raw_settings(head.config)
     dtype = str(head.fc.weight.dtype).removeprefix("torch.")
     settings |= {"dtype": dtype, "torch_dtype": dtype}
-    tensors = {
-        renamed(name, form): value.detach().cpu().contiguous()
-        for name, value in head.state_dict().items()
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / "config.json") as scratch:
-        scratch.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    with atomic_write(folder / WEIGHTS) as scratch, writing_tensors():
-        save_file(tensors, scratch, metadata={"format": "pt"})
+    tensors = {renamed(name, form): value for name, value in head.state_dict().items()}
+    write_files(folder, settings, WEIGHTS, tensors)
 
 
 def renamed(name: str, form: HeadFormat) -> str:
