@@ -301,7 +301,7 @@ def check_status(reply: httpx.Response, url: str, where: str) -> None:
     if reply.status_code >= 500 or reply.status_code in BUSY:
         raise BusyReply(problem, reply.headers.get("retry-after"))
     if reply.status_code in UNAUTHORIZED:
-        problem += f" (its API key is read from {API_KEY} or a variable that is named)"
+        problem += f" (the key sent is that of {API_KEY}, unless another variable is named)"
     raise InvalidRequest(f"{where}: {url} refuses it with {problem}")
 
 

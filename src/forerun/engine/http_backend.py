@@ -175,6 +175,8 @@ class HttpBackend:
             listed = parsed(reply)["data"]
             cards = [card for card in listed if model is None or card["id"] == model]
             names = ", ".join(str(card["id"]) for card in listed)
+        except InvalidRequest:
+            raise
         except (httpx.TransportError, httpx.InvalidURL) as error:
             problem = printable(error) or type(error).__name__
             raise ServerUnavailable(f"{self.base} cannot be reached: {problem}") from error
