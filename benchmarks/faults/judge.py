@@ -113,6 +113,8 @@ def table(judged: Sequence[Judged]) -> list[str]:
     ]
     lines.append("|---|---|" + "---|" * len(WAYS) + "---|")
     for fault in FAULTS.values():
+        if not any(j.fault is fault for j in judged):
+            continue
         cells = []
         for way in WAYS:
             runs = [j for j in judged if j.fault is fault and j.way == way]

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("unchecked")  # dozens of runs of the shipp
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """A laboratory of very short runs."""
-    return Lab(tmp_path_factory.mktemp("lab"), num_prompts=4, num_tokens=8)
+    folder = tmp_path_factory.mktemp("lab")
+    return Lab(folder, num_prompts=4, num_tokens=8, num_training_steps=2)
 
 
 def test_every_label_is_a_cause_and_there_are_twenty_faults():

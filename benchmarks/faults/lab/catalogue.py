@@ -8,6 +8,7 @@ from lab.kinds.alignment import ALIGNMENT
 from lab.kinds.controls import CONTROLS
 from lab.kinds.cost import COST
 from lab.kinds.distribution import DISTRIBUTION
+from lab.kinds.heads import HEADS
 from lab.kinds.measurement import MEASUREMENT
 from lab.kinds.policy import POLICY
 from lab.kinds.state import STATE
@@ -17,5 +18,14 @@ __all__ = ["FAULTS"]
 
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
-    for fault in (*MEASUREMENT, *ALIGNMENT, *DISTRIBUTION, *STATE, *COST, *POLICY, *CONTROLS)
+    for fault in (
+        *MEASUREMENT,
+        *ALIGNMENT,
+        *DISTRIBUTION,
+        *STATE,
+        *COST,
+        *POLICY,
+        *HEADS,
+        *CONTROLS,
+    )
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from forerun.control.base import Controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, Sharing
 from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids, load_pair_member
 from forerun.models.architecture import Runner
@@ -41,15 +41,24 @@ class Lab:
         folder: for checkpoints that faults make.
         num_prompts: how many requests a run has, about; fewer make quicker and blurred runs.
         num_tokens: output tokens of a request, about.
+        num_training_steps: of heads that are trained here.
 
     Attributes:
         device: that all of its models run on.
     """
 
-    def __init__(self, folder: Path, *, num_prompts: int = 12, num_tokens: int = 64) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_prompts: int = 12,
+        num_tokens: int = 64,
+        num_training_steps: int = 300,
+    ) -> None:
         self.folder = folder
         self.num_prompts = num_prompts
         self.num_tokens = num_tokens
+        self.num_training_steps = num_training_steps
         self.device = Device()
         self._loaded: dict[tuple[str, Runner], tuple[LanguageModel, Tokenizer]] = {}
 
@@ -88,7 +97,7 @@ class Lab:
         """A drafter as it should be."""
         return DraftModel(self.draft_model(model, pace), self.model(TARGET).vocab_size)
 
-    def engine(
+    def engine(  # noqa: PLR0913 (keyword-only parts of an engine)
         self,
         drafter: Drafter | None,
         k: int,
@@ -97,6 +106,7 @@ class Lab:
         target: LanguageModel | None = None,
         controller: Controller | None = None,
         change_verdict: VerdictChange | None = None,
+        sharing: Sharing = "none",
     ) -> Engine:
         """An engine of parts, every one of which may be at fault.
 
@@ -107,6 +117,7 @@ class Lab:
             target: verifies; None for the shipped one.
             controller: chooses K; None for always K.
             change_verdict: replaces verdicts; None leaves them.
+            sharing: which requests may continue what others have in the cache.
         """
         return lab_engine(
             change_verdict=change_verdict,
@@ -115,7 +126,7 @@ class Lab:
             tokenizer=self.tokenizer,
             drafter=drafter,
             controller=controller,
-            config=replace(CONFIG, num_speculative_tokens=k, max_batch=batch),
+            config=replace(CONFIG, num_speculative_tokens=k, max_batch=batch, sharing=sharing),
             eos_token_ids=eos_token_ids(TARGET, self.tokenizer),
         )
 

@@ -23,6 +23,7 @@ from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
 from forerun.errors import DrafterError
 from forerun.sampling.config import Choice
+from forerun.sampling.kernels import kernels_for
 from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.sampling.walk import race
@@ -216,8 +217,11 @@ def draw_siblings(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, "rows siblings"]
 ) -> Drawings:
     """Draw siblings from every row without replacement."""
-    left = probs.clone() if keys.shape[1] > 1 else probs
     uniforms = uniform(keys)
+    if kernels := kernels_for(probs):
+        tokens, chances = kernels.draw_siblings(probs, uniforms)
+        return Drawings(tokens=tokens, chances=chances, rows=probs)
+    left = probs.clone() if keys.shape[1] > 1 else probs
     tokens, chances = torch.empty_like(keys), probs.new_empty(keys.shape)
     for rank in range(keys.shape[1]):
         drawn = draw(left, uniforms[:, rank])[:, None]

@@ -338,6 +338,10 @@ SIGNATURES = {
     "forerun_largest": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_softmax": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_draw": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_draw_siblings": (
+        None,
+        (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+    ),
     "forerun_race": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_coupled_match": (
         None,

@@ -187,6 +187,20 @@ class SamplingKernels:
         """Draw from unnormalised weights; see `noise.draw`."""
         return self._tokens(self.library.forerun_draw, weights, uniforms)
 
+    def draw_siblings(
+        self, weights: Rows, uniforms: Float64[Tensor, "rows siblings"]
+    ) -> tuple[Int64[Tensor, "rows siblings"], Float32[Tensor, "rows siblings"]]:
+        """Draw from every row without replacement; returns tokens and their weights before.
+
+        `weights` must not be read meanwhile.
+        """
+        tokens = torch.empty(uniforms.shape, dtype=torch.int64)
+        chances, noise = torch.empty(uniforms.shape), uniforms.contiguous()
+        sizes = (*weights.shape, uniforms.shape[1])
+        ends = (noise.data_ptr(), tokens.data_ptr(), chances.data_ptr())
+        self.library.forerun_draw_siblings(weights.data_ptr(), *sizes, *ends)
+        return tokens, chances
+
     def race(self, probs: Rows, keys: Int64[Tensor, " rows"]) -> Tokens:
         """Draw by exponential race; see `race.race`."""
         return self._tokens(self.library.forerun_race, probs, keys)

@@ -284,3 +284,23 @@ def test_a_draw_takes_the_token_whose_interval_holds_u():
         for uniform in (0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 1 - 2**-53)
     ]
     assert found == [0, 0, 2, 2, 3, 3]
+
+
+def test_siblings_are_drawn_one_after_another_and_the_rows_left_alone():
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.rand(6, 37, generator=generator)
+    weights[4, 3:] = 0  # fewer tokens than siblings
+    weights[5] = torch.nan
+    uniforms = torch.rand(6, 4, dtype=torch.float64, generator=generator)
+    left, before = weights.clone(), weights.clone()
+    tokens, chances = sampling_kernels().draw_siblings(weights, uniforms)
+    for rank in range(4):
+        drawn = sampling_kernels().draw(left, uniforms[:, rank])[:, None]
+        assert torch.equal(tokens[:, rank : rank + 1], drawn)
+        expected = left.gather(1, drawn)
+        torch.testing.assert_close(
+            chances[:, rank : rank + 1], expected, atol=0, rtol=0, equal_nan=True
+        )
+        left.scatter_(1, drawn, 0.0)
+    torch.testing.assert_close(weights, before, atol=0, rtol=0, equal_nan=True)
+    assert (chances[4, 3:] == 0).all()

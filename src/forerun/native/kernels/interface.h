@@ -135,6 +135,11 @@ void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
 void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,
                   const double* uniforms, int64_t* tokens);
 
+// Draws of num_siblings tokens from every row without replacement, in order, and the weight of each when it was
+// drawn; uniforms: [num_rows][num_siblings]; rows are written to and restored.
+void forerun_draw_siblings(float* weights, int64_t num_rows, int64_t vocab_size, int64_t num_siblings,
+                           const double* uniforms, int64_t* tokens, float* chances);
+
 // Draws by the clocks of a key.
 void forerun_race(const float* probs, int64_t num_rows, int64_t vocab_size, const int64_t* keys,
                   int64_t* tokens);

@@ -424,6 +424,20 @@ void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,
         tokens[row] = draw(weights + row * vocab_size, vocab_size, uniforms[row]);
 }
 
+void forerun_draw_siblings(float* weights, int64_t num_rows, int64_t vocab_size, int64_t num_siblings,
+                           const double* uniforms, int64_t* tokens, float* chances) {
+    for (int64_t row = 0; row < num_rows; ++row, weights += vocab_size, tokens += num_siblings,
+                 chances += num_siblings, uniforms += num_siblings) {
+        for (int64_t i = 0; i < num_siblings; ++i) {
+            tokens[i] = draw(weights, vocab_size, uniforms[i]);
+            chances[i] = weights[tokens[i]];
+            weights[tokens[i]] = 0;
+        }
+        // Backwards: where nothing was left a token may have been drawn twice.
+        for (int64_t i = num_siblings - 1; i >= 0; --i) weights[tokens[i]] = chances[i];
+    }
+}
+
 void forerun_race(const float* probs, int64_t num_rows, int64_t vocab_size, const int64_t* keys,
                   int64_t* tokens) {
     for (int64_t row = 0; row < num_rows; ++row)
