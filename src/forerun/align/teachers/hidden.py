@@ -14,6 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import TargetDistribution, deployed_distribution
-from forerun.align.teachers.base import sample_runs
+from forerun.align.teachers.base import TeacherRows, sample_runs
 from forerun.align.teachers.cache import CacheFiller, full_disk_named, key_of
 from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
 from forerun.cache import find_cached, write_cached
@@ -154,6 +155,19 @@ def read_head(folder: Path) -> TargetHead | None:
         tensors = {name: file.get_tensor(name) for name in names}
         numbers = json.loads(file.metadata()["numbers"])
     return TargetHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)
+
+
+@runtime_checkable
+class FeatureTeacherRows(TeacherRows, Protocol):
+    """Distributions at the learned rows of a batch, and hidden states of all its rows."""
+
+    @property
+    def features(self) -> Float[Tensor, "rows width layers hidden"]:
+        """The residual stream at the input of each selected layer."""
+
+    @property
+    def last(self) -> Float[Tensor, "rows width hidden"]:
+        """The last hidden state, after the final norm."""
 
 
 class FeaturesOfRows(HeadRows):

@@ -21,7 +21,7 @@ from forerun.align.config import AlignConfig, AttachedConfig
 from forerun.align.data.sample import PackedBatch, Sample, drafted_tokens
 from forerun.align.objectives import Objective
 from forerun.align.teachers.base import one_per_row
-from forerun.align.teachers.hidden import FeaturesOfRows
+from forerun.align.teachers.hidden import FeatureTeacherRows
 from forerun.align.teachers.target import (
     TargetModel,
     adopt_target,
@@ -294,7 +294,7 @@ class MedusaOverTarget(nn.Module):
     def forward(
         self,
         batch: PackedBatch,
-        rows: FeaturesOfRows,
+        rows: FeatureTeacherRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
         """Run all Medusa heads over the rows that have a loss; see `PassLoss`."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from forerun.align.data.sample import PackedBatch, seen
 from forerun.align.objectives import DenseDistribution, Objective
 from forerun.align.teachers.base import TeacherRows
-from forerun.align.teachers.hidden import FeaturesOfRows
+from forerun.align.teachers.hidden import FeatureTeacherRows
 from forerun.align.training.chunked import DraftHead, LearnedRows, chunked_loss
 from forerun.drafters.eagle3.head import Eagle3Head
 
@@ -91,7 +91,7 @@ class PassLoss(nn.Module):
         self._no_split_modules: list[str] = []
 
     def forward(
-        self, batch: PackedBatch, rows: FeaturesOfRows
+        self, batch: PackedBatch, rows: FeatureTeacherRows
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Return loss and acceptance probability, summed over the learned rows of a batch."""
         learning = learned_passes(batch, self.num_passes)
@@ -110,7 +110,7 @@ class PassLoss(nn.Module):
     def _sorted(
         self,
         batch: PackedBatch,
-        rows: FeaturesOfRows,
+        rows: FeatureTeacherRows,
         learning: Bool[Tensor, "passes rows width"],
         found: PassStates,
     ) -> LearnedRows:
@@ -191,7 +191,7 @@ class UnrolledEagle3(nn.Module):
     def forward(
         self,
         batch: PackedBatch,
-        rows: FeaturesOfRows,
+        rows: FeatureTeacherRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
         """Run all passes; see `PassLoss`."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests import training
 
+from forerun.align.data.packing import Packing
 from forerun.align.progress import StepMetrics
 from forerun.align.training.trainer import Trainer
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
@@ -151,7 +152,10 @@ def test_a_step_without_anything_to_learn_is_harmless(tmp_path: Path) -> None:
     trainer = training.trainer_of(training.tiny_draft(tmp_path), tmp_path)
     batch = training.packing().batch(0, 4)
 
-    class Nothing:
+    class Nothing(Packing):
+        def __init__(self) -> None:
+            pass
+
         def batch(self, first_row: int, num_rows: int) -> training.PackedBatch:
             return training.PackedBatch(
                 ids=batch.ids,
