@@ -27,7 +27,7 @@ class CallBudget:
         left: checked calls that this test has left.
     """
 
-    per_test: int | None = 5000
+    per_test: int | None = 1000
     left: int = 0
 
     def restart(self) -> None:

@@ -100,7 +100,7 @@ def test_speculative_text_equals_plain_text_in_fp32(target, draft):
     ("target", "draft"),
     [
         ("zoo:code-11m", "zoo:code-2m"),
-        ("zoo:code-40m", "zoo:code-2m-for-40m"),
+        pytest.param("zoo:code-40m", "zoo:code-2m-for-40m", marks=pytest.mark.full),
         ("zoo:code-40m", "zoo:eagle3-for-40m"),
     ],
 )

@@ -53,6 +53,7 @@ def test_goodput_follows_the_faster_shape(costs, alpha):
     assert seconds["goodput"] <= 1.06 * seconds[best]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8])
 @pytest.mark.parametrize("profile", ["292m", "shipped-pair"])
 def test_auto_is_within_two_percent_of_the_best_shape(profile, alpha):
