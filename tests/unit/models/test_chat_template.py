@@ -6,9 +6,8 @@ import pytest
 from tests import tiny
 
 from forerun.models import chat_template
-from forerun.models.catalog import zoo_path
 from forerun.models.chat_template import TemplateProcess, TemplateRefused
-from forerun.models.tokenizers import adopt, read_tokenizer
+from forerun.models.tokenizers import adopt
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. \u00e9"},
@@ -102,10 +101,3 @@ def test_the_folder_of_the_caller_is_not_searched(tmp_path, monkeypatch):
 def test_the_environment_is_also_used_here():
     """Covered in this process too, where coverage and type checks see it."""
     assert chat_template.rendered("{{ a }}{{ strftime_now('') }}", {"a": 3}) == "3"
-
-
-@pytest.mark.parametrize("name", ["code-11m", "code-40m"])
-def test_shipped_targets_continue_the_lines_of_a_conversation(name):
-    tokenizer = read_tokenizer(zoo_path(name))
-    messages = [{"role": "system", "content": "# area"}, {"role": "user", "content": "def f("}]
-    assert tokenizer.render_chat(messages) == "# area\ndef f("
