@@ -285,7 +285,7 @@ def outcome(summary: ArmSummary) -> str:
 
 
 def reason(summary: ArmSummary) -> str:
-    """Explain the outcome by the draft acceptance rate and the break-even rate."""
+    """Explain an arm's speedup by its draft acceptance rate, compared with the break-even rate."""
     acceptance, break_even = summary.acceptance, summary.break_even
     rate = acceptance.draft_acceptance_rate
     if rate is None or break_even is None:

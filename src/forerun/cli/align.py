@@ -206,7 +206,7 @@ def aligned(options: AlignOptions) -> int:
 
 
 def values_of(config: Any, kind: type[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, which become fields of a class derived from it."""
+    """Return the values that `config` has for the fields of the dataclass `kind`, by field name."""
     return {item.name: getattr(config, item.name) for item in fields(kind)}
 
 

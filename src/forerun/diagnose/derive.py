@@ -1,4 +1,4 @@
-"""Derives all facts that follow from the facts read, in the order of their dependence."""
+"""Derives the facts that need no attribution from the facts read, in order of dependence."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def values_of_both(
 
 
 def derive(evidence: Evidence) -> None:
-    """Add all facts that follow from others; facts that were read are not changed."""
+    """Add all facts that follow without an attribution; facts that were read are not changed."""
     for side in ("target", "draft"):
         for name in evidence.words(f"{side}_name"):
             add_name(evidence, side, name)

@@ -146,7 +146,8 @@ class Evidence:
     The first value of a fact stays: sources are read in the order of trust, and a second value that
     differs is kept as a disagreement. `add` raises an error at an impossible value, for sources
     that a person can correct; `note` leaves such a value out with a note, for figures that
-    were counted or calculated. The report prints the `source` of either after the figure.
+    were counted or calculated. The page and the JSON list every fact with its `source`; the
+    terminal prints with its source each fact that counts for or against a listed cause.
 
     Attributes:
         disagreements: facts that lost against one of another value.

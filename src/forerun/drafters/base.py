@@ -26,7 +26,8 @@ class DraftRequest:
         request_id: key of the drafter's own state for this sequence.
         ids: committed prompt and output tokens. The list grows; a drafter must not change it.
         num_prompt: how many of them belong to the prompt.
-        params: the request's sampling parameters.
+        params: the request's sampling parameters; `Plan.verification` replaces that of
+            the request where it is not None.
         noise_key: key of (seed, sample index), see `forerun.sampling.noise`.
         history: token counts of prompt and output where penalties need them (read only).
         coupled: the draft must be drawn with the target's position-keyed noise.
@@ -145,7 +146,11 @@ class TopTokensDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class TreeDrafter(Drafter, Protocol):
-    """A drafter that accepts plans with a `Tree`; controllers plan trees for no other drafter."""
+    """A drafter that accepts plans with a `Tree`; controllers plan trees for no other drafter.
+
+    The engine finds these drafters with `tree_methods` in `drafters/several.py`. Plans of trees
+    come from `EngineConfig.tree` or from a controller that compares them.
+    """
 
     @property
     def max_width(self) -> int:

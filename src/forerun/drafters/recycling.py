@@ -92,7 +92,7 @@ class RecyclingDrafter:
             table.update(outcome.top_tokens)
 
     def _learn(self, tokens: Sequence[int] | None, token: int) -> None:
-        """Count which rank each committed token had in the table entry of the token before it."""
+        """Count the rank of a committed token in the table entry of the token before it."""
         if tokens is None:
             return
         self._tries += 1

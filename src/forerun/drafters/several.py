@@ -26,7 +26,7 @@ class SeveralDrafters:
     """Passes every request on to the drafter that its plan names.
 
     A plan for a tree may name several, as in "suffix+draft_model": the best nodes of all their
-    trees are proposed as one, which is deterministic and verified by the walk.
+    trees with `Proposal.log_probs` are proposed as one deterministic tree, verified by the walk.
 
     A pause of one of them is not a pause of all, so it only means that it proposes nothing.
 
@@ -115,7 +115,7 @@ class SeveralDrafters:
 
 
 def united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
-    """Merge the proposals of several drafters; a plan for a chain takes the first."""
+    """Merge the trees with `log_probs`, if two or more have them; otherwise take the first part."""
     ranked = [part for part in parts if part.log_probs is not None]
     if len(ranked) > 1 and isinstance(plan.shape, Tree):
         return merged(ranked, plan.shape).proposal("budget")

@@ -1,4 +1,4 @@
-"""Construction of a draft model's trees: frontier, next pass and finished proposal.
+"""State of one draft tree of a draft model: its frontier, its next level and its proposal.
 
 Deterministic nodes are the most probable paths (EAGLE-2, 2406.16858). A level's pass computes only
 candidates of nodes that are among the best so far, for no other can have a child in the final tree.

@@ -1,4 +1,4 @@
-"""Growth of the draft trees of a whole batch, with one pass per level.
+"""Drafts the trees of a whole batch with a draft model, with one pass per level.
 
 Every pass reads the nodes above the last level once more, as a tree after the last committed
 token: of rows that earlier passes staged, a pass can see a chain but no branches.

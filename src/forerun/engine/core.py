@@ -116,10 +116,10 @@ class EngineCore:
     """Adds, advances and ends requests on a loaded target; `Engine` is the public interface.
 
     Attributes:
-        drafter: what proposes tokens; None decodes plainly.
-        controller: what decides the plan of every step.
-        observers: what sees every step, in this order; add to the list or remove from it between
-            steps.
+        drafter: the object that proposes tokens; None decodes plainly.
+        controller: the object that decides the plan of every step.
+        observers: objects that are called after every step, in this order; add to the list or
+            remove from it between steps.
         stepper: the parts of a step, of which experiments may replace some.
     """
 

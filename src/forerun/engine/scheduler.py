@@ -37,6 +37,11 @@ from forerun.theory.tree import NO_TREE, TokenTree
 __all__ = ["PLAIN", "Rule", "ScheduledSequence", "Scheduler"]
 
 Rule = Literal["greedy", "walk", "block", "token", "traversal", "greedy_coupling"]
+"""Names of the verifiers in `engine.verification`, which `ScheduledSequence.rule` chooses from.
+
+They are the methods of `resolve_verification`, of which "coupled" is a walk, and "greedy", which
+compares draft tokens with the argmax of the raw logits.
+"""
 
 PLAIN = Plan()
 

@@ -1,6 +1,7 @@
 """One engine step: plan, draft, run the target once, verify, commit, and call the observers.
 
-A step is a function of (sequences, plans, noise); its clock readings only fill the trace.
+A step is a function of (sequences, plans, noise). Its clock readings fill the trace; a controller
+receives them too, as durations and as the time left until deadlines.
 """
 
 from __future__ import annotations
@@ -160,7 +161,10 @@ class Stepper:
         self._notify_observers(fed, emitting, records)
 
     def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
-        """Request plans for sequences that may draft: prompt fully fed and drafter not paused."""
+        """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
+
+        The controller plans for those whose request has no plan of its own (`RequestTerms.plan`).
+        """
         if self.drafter is None:
             return
         free = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]

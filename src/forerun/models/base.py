@@ -103,7 +103,7 @@ class ModelOutput:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A causal language model over packed rows; it holds weights and a store, nothing else."""
+    """A causal language model that runs packed rows; its only state is its weights and KV store."""
 
     @property
     def vocab_size(self) -> int:

@@ -268,7 +268,7 @@ SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 
 
 def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
-    """The tokenizer of a model folder.
+    """Read the tokenizer of a model folder, or its serialised copy in the cache.
 
     Args:
         folder: where its files are.

@@ -175,7 +175,7 @@ class Rig(Protocol):
 
     @property
     def rounds_per_visit(self) -> int:
-        """Rounds per visit of a cell; more than 1 where a visit takes long."""
+        """Return n: cells are visited in every n-th round, with n above 1 where a visit is slow."""
 
     def ready(self) -> AbstractContextManager[None]:
         """Prepare models and sequences for the measurements in the block."""
@@ -208,7 +208,7 @@ def measure(
     clock: Callable[[], float],
     notify: Callable[[int, float], None],
 ) -> Rounds:
-    """Measure all cells in rounds, one visit per cell and round.
+    """Measure all cells of a profile in rounds, until their medians are stable or time runs out.
 
     Args:
         rigs: which between them have every cell.

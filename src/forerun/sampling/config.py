@@ -339,8 +339,8 @@ def resolve_verification(
 ) -> Method:
     """Return the verification method for a proposal whose nodes were chosen by `choice`.
 
-    Ask with `Choice.SAMPLED` before drafting: "coupled" says the draft should share the target's
-    noise. Every answer is exact; they differ in what is accepted and in what a seed reproduces. A
+    Before drafting, the engine passes `Choice.SAMPLED`: for "coupled" the draft is drawn with the
+    target's noise. Every method is exact; they differ in acceptance and in what a seed fixes. A
     deterministic proposal or a greedy target is walked: for the first the walk is optimal, for the
     second every rule is an exact match. So is a tree whose siblings were drawn independently. On a
     chain "traversal" is "block" and "greedy_coupling" is "token".

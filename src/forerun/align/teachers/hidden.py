@@ -53,7 +53,7 @@ class HeadRows:
         return len(self._hidden)
 
     def distribution(self, rows: slice) -> TargetDistribution:
-        """Return the distribution at some rows, on the device of the head."""
+        """Return the target's distribution at each of `rows`, on its output matrix's device."""
         return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 

@@ -71,7 +71,7 @@ NAMES = {
 
 @dataclass(slots=True)
 class Metrics:
-    """Samples of metrics, summed over their labels except the position.
+    """Samples of Prometheus metrics, summed over all labels except the draft position.
 
     Attributes:
         totals: by name without `_total`.

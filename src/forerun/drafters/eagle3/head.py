@@ -80,7 +80,7 @@ class Eagle3FeedForward(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer of the head; tensor names are those of speculators."""
+    """The decoder layer of the head; its tensors are named as in the speculators library."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()

@@ -262,6 +262,6 @@ def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
 
 
 def kind_of(step: TapedStep) -> str:
-    """Return the kind of a step by the outcome of its draft."""
+    """Return "none", "partial" or "full" by how many draft tokens of a step were accepted."""
     accepted = step.record.num_accepted
     return "none" if not accepted else "full" if accepted == step.num_drafted else "partial"

@@ -68,7 +68,7 @@ def kernel_weights(
     draft_probs: Float64[Tensor, "batch parents vocab"],
     tokens: Int64[Tensor, "batch nodes"],
 ) -> TreeWeights:
-    """Return the weights that the CPU kernels compute for traversal instead of `tree_weights`."""
+    """Compute traversal's weights with the CPU kernels; a replacement for `tree_weights`."""
     assert rule == "traversal"
     accept, weights = loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens)
     return TreeWeights(accept=accept, final=weights, shares=torch.zeros_like(accept))

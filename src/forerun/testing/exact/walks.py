@@ -171,7 +171,7 @@ def walk_outcomes(
 def top_tokens(
     pairs: ModelPairs, histories: Histories, tree: TokenTree
 ) -> Int64[Tensor, "pairs drafts"]:
-    """Return the draft's most likely tokens after each history, encoded as one number."""
+    """Return one number per history, which encodes the greedy draft tokens of the whole tree."""
     pair_index = torch.arange(pairs.num_pairs)[:, None]
     root = histories.prefixes.expand_as(histories.weights)
     paths: list[Tensor] = []

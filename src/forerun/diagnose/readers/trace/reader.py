@@ -60,7 +60,7 @@ SWITCHING = frozenset({"auto", "goodput", "bandit"})
 def add_off_share(
     evidence: Evidence, headers: Sequence[TraceHeader], totals: TraceTotals, source: str
 ) -> None:
-    """Add how often a controller planned no draft, where one ran that switches drafting off."""
+    """Add the share of decode steps with K = 0, if every controller can switch drafting off."""
     names = {header.controller for header in headers}
     steps = totals.request_steps.total()
     if steps and names and names <= SWITCHING:

@@ -212,7 +212,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Sums over one of the two groups of steps in a comparison.
+    """Counts and mean acceptance of one of the two groups of steps in a `Comparison`.
 
     Attributes:
         num_stretches: that they are from.
@@ -309,7 +309,7 @@ def ends(places: StretchCounts) -> Comparison | None:
 
 
 def side_of(places: StretchCounts, mask: Mask) -> Side:
-    """Compute the sums over the steps of one group."""
+    """Compute the counts and the mean acceptance of one group of steps."""
     num_steps = int(places.num_steps[mask].sum())
     return Side(
         num_steps=num_steps,
