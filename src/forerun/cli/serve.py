@@ -13,10 +13,11 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Literal
 
+from forerun.bounded_read import read_text
 from forerun.cli.command import Command, Exit, is_flag
 from forerun.cli.flags import PairFlags
 from forerun.engine.config import EngineConfig
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class ServeOptions:
     engine: Literal["forerun", "vllm"] = "forerun"
     """What decodes. vllm: vLLM is started with the speculative configuration of the draft, which is
     that of its alignment where it has one, and its metrics are shown on the live page."""
+    chat_template: Path | None = None
+    """A file with the Jinja template that renders conversations, in place of the target's own."""
     speculative_config: Path | None = None
     """For --engine vllm, a JSON file with the configuration: the serving/vllm.json of an alignment,
     what `forerun plan --json` printed, or vLLM's own. --draft replaces the draft of a plan, and --k
@@ -85,9 +88,11 @@ def run(options: ServeOptions) -> int:
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
 
-    keys = options.read_keys()
+    keys, template = options.read_keys(), read_template(options.chat_template)
     listener = open_socket(options.server)  # before weights are read: the port may be in use
     engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
+    if template:
+        engine.tokenizer.use_chat_template(template)
     running = AsyncEngine(engine)
     app = create_app(running, options.model, options.server, keys)
     announce(options.model, listener)
@@ -95,8 +100,30 @@ def run(options: ServeOptions) -> int:
     return Exit.GOOD
 
 
+def read_template(path: Path | None) -> str:
+    """Return the text of a chat template; empty if no file is given.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return ""
+    try:
+        template = read_text(path)
+    except UnreadableInput as error:
+        raise InvalidRequest(f"--chat-template: {error}") from error
+    if not template.strip():
+        raise InvalidRequest(f"--chat-template {path} is empty; it must hold a Jinja template")
+    return template
+
+
 def run_vllm(options: ServeOptions) -> int:
     """Start vLLM and serve it until a signal; returns the exit code."""
+    if options.chat_template is not None:
+        raise InvalidRequest(
+            "--chat-template is for --engine forerun; give vLLM its own with "
+            f"--vllm-args '--chat-template {options.chat_template}'"
+        )
     from forerun.server.run import open_socket, serve
     from forerun.server.vllm import create_proxy, speculative_config, vllm_name, vllm_running
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -67,7 +67,8 @@ class Tokenizer:
 
     Args:
         definition: of the tokenizer.
-        load_renderer: gives what turns a conversation into a prompt; asked when the first is.
+        load_renderer: returns the function that renders conversations with a template; called at
+            the first conversation.
 
     Raises:
         InvalidModel: tokens of this tokenizer do not stand for fixed bytes.
@@ -76,10 +77,11 @@ class Tokenizer:
     def __init__(
         self,
         definition: TokenizerDefinition,
-        load_renderer: Callable[[], Renderer],
+        load_renderer: Callable[[str], Renderer],
     ) -> None:
         self.definition = definition
         self._load_renderer = load_renderer
+        self._template = ""  # empty: the one of the model folder
         self._backend = Backend.from_str(definition.content)
         # Whether a text is too long is decided by the engine.
         self._backend.no_truncation()
@@ -131,7 +133,13 @@ class Tokenizer:
 
     @cached_property
     def _render(self) -> Renderer:
-        return self._load_renderer()
+        return self._load_renderer(self._template)
+
+    def use_chat_template(self, template: str) -> None:
+        """Render conversations with this template from now on."""
+        self.definition = replace(self.definition, chat_template=template)
+        self._template = template
+        self.__dict__.pop("_render", None)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -282,7 +290,9 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
         f"tokenizer-with-template-{key_of(folder)}",
         lambda: asdict(definition_of(by_transformers(folder))),
     )
-    return Tokenizer(TokenizerDefinition(**kept), lambda: renderer(by_transformers(folder)))
+    return Tokenizer(
+        TokenizerDefinition(**kept), lambda template: renderer(by_transformers(folder), template)
+    )
 
 
 def adopt(backend: Any) -> Tokenizer:
@@ -291,7 +301,7 @@ def adopt(backend: Any) -> Tokenizer:
     Raises:
         InvalidModel: it is of an unsupported kind.
     """
-    return Tokenizer(definition_of(backend), lambda: renderer(backend))
+    return Tokenizer(definition_of(backend), lambda template: renderer(backend, template))
 
 
 def definition_of(backend: Any) -> TokenizerDefinition:
@@ -310,9 +320,9 @@ def definition_of(backend: Any) -> TokenizerDefinition:
     )
 
 
-def renderer(backend: Any) -> Renderer:
-    """Return a function that renders a tokenizer's chat template within limits."""
-    template = backend.get_chat_template()
+def renderer(backend: Any, template: str = "") -> Renderer:
+    """Return a function that renders a chat template within limits; by default the tokenizer's."""
+    template = template or backend.get_chat_template()
     process = TemplateProcess()
 
     def render(messages: Messages, given: Mapping[str, Any]) -> str:
