@@ -49,7 +49,11 @@ K = 4
 def worker(job: dict[str, str]) -> None:
     """Decode what standard input asks for and print tokens per second."""
     from forerun import Engine, EngineConfig, SamplingParams
-    from forerun.models.catalog import held_out_prompts
+
+    try:
+        from forerun.models.catalog import held_out_prompts
+    except ImportError:  # its place before 2026-11-23
+        from forerun.models.zoo.catalog import held_out_prompts
 
     config = EngineConfig(
         num_threads=2,

@@ -113,7 +113,12 @@ def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str
     from forerun.cli.session import drafters_of
     from forerun.provenance import trace_header
 
-    device, controller = str(engine.target.device), engine.config.controller
+    device, config = str(engine.target.device), engine.config
+    controller: str | None = config.controller
+    if engine.drafter is None:
+        controller = None
+    elif config.tree is not None or config.max_nodes == 0:
+        controller = "fixed"  # see `default_controller`
     headers = [
         trace_header(pair.target, name, device, controller) for name in pair.draft_names or (None,)
     ]

@@ -45,8 +45,8 @@ def headline(diagnosis: Diagnosis) -> str:
     if off < MIN_OFF_SHARE:
         return verdict_words(diagnosis)
     return (
-        f"{verdict_words(diagnosis)} Speculation was off for {off:.0%} of the steps because it did "
-        "not pay."
+        f"{verdict_words(diagnosis)} The controller planned plain decoding for {off:.0%} of the "
+        "steps."
     )
 
 

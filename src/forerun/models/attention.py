@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from transformers import AttentionInterface
 
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
@@ -344,6 +343,8 @@ def register() -> None:
 
     No mask function goes with it, so transformers builds no mask either.
     """
+    from transformers import AttentionInterface  # takes seconds; only this runner needs it
+
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 

@@ -60,7 +60,8 @@ class ObservedModel(WrappedModel):
         Args:
             begun: what `begin` said.
             batch: of the first pass.
-            num_passes: it and those after it, of one row per sequence.
+            num_passes: it and those after it: of one row per sequence in chains, of the nodes that
+                are read in trees.
         """
 
     def forward(self, batch: RowBatch) -> ModelOutput:

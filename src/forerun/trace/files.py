@@ -103,7 +103,7 @@ class TraceWriter:
             self.sink.write(
                 replace(record, **changes) if changes else record for record, changes in waiting
             )
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:  # text that is not UTF-8
             self._fail(error)
         else:
             self.num_written += len(waiting)
@@ -116,13 +116,13 @@ class TraceWriter:
         except OSError as error:
             self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | UnicodeEncodeError) -> None:
         if not self.failed:
-            self.error = error.strerror or str(error)
+            self.error = getattr(error, "strerror", None) or str(error)
             logger.warning(
                 "the trace %s cannot be written (%s); it ends after %d records, the rest goes on",
                 self.name,
-                error.strerror or error,
+                self.error,
                 self.num_written,
             )
         self.failed = True

@@ -207,6 +207,17 @@ def skip_line(file: BufferedReader) -> int:
     return num_bytes
 
 
+def version_of(line: bytes) -> object:
+    """Return the schema version that a line states; that of this forerun if it states none."""
+    try:
+        values = msgspec.json.decode(line)
+    except (ValueError, RecursionError):
+        return SCHEMA_VERSION
+    return (
+        values.get("schema_version", SCHEMA_VERSION) if isinstance(values, dict) else SCHEMA_VERSION
+    )
+
+
 def item_of(line: bytes, where: str) -> Item:
     """Parse a line to a record, or to `Damage` if it is not valid."""
     try:
@@ -214,6 +225,9 @@ def item_of(line: bytes, where: str) -> Item:
     except RecursionError:
         return Damage(where=where, what="nests lists and objects too deep")
     except ValueError as error:
+        if (version := version_of(line)) != SCHEMA_VERSION:
+            what = f"schema version {version}; this forerun reads {SCHEMA_VERSION}"
+            return Damage(where=where, what=what)
         cut_off = not line.endswith(b"\n") and not isinstance(error, msgspec.ValidationError)
         what = "cut off in the middle" if cut_off else f"{first_line(error):.300}"
         return Damage(where=where, what=what)

@@ -79,7 +79,7 @@ def test_speculation_that_was_switched_off_is_named_and_is_no_fault():
     few, many = found_from(**facts, off_share=0.09), found_from(**facts, off_share=0.83)
     assert many.verdict == few.verdict == "healthy"
     assert many.causes == few.causes
-    line = "Speculation was off for 83% of the steps because it did not pay."
+    line = "The controller planned plain decoding for 83% of the steps."
     assert headline(many) == f"{headline(few)} {line}"
 
 

@@ -98,9 +98,13 @@ def test_steps_for_which_a_controller_planned_no_draft_are_a_share(tmp_path, con
     found = read(tmp_path / "trace.jsonl", [*headers, *RUN[1:]])
     assert found.number("off_share") == (None if share is None else pytest.approx(share))
     text = headline(diagnose(found))
-    assert ("Speculation was off for 17% of the steps because it did not pay." in text) == bool(
-        share
-    )
+    line = "The controller planned plain decoding for 17% of the steps."
+    assert (line in text) == bool(share)
+
+
+def test_plain_decoding_without_a_draft_is_not_a_decision_of_the_controller(tmp_path):
+    header = replace(HEADER, controller="auto", draft=None, draft_hash=None)
+    assert read(tmp_path / "trace.jsonl", [header, *RUN[1:]]).number("off_share") is None
 
 
 def test_requests_of_one_cycle_share_its_time(tmp_path: Path):

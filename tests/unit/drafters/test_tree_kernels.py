@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,6 +55,23 @@ def test_the_kernels_grow_the_trees_of_passes_over_single_levels(params, is_head
         assert is_head or max(seen.accepted) > 1
         assert drafter.model.store.num_free == 4
     check_equal(found["kernels"], found["levels"])
+
+
+def test_the_last_pass_may_read_every_node_of_a_full_tree(caplog):
+    """A draft that is sure of itself expands even the node that entered its tree last."""
+    network, draft = tiny.network(num_layers=4), tiny.network(num_layers=4, jitter=0.02)
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.mul_(8.0)
+    params = replace(WALKED["greedy"], max_tokens=64)
+    shapes = (Tree(num_nodes=12, depth=6, width=4), Tree(num_nodes=16, depth=5, width=4))
+    drafter = tiny.drafting(native_model(draft))
+    with caplog.at_level(logging.INFO, logger="forerun.drafting"):
+        texts, seen = run(
+            native_model(network), drafter, params, *shapes, prompts=tiny.PROMPTS, k=16
+        )
+    assert texts == plain(native_model(network), params, prompts=tiny.PROMPTS)
+    assert max(map(len, (proposal.tree.parents for proposal in seen.found))) == 16
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("vocab_size", [tiny.VOCAB_SIZE - 250, tiny.VOCAB_SIZE + 3])

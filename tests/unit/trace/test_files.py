@@ -277,6 +277,20 @@ def test_a_newer_schema_is_said(lines):
     assert "schema version 2; this forerun reads 1" in damage_in(path)[0]
 
 
+def test_the_version_is_said_although_a_newer_schema_has_other_fields(lines):
+    path, content = lines
+    newer = content[0].replace(b'"schema_version":1', b'"schema_version":2,"colour":"red"')
+    path.write_bytes(newer + b"".join(content[1:]))
+    assert damage_in(path) == ["line 1 (byte 0): schema version 2; this forerun reads 1"]
+
+
+def test_text_that_is_not_utf_8_ends_the_trace_and_nothing_else(tmp_path, caplog):
+    write(tmp_path / "t.jsonl", [replace(HEADER, target="\udcff"), STEP])
+    (message,) = caplog.messages
+    assert "cannot be written" in message
+    assert "surrogates not allowed" in message
+
+
 # --------------------------------------------------------------------------------- damaged parts
 
 

@@ -30,7 +30,7 @@ from forerun.drafters.eagle3.golden import (
     read_golden,
 )
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.model import NativeEagle3Model
+from forerun.drafters.eagle3.model import Eagle3Model, NativeEagle3Model
 from forerun.errors import IncompatibleDraft, InvalidModel, RunnerUnavailable
 from forerun.models.base import Context, LanguageModel, StoredModel, pack
 from forerun.models.runner.native import NativeModel
@@ -311,8 +311,6 @@ def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
             return NativeEagle3Model(head, target)
         except RunnerUnavailable as error:
             logger.info("the EAGLE-3 head runs in torch: %s", error)
-    from forerun.drafters.eagle3.model import Eagle3Model  # imports transformers
-
     return Eagle3Model(head, target)
 
 

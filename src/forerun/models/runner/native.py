@@ -193,7 +193,8 @@ class NativeModel(StoredModel):
         All passes happen in one call; see `DraftsInOneCall`.
         """
         for span, (num_nodes, _, _) in zip(batch.spans, shapes, strict=True):
-            self.store.claim(span.slot, span.start, span.num_rows + num_nodes - 1)
+            # The last pass may read every node of a full tree.
+            self.store.claim(span.slot, span.start, span.num_rows + num_nodes)
         most = max(num_nodes for num_nodes, _, _ in shapes)
         nodes = bytearray(TREE_NODE.size * most * len(shapes))
         counts = array("q", bytes(8 * len(shapes)))

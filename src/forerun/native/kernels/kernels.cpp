@@ -323,8 +323,9 @@ bool within_memory(Work&& work) {
 
 using namespace forerun;
 
-// Python packs these two by hand (sampling/kernels.py), as rows of 8-byte numbers.
+// Python packs these by hand (sampling/kernels.py, models/runner/native.py), as rows of 8-byte numbers.
 static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
+static_assert(sizeof(ForerunTreeNode) == 4 * 8);
 
 size_t forerun_interface() {
     size_t result = 0;

@@ -216,7 +216,7 @@ struct Race {
 
 constexpr int kMembers = 8;
 
-// Token x belongs to group x modulo the number of groups; see sampling/race.py.
+// Token x belongs to group x modulo the number of groups; see sampling/walk.py.
 struct Groups {
     const float* probs;
     int64_t size, num_groups;

@@ -60,10 +60,11 @@ SWITCHING = frozenset({"auto", "goodput", "bandit"})
 def add_off_share(
     evidence: Evidence, headers: Sequence[TraceHeader], totals: TraceTotals, source: str
 ) -> None:
-    """Add the share of decode steps with K = 0, if every controller can switch drafting off."""
+    """Add the share of decode steps with K = 0, if every controller can switch a draft off."""
     names = {header.controller for header in headers}
     steps = totals.request_steps.total()
-    if steps and names and names <= SWITCHING:
+    has_draft = all(header.draft is not None for header in headers)
+    if steps and names and names <= SWITCHING and has_draft:
         controller = " and ".join(sorted(filter(None, names)))
         evidence.note("off_share", totals.num_off / steps, f"{source}: {controller}")
 
