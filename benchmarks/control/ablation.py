@@ -67,6 +67,7 @@ class Case:
         other_alphas: of a second drafter, by phase; None without one.
         tpot: time target in plain steps; None without one.
         draft_factor: true cost of a drafted token over what the profile says.
+        row_factor: the same of what a row adds to a target pass.
         siblings: P(a further child of a tree is accepted | those before are not); None: no trees.
     """
 
@@ -77,6 +78,7 @@ class Case:
     other_alphas: tuple[float, ...] | None = None
     tpot: float | None = None
     draft_factor: float = 1.0
+    row_factor: float = 1.0
     siblings: float | None = None
 
 
@@ -95,14 +97,21 @@ CASES: Mapping[str, Case] = {
     "trees pay a little": Case(profile="292m", alphas=(0.7,), siblings=0.4),
     "trees do not pay": Case(profile="292m", alphas=(0.7,), siblings=0.05),
     "draft 6 times as costly as profiled": Case(profile="deep", alphas=(0.6,), draft_factor=6.0),
+    "rows 6 times as costly as profiled": Case(profile="deep", alphas=(0.6,), row_factor=6.0),
+    "the other drafter becomes better": Case(
+        profile="deep", alphas=(0.6, 0.6), other_alphas=(0.3, 0.85), requests=14
+    ),
+    "0.75, small target": Case(profile="shipped", alphas=(0.75,)),
+    "useless, small target": Case(profile="shipped", alphas=(0.03,)),
 }
 
 
 class NoisyTimes(Times):
     """Times of a table, every step of which is held up by something else as well."""
 
-    def __init__(self, table: Any, reading: Any, seed: int) -> None:
+    def __init__(self, table: Any, reading: Any, row_factor: float, seed: int) -> None:
         super().__init__(table, reading)
+        self.row_factor = row_factor
         self.random = random.Random(seed)
 
     def at(self, batch: int, num_tokens: int) -> CycleTimes:
@@ -110,20 +119,22 @@ class NoisyTimes(Times):
         factor = self.random.lognormvariate(0.0, SIGMA)
         if self.random.random() < 1.0 / STALL_EVERY:
             factor *= STALL
-        return Scaled(super().at(batch, num_tokens), factor)  # type: ignore[return-value]
+        return Scaled(super().at(batch, num_tokens), factor, self.row_factor)  # type: ignore[return-value]
 
 
 class Scaled:
-    """Times of a cycle, all by a factor."""
+    """Times of a cycle, all by a factor, and what rows add to its pass by another."""
 
-    def __init__(self, times: CycleTimes, factor: float) -> None:
-        self.times, self.factor = times, factor
+    def __init__(self, times: CycleTimes, factor: float, row_factor: float) -> None:
+        self.times, self.factor, self.row_factor = times, factor, row_factor
         self.plain_s = times.plain_s * factor
         self.draft_s = [seconds * factor for seconds in times.draft_s]
 
     def pass_s(self, num_rows: int) -> float:
         """See `CycleTimes`."""
-        return self.times.pass_s(num_rows) * self.factor
+        plain_s = self.times.plain_s
+        above_s = self.times.pass_s(num_rows) - plain_s
+        return (plain_s + above_s * (self.row_factor if above_s > 0 else 1.0)) * self.factor
 
     def overhead_s(self, depth: int) -> float:
         """See `CycleTimes`."""
@@ -195,11 +206,11 @@ def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed
     table = with_draft_cost(costs[METHOD].greedy, factor=case.draft_factor)
     workload = workload_of(case, costs[METHOD])
     tally = SimulationTally(num_phases=len(workload.phases))
-    times = NoisyTimes(table, costs[METHOD].reading, seed)
+    times = NoisyTimes(table, costs[METHOD].reading, case.row_factor, seed)
     schedule = SeveralDrafters(case.other_alphas)
     controller: Any = make(costs)
     if case.siblings is not None and not isinstance(controller, FixedController):
-        getattr(controller, "inner", controller).tree_methods = (METHOD,)
+        controller.tree_methods = (METHOD,)
     server = Server(workload.server, times, controller, schedule, tally)
     traffic = traffic_of(workload, seed)
     server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])

@@ -6,7 +6,7 @@ it does not matter what else the machine does.
 Batches of 16 requests on the shipped pair, four of each kind: code and prose at T=0, code at T=1,
 and code that has been there before. All of them run for the same number of steps, all 16 at once.
 One arm drafts K tokens for every request. The other drafts 16 K in all: so many nodes of highest
-survival (`theory.budget`), by what the engine's own beliefs have learnt of each request since it
+survival (`theory.budget`), by what the engine's own estimates have learnt of each request since it
 began. Requests carry no tags, so nobody says which is which.
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from forerun.control.acceptance import AcceptanceEstimates
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.control.beliefs import Beliefs, DraftVariant
-from forerun.control.config import BeliefConfig
+from forerun.control.config import GoodputConfig
 from forerun.control.fixed import FixedController
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -39,7 +39,7 @@ PER_KIND = 4
 DEEPEST = 8
 LOOKAHEADS = (1, 2, 4)
 PROSE_CHARS, PROSE_STEP = 600, 20_000
-WAY = DraftVariant("draft_model", stops=False)
+METHOD = "draft_model"
 
 
 class SharedBudget(Controller):
@@ -51,22 +51,22 @@ class SharedBudget(Controller):
 
     def __init__(self, per_request: int) -> None:
         self.per_request = per_request
-        self.beliefs = Beliefs(BeliefConfig())
+        self.acceptance = AcceptanceEstimates(GoodputConfig())
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The nodes of highest survival."""
         curves = [
-            self.beliefs.curve(state, WAY, min(DEEPEST, state.max_new - 1)).survival
+            self.acceptance.curve(state, METHOD, min(DEEPEST, state.max_new - 1)).survival
             for state in states
         ]
         depths = depths_within(curves, self.per_request * len(states))
-        return [Plan.chain(WAY.method, depth) for depth in depths]
+        return [Plan.chain(METHOD, depth) for depth in depths]
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn from the requests that drafted."""
         for record in records:
             if record.k_budget:
-                self.beliefs.observe(record, WAY)
+                self.acceptance.observe(record)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.goodput import GoodputController
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.control.safety import SafeController
 from forerun.provenance import collect
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -67,15 +66,12 @@ def controllers() -> dict[str, Callable[[], Controller]]:
         )
         return build_controller(name, means)  # type: ignore[arg-type]  # names are listed below
 
-    stop = GoodputConfig(stop="top_probability")
     return {
         "fixed": lambda: named("fixed"),
         "heuristic": lambda: named("heuristic"),
-        "bandit": lambda: named("bandit"),
-        "goodput": lambda: named("goodput"),
-        "goodput, safe (auto)": lambda: named("auto"),
-        "goodput, two drafters": lambda: SafeController(GoodputController(two, MAX_K)),
-        "goodput, stop rule": lambda: SafeController(GoodputController(costs, MAX_K, stop)),
+        "auto": lambda: named("auto"),
+        "auto, every step": lambda: GoodputController(costs, MAX_K, GoodputConfig(reuse=1)),
+        "auto, two drafters": lambda: GoodputController(two, MAX_K),
     }
 
 
@@ -175,7 +171,7 @@ def main() -> None:
     print(f"{'controller':26}{'batch':>6}{'decide':>9}{'observe':>9}  us per request and step")
     for name, make in controllers().items():
         for batch in BATCHES:
-            for wishes in (False, True) if name == "goodput" else (False,):
+            for wishes in (False, True) if name == "auto" else (False,):
                 decide_us, observe_us = measure(make, batch, wishes=wishes)
                 title = f"{name}, time targets" if wishes else name
                 print(f"{title:26}{batch:6}{decide_us:9.1f}{observe_us:9.1f}")

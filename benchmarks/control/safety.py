@@ -29,7 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.control.base import Plan
 from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.control.safety import SafeController
 from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -122,14 +121,12 @@ class Bench:
         encoded = [self.plain.tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
         self.prompts = [ids[:MOST_PROMPT] for ids in encoded]
 
-    def auto(self, drafter: Drafter) -> tuple[Engine, SafeController]:
-        """An engine whose controller knows nothing yet."""
+    def auto(self, drafter: Drafter) -> Engine:
+        """An engine whose controller has no estimates yet."""
         means = ControllerInputs(
             methods=("draft_model",), num_speculative_tokens=MAX_K, costs=self.costs
         )
-        controller = build_controller("auto", means)
-        assert isinstance(controller, SafeController)
-        return self.plain.with_draft(drafter, controller=controller), controller
+        return self.plain.with_draft(drafter, controller=build_controller("auto", means))
 
     def seconds(self, engine: Engine, ids: list[int], params: SamplingParams) -> float:
         """One request, everything included."""
@@ -141,10 +138,10 @@ class Bench:
         """Plain and under `auto`, prompt by prompt, the order turning round."""
         params = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True)
         prompts = islice(cycle(self.prompts), number * PER_ROUND, None)
-        warm, _ = self.auto(self.useless)
+        warm = self.auto(self.useless)
         for engine in (self.plain, warm):
             engine.generate([self.prompts[-1]], params)
-        engine, controller = self.auto(self.useless)
+        engine = self.auto(self.useless)
         plain_s, auto_s = [], []
         for at in range(PER_ROUND):
             ids = next(prompts)
@@ -157,7 +154,6 @@ class Bench:
             "temperature": temperature,
             "plain_s": plain_s,
             "auto_s": auto_s,
-            "switches": [asdict(switch) for switch in controller.switches],
         }
 
     def paying(self) -> list[tuple[list[int], SamplingParams]]:
@@ -180,7 +176,7 @@ class Bench:
     def switch_round(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> dict[str, Any]:
         """K of every step: good, useless, good."""
         swapped = Swapped((self.good, self.useless))
-        engine, controller = self.auto(swapped)
+        engine = self.auto(swapped)
         ks: list[int] = []
 
         def note(record: StepRecord) -> None:
@@ -197,7 +193,6 @@ class Bench:
             "ks": ks[: 3 * PHASE],
             "off_after": followed(ks[PHASE : 2 * PHASE], on=False),
             "on_after": followed(ks[2 * PHASE : 3 * PHASE], on=True),
-            "switches": [asdict(switch) for switch in controller.switches],
         }
 
 

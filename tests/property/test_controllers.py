@@ -12,10 +12,9 @@ from tests.records import STEP
 from tests.simulated import Tables, table
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
+from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.goodput import GoodputController
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.control.safety import SafeController
 from forerun.theory.record import StepRecord
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -32,8 +31,7 @@ def named(name: str) -> Callable[[], Controller]:
 
 MAKERS: dict[str, Callable[[], Controller]] = {
     **{name: named(name) for name in CONTROLLER_NAMES},
-    "safe heuristic": lambda: SafeController(named("heuristic")()),
-    "stopping": lambda: GoodputController(COSTS, MAX_K, GoodputConfig(stop="top_probability")),
+    "without costs": lambda: GoodputController(dict.fromkeys(COSTS), MAX_K),
 }
 
 Fates = list[list[tuple[float, float, list[float]]]]
@@ -140,7 +138,7 @@ def test_plans_fit_rows_and_limits_and_nobody_is_forgotten(name, rooms, max_rows
             assert plan.method in (*COSTS, "plain")
 
 
-@pytest.mark.parametrize("name", ["goodput", "auto", "stopping"])
+@pytest.mark.parametrize("name", ["auto", "without costs"])
 @settings(max_examples=15)
 @given(rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3), fates=FATES)
 def test_goodput_never_drafts_past_the_end_of_a_request(name, rooms, fates):
@@ -160,7 +158,7 @@ def test_decisions_are_a_function_of_what_was_told(name, fates):
     )
 
 
-@pytest.mark.parametrize("name", ["confidence", "stopping"])
+@pytest.mark.parametrize("name", ["confidence"])
 @settings(max_examples=15)
 @given(fates=FATES, behind=UNIT)
 def test_what_is_measured_behind_a_rejection_decides_nothing(name, fates, behind):

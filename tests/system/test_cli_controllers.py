@@ -64,7 +64,7 @@ def test_several_drafters_generate_the_same_text_and_are_told_apart(
     expected = ids(capsys)
     path = tmp_path / "trace.jsonl"
     several = [*models, "--draft", "suffix", "--trace", str(path)]
-    for chosen in (["--profile", profile], ["--controller", "bandit"]):
+    for chosen in (["--profile", profile], ["--controller", "auto"]):
         assert main([*ASKED, *several, *chosen]) == 0
         assert ids(capsys) == expected
     items = list(read_trace(path))

@@ -260,7 +260,7 @@ def test_the_shipped_draft_is_used_for_the_shipped_target_only():
 
 
 def test_several_drafts_keep_their_order_where_somebody_chooses():
-    pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "bandit").pair
+    pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "auto").pair
     assert pair.draft_names == ("zoo:code-2m", "suffix")
     pair = parse("x", "--draft", "a", "--draft", "b", "--profile", "p", "--profile", "q").pair
     assert pair.draft_names == ("a", "b")
@@ -270,12 +270,12 @@ def test_several_drafts_keep_their_order_where_somebody_chooses():
 @pytest.mark.parametrize(
     ("drafts", "controller", "message"),
     [
-        (("a", "a"), "bandit", "--draft a is given twice"),
-        (("auto", "zoo:code-2m"), "bandit", "zoo:code-2m is given twice"),
-        (("a", "none"), "bandit", "decodes plainly"),
+        (("a", "a"), "auto", "--draft a is given twice"),
+        (("auto", "zoo:code-2m"), "auto", "zoo:code-2m is given twice"),
+        (("a", "none"), "auto", "decodes plainly"),
         (("a", "suffix"), "fixed", "fixed takes the first"),
-        (("a", "suffix"), "auto", "--profile"),
-        (("a", "suffix"), "auto", "--tree NODES"),
+        (("a", "suffix"), "fixed", "--controller auto"),
+        (("a", "suffix"), "heuristic", "--tree NODES"),
     ],
 )
 def test_drafts_that_would_do_nothing_are_refused(drafts, controller, message):

@@ -94,7 +94,7 @@ def test_figures_are_a_function_of_the_seed(files, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "fixed:2", "fixed", "auto", "heuristic", "confidence", "goodput", "bandit"]
+    "name", ["plain", "fixed:2", "fixed", "auto", "heuristic", "confidence", "goodput"]
 )
 def test_every_controller_serves_every_request(name, files, capsys):
     (result,) = simulated(capsys, *files, "--controllers", name, "--no-oracle")["results"]

@@ -12,10 +12,9 @@ from tests import tiny
 from tests.simulated import Tables, table
 
 from forerun.control.base import Controller
-from forerun.control.config import CONTROLLER_NAMES, GoodputConfig, SafetyConfig
+from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
 from forerun.control.goodput import GoodputController
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.control.safety import SafeController
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.observing import EmittedRecords
@@ -30,8 +29,7 @@ COSTS = {
     "draft_model": Tables(table(draft=0.02, overhead=0.0, batches=(1, 4))),
     "suffix": Tables(table(draft=0.001, overhead=0.0, batches=(1, 4))),
 }
-CURIOUS = GoodputConfig(explore=0.3, probe_share=0.2)
-WATCHFUL = SafetyConfig(num_plain=1, num_clear=2, num_speculative=3, retry_after=3)
+CURIOUS = GoodputConfig(probe_share=0.3, num_cold=1)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
     SamplingParams(seed=5, max_tokens=24, ignore_eos=True),
@@ -48,13 +46,8 @@ def named(name: str) -> Callable[[], Controller]:
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     **{name: named(name) for name in CONTROLLER_NAMES},
-    "by entropy": lambda: GoodputController(
-        COSTS, K, GoodputConfig(stop="entropy", explore=0.3, probe_share=0.2)
-    ),
-    "by probability": lambda: GoodputController(
-        COSTS, K, GoodputConfig(stop="top_probability", explore=0.3, probe_share=0.2)
-    ),
-    "switching": lambda: SafeController(GoodputController(COSTS, K, CURIOUS), WATCHFUL),
+    "probing": lambda: GoodputController(COSTS, K, CURIOUS),
+    "without costs": lambda: GoodputController(dict.fromkeys(COSTS), K, CURIOUS),
 }
 
 

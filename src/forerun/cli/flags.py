@@ -195,9 +195,9 @@ class PairFlags(TargetFlags):
     max_tree_nodes: int = EngineConfig().max_tree_nodes
     """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller
-    """Chooses how many tokens are drafted. fixed: always K; heuristic and confidence: as in
-    transformers; goodput: most expected tokens per second; bandit: by trial;
-    auto: learns costs and acceptance, and stops drafting where it does not pay."""
+    """Chooses how many tokens are drafted. auto (or goodput): most expected tokens per second; it
+    learns costs and acceptance, and stops drafting where it does not pay. fixed: always K;
+    heuristic and confidence: as in transformers."""
     profile: UseAppendAction[tuple[Path, ...]] = ()
     """Costs measured by `forerun profile`, one file per draft model; auto is better from the first
     step with them. "suffix" needs none."""
@@ -244,12 +244,11 @@ class PairFlags(TargetFlags):
 
     def _check_choice(self) -> None:
         """Refuse several drafts if the controller would use only the first."""
-        chooses = self.controller in ("goodput", "bandit")
-        if not chooses and not (self.controller == "auto" and self.profile):
+        if self.controller not in ("auto", "goodput"):
             raise InvalidRequest(
                 f"several drafts need a controller that chooses between them, and {self.controller}"
-                " takes the first; give --profile of every draft model, --controller bandit, or "
-                "--tree NODES, which drafts one tree with the best nodes of all"
+                " takes the first; give --controller auto, or --tree NODES, which drafts one tree "
+                "with the best nodes of all"
             )
 
 

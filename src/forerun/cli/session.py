@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from forerun.bench.summary import drafting_only
 from forerun.cli.flags import PairFlags, use_threads
 from forerun.cli.tables import rates
-from forerun.control.step_times import CostSource
+from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel

@@ -49,7 +49,7 @@ class SimulateOptions:
     controllers: Annotated[
         UseAppendAction[tuple[str, ...]], arg(name="controller", aliases=("--controllers",))
     ] = ()
-    """Any of plain, fixed:K, auto, heuristic, confidence, goodput, bandit.
+    """Any of plain, fixed:K, auto, heuristic, confidence, goodput.
     Default: plain fixed:4 goodput."""
 
     overlap: Literal["none", "early", "pearl"] = "none"
@@ -264,7 +264,7 @@ COMMAND = Command(
     examples=(
         "forerun simulate --workload w.yaml --profile profile.json",
         "forerun simulate --workload w.yaml --profile profile.json --controller plain fixed:3 "
-        "auto bandit --plot s.svg",
+        "auto heuristic --plot s.svg",
         "forerun simulate --workload w.yaml --profile profile.json --correct-by trace.jsonl",
         "forerun simulate --workload w.yaml --profile profile.json --controller fixed:4 --overlap "
         "pearl --no-oracle",

@@ -17,6 +17,14 @@ USUAL_WIDTH = 4
 """Most children of a node where no width is given; later ranks are seldom accepted."""
 
 
+def usual_depth(num_nodes: int) -> int:
+    """Return the levels of a binary tree with so many nodes.
+
+    Deeper trees take more draft passes, and fewer passes are the advantage of a tree over a chain.
+    """
+    return max(1, num_nodes.bit_length())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """A chain: the shape of a draft in which each token follows the one before it.
@@ -65,11 +73,8 @@ class Tree:
 
     @classmethod
     def of_nodes(cls, num_nodes: int) -> Tree:
-        """Return a tree of this many nodes that is about as deep as a binary tree of that size.
-
-        Deeper trees take more draft passes, and passes are what a tree saves beside a chain.
-        """
-        return cls(num_nodes=num_nodes, depth=max(1, num_nodes.bit_length()), width=USUAL_WIDTH)
+        """Return a tree of this many nodes that is about as deep as a binary tree of that size."""
+        return cls(num_nodes=num_nodes, depth=usual_depth(num_nodes), width=USUAL_WIDTH)
 
     @classmethod
     def parse(cls, text: str) -> Tree:

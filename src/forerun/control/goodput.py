@@ -2,49 +2,38 @@
 
 Source of the objective: SmartSpec (Liu et al. 2024, 2406.14066). Here acceptance is a posterior per
 position and request, times come from a profile or from the steps themselves, and the rows of a
-batch go to the requests that gain most by them.
+batch go to the requests that gain most by them. A small share of the steps is made to measure what
+is not chosen: short drafts while decoding is plain, plain steps while requests draft.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from forerun.control.acceptance import AcceptanceCurve, AcceptanceEstimates
 from forerun.control.allocation import (
     Allocation,
-    Allocator,
-    Pricing,
     RequestCandidate,
-    SingleRequestAllocator,
     TreeLevels,
-    allocator,
-    best_tree,
+    best_chains,
+    best_trees,
+    chain_values,
 )
-from forerun.control.base import USUAL_WIDTH, Capacity, Plan, RequestState, Tree
-from forerun.control.beliefs import Beliefs, DraftVariant
-from forerun.control.calibration import Calibration
-from forerun.control.config import (
-    DEEPEST_TREE,
-    DRAFTING_REUSE,
-    LOGGED_AFTER,
-    NUM_COLD,
-    PLAIN_REUSE,
-    TPOT_TOLERANCE,
-    GoodputConfig,
-)
-from forerun.control.learned_costs import LearnedCosts
-from forerun.control.probes import Probes
-from forerun.control.profiled_costs import ProfiledCosts
-from forerun.control.step_times import CostSource
+from forerun.control.base import USUAL_WIDTH, Capacity, Plan, RequestState, Tree, usual_depth
+from forerun.control.config import GoodputConfig
+from forerun.control.costs import CostModel, CostSource, OperatingPoint, StepTimes
 from forerun.theory.record import StepRecord
-from forerun.theory.stop_rule import StopRule
 
-__all__ = ["GoodputController"]
+__all__ = ["GoodputController", "tpot_limit_s"]
 
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
+Times = Mapping[str, StepTimes]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,25 +45,26 @@ class ActivePlan:
         limits_s: seconds per token that each request must stay below; None without a target.
         plans: one per request; this very list is returned while the plans are reused.
         max_rows: rows of the pass that there was room for.
-        allocation: what is expected of a step.
-        room: prices other depths for the same requests.
-        reuse: steps that the plans are reused for; it doubles while decisions come out the same.
-        steps_left: of them.
+        point: operating point at which the plans were decided.
+        allocation: expected outcome of a step, without probes.
+        expected_gain: expected accepted tokens of a request in place of its probe.
+        reuse: steps that plans of these requests are reused for while they draft; it doubles with
+            every decision.
+        steps_left: steps that these plans are still used for.
+        measures_plain: whether the plans are plain to measure plain steps, although drafting is
+            expected to be faster.
     """
 
     names: list[str]
     limits_s: list[float | None]
     plans: list[Plan]
     max_rows: int
+    point: OperatingPoint
     allocation: Allocation
-    room: Allocator
+    expected_gain: float = 0.0
     reuse: int = 1
-    steps_left: int = 0
-
-    @property
-    def drafts(self) -> bool:
-        """Whether any request drafts."""
-        return any(self.allocation.depths)
+    steps_left: int = 1
+    measures_plain: bool = False
 
     def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
         """Whether requests, room and time targets are still those for which the plans were made."""
@@ -88,7 +78,7 @@ class ActivePlan:
             if limit_s is None and state.tpot_target_s is None and state.time_left_s is None:
                 continue
             now_s = tpot_limit_s(state)
-            if now_s is None or limit_s is None or now_s < TPOT_TOLERANCE * limit_s:
+            if now_s is None or limit_s is None or now_s < limit_s:
                 return False
         return True
 
@@ -97,7 +87,7 @@ class GoodputController:
     """Chooses K per request, which may be 0, and the drafter if there are several.
 
     Args:
-        costs: cost tables by the name of the drafter, or a model that learns costs from steps.
+        costs: cost tables by the name of the drafter; None for a drafter without a profile.
         max_k: largest K.
         config: settings.
         tree_methods: drafters that propose trees; a tree is planned where it is expected to be
@@ -107,7 +97,7 @@ class GoodputController:
 
     def __init__(
         self,
-        costs: Mapping[str, CostSource] | LearnedCosts,
+        costs: Mapping[str, CostSource | None],
         max_k: int,
         config: GoodputConfig | None = None,
         tree_methods: Sequence[str] = (),
@@ -115,226 +105,236 @@ class GoodputController:
     ) -> None:
         self.config = config or GoodputConfig()
         self.max_k = max_k
-        self.costs = (
-            costs
-            if isinstance(costs, LearnedCosts)
-            else ProfiledCosts(costs, max_k, max_tree_nodes)
-        )
-        self.methods = self.costs.methods
+        self.methods = tuple(costs)
         self.tree_methods = tree_methods
-        self.beliefs = Beliefs(self.config.beliefs)
-        stop = self.config.stop
-        self.calibration = None if stop is None else Calibration(stop)
+        self.costs = CostModel(costs, max_k, max_tree_nodes, self.config)
+        self.acceptance = AcceptanceEstimates(self.config)
         self._active: ActivePlan | None = None
-        self._probes = Probes(self.config, self.methods, max_k)
-        self._probed: list[Plan] | None = None
-        self._chosen: dict[str, Plan] = {}
-        self._num_plain = 0
-        self._has_drafted = self._drafted = self._is_logged = False
+        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan]] = []
+        self._probe_loss = 0.0
+        self._num_probes = 0
+        first_gap = self._plain_gap - self.config.num_cold
+        self._since_plain: defaultdict[int, float] = defaultdict(lambda: first_gap)
+        self._num_plain = self._plain_left = 0
+        self._has_drafted = self._is_logged = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return reused plans, or decide new ones; a small share of the plans are probes."""
         if not states:
             return []
         active = self._active
-        self._probed = None
-        if active is not None and active.steps_left > 0 and active.serves(states, capacity):
-            active.steps_left -= 1
-            return active.plans
-        active = self._active = self._decide_anew(states, capacity)
-        probes = self._probes
-        room = capacity.max_rows - len(states) - sum(active.allocation.depths)
-        self._probed = probes.plans(active.plans, states, room, self.beliefs.num_unread)
-        if self._probed is not None:
-            active.steps_left = 0
-            probes.expect(self._probed, active.plans, active.allocation, active.room)
-            if self.calibration is not None:
-                measured = self.calibration.at(0.0)
-                self._probed = [replace(p, stop=measured) if p.probe else p for p in self._probed]
-            return self._probed
-        active.steps_left = min(active.reuse, probes.steps_left(active.drafts)) - 1
+        if active is None or active.steps_left == 0 or not active.serves(states, capacity):
+            self._learn()
+            active = self._active = self._decide_anew(states, capacity)
+        active.steps_left -= 1
+        if active.measures_plain:
+            self._plain_left -= 1
         return active.plans
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Update acceptance and cost estimates from the records of a step."""
-        if not records:
+        """Receive the records of a step; the estimates are updated when plans are decided anew."""
+        active = self._active
+        if not records or active is None:
             return
-        drafts = False
-        for record in records:
-            if record.k_budget:
-                drafts = True
-                self.beliefs.observe(record, self._variant(record.method))
-                if self.calibration is not None:
-                    self.calibration.observe(record)
-        first = records[0]
-        # The first steps after a change between drafting and plain decoding find cold caches.
-        was_warm = self._drafted if drafts else self._num_plain >= NUM_COLD
+        self._backlog.append((records, active))
+        if active.steps_left == 0:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Update all estimates from the steps since the last decision."""
+        for records, active in self._backlog:
+            self._learn_step(records, active)
+        self._backlog.clear()
+
+    def _learn_step(self, records: Sequence[StepRecord], active: ActivePlan) -> None:
+        config, first = self.config, records[0]
+        drafts = [record for record in records if record.k_budget and record.method != "plain"]
+        for record in drafts:
+            self.acceptance.observe(record)
         self._num_plain = 0 if drafts else self._num_plain + 1
-        self._drafted = drafts
-        if not first.num_prefill_rows and (was_warm or not self._has_drafted or drafts):
-            self.costs.observe(records)
-        probed, active = self._probed, self._active
-        self._has_drafted = self._has_drafted or drafts
-        self._probes.pass_step(self._num_plain, has_drafted=self._has_drafted)
-        if probed is not None and active is not None and not first.num_prefill_rows:
-            self._probes.charge(probed, records, active.allocation)
-        self._log(active)
+        if drafts:
+            self._since_plain[len(records).bit_length()] += 1.0
+        # The first plain steps after drafting find cold caches.
+        is_warm = bool(drafts) or not self._has_drafted or self._num_plain > config.num_cold
+        if is_warm and not first.num_prefill_rows:
+            self.costs.observe(records, active.point)
+        self._has_drafted = self._has_drafted or bool(drafts)
+        if self._probe_loss > 0.0:
+            self._probe_loss = max(0.0, self._probe_loss - config.probe_share)
+        probed = [at for at, plan in enumerate(active.plans) if plan.probe]
+        if probed and drafts and not first.num_prefill_rows:
+            self._charge(records, active, probed[0])
+
+    def _charge(self, records: Sequence[StepRecord], active: ActivePlan, at: int) -> None:
+        """Add the loss by a probe, in steps: the time it took beyond the tokens it gained.
+
+        What probes gain is kept as well, up to one step: while they gain on average, an unlucky one
+        does not end them.
+        """
+        first, allocation = records[0], active.allocation
+        took_s = first.draft_s + first.verify_s + first.other_s
+        took = min(self.config.largest_ratio, took_s / allocation.step_s)
+        gained = sum(r.num_accepted for r in records if r.request_id == active.names[at])
+        loss = took - 1.0 - (gained - active.expected_gain) / allocation.tokens
+        self._probe_loss = max(-1.0, self._probe_loss + loss)
 
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
-        """Choose the best plans from the present estimates."""
-        last = self._active
-        names = [state.request_id for state in states]
+        """Choose the best plans from the present estimates, or plans that measure others."""
+        config, batch = self.config, len(states)
+        point = OperatingPoint.of(states)
+        times = self.costs.times(point)
         limits_s = [tpot_limit_s(state) for state in states]
-        pricing = self.costs.pricing(states)
         candidates = [
-            self._candidate(state, pricing, len(states), limit_s)
+            self._candidate(state, times, batch, limit_s)
             for state, limit_s in zip(states, limits_s, strict=True)
         ]
-        max_nodes = max(0, capacity.max_rows - len(states))
-        room = allocator(candidates, pricing)
-        allocation = self._choose(candidates, room, max_nodes)
-        tree = self._best_tree(states, candidates, pricing, max_nodes)
-        if tree is not None and self._prefers(tree, allocation):
+        max_nodes = max(0, capacity.max_rows - batch)
+        allocation = best_chains(candidates, times, max_nodes)
+        tree = self._best_tree(states, limits_s, times, max_nodes)
+        if tree is not None and tree.tokens_per_s > allocation.tokens_per_s:
             allocation = tree
-        plans = self._plans(candidates, allocation, pricing)
-        self._chosen = dict(zip(names, plans, strict=True))
-        reuse = 1
-        if last is not None and last.names == names:
-            both_trees = allocation.tree is not None and last.allocation.tree is not None
-            # The best number of nodes moves by one or two with every estimate.
-            reuse = 2 * last.reuse if last.plans == plans or both_trees else 1
-        most = DRAFTING_REUSE if any(allocation.depths) else PLAIN_REUSE
-        return ActivePlan(
+        names = [state.request_id for state in states]
+        active = ActivePlan(
             names=names,
             limits_s=limits_s,
-            plans=plans if last is None or last.plans != plans else last.plans,
+            plans=plans_of(candidates, allocation),
             max_rows=capacity.max_rows,
+            point=point,
             allocation=allocation,
-            room=room,
-            reuse=max(1, min(reuse, most, min(state.max_new for state in states))),
         )
+        last = self._active
+        if last is not None and last.names == names:
+            active.reuse = min(config.reuse, 2 * last.reuse)
+        drafts, bucket = any(allocation.depths), batch.bit_length()
+        if drafts and self._since_plain[bucket] >= self._plain_gap:
+            self._since_plain[bucket], self._plain_left = 0.0, self._plain_run
+        if not drafts:
+            self._plain_left = 0
+        if self._plain_left > 0:
+            active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
+            active.measures_plain = True
+        elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
+            until_probe = math.ceil(self._probe_loss / config.probe_share)
+            if not drafts:
+                self._log(until_probe)
+            active.steps_left = max(1, min(active.reuse, until_probe) if drafts else until_probe)
+        return active
 
-    def _variant(self, method: str) -> DraftVariant:
-        return DraftVariant(method, self.calibration is not None)
+    @property
+    def _plain_run(self) -> int:
+        """Plain steps that are made in a row to measure them; the first ones find cold caches."""
+        return max(1, 2 * self.config.num_cold)
+
+    @property
+    def _plain_gap(self) -> float:
+        """Drafting steps between two such runs."""
+        return self._plain_run / self.config.probe_share
+
+    def _probe(
+        self, active: ActivePlan, states: Sequence[RequestState], times: Times, room: int
+    ) -> bool:
+        """Let one request draft what is not chosen if a probe is due; return whether one is.
+
+        While decoding is plain, the request with the fewest tokens that its drafter has not read
+        drafts, as far as would be best if its tokens were accepted as often as the prior. While
+        requests draft, one of them drafts one token more, or uses another drafter.
+        """
+        drafting = [at for at, plan in enumerate(active.plans) if plan.num_speculative_tokens]
+        able = drafting or [at for at, state in enumerate(states) if state.max_new > 1]
+        if self._probe_loss > 0.0 or not able:
+            return False
+        at = min(able, key=lambda at: self.acceptance.num_unread(states[at]))
+        plan = active.plans[at]
+        self._num_probes += 1
+        method = self.methods[self._num_probes % len(self.methods)]
+        room += plan.num_speculative_tokens
+        most = min(self.costs.largest_depth(method, len(states)), states[at].max_new - 1, room)
+        least = plan.shape.depth if method == plan.method else 0
+        if most <= least or isinstance(plan.shape, Tree):
+            return False
+        likely = [self.config.prior ** (depth + 1) for depth in range(most)]
+        curve = AcceptanceCurve(likely, [1.0] * most)
+        tokens, steps_s = chain_values(curve, times[method], len(states))
+        depth = max(range(1, most + 1), key=lambda k: tokens[k] / steps_s[k])
+        if least:
+            depth = least + 1
+        if drafting:
+            own = self.acceptance.curve(states[at], plan.method, plan.shape.depth)
+            active.expected_gain = sum(own.survival)
+        active.plans = [*active.plans]
+        active.plans[at] = Plan.chain(method, depth, probe=True)
+        return True
 
     def _candidate(
-        self, state: RequestState, pricing: Pricing, batch: int, limit_s: float | None
+        self, state: RequestState, times: Times, batch: int, limit_s: float | None
     ) -> RequestCandidate:
         """Return the drafter with the most expected tokens per second, with its estimates."""
-        was = self._chosen.get(state.request_id, PLAIN)
 
         def candidate(method: str) -> RequestCandidate:
-            variant = self._variant(method)
-            most = min(self.costs.largest_depth(method, batch), state.max_new - 1)
-            if not self.beliefs.has_seen(state, variant):
-                most = min(most, 1)  # a draft of which nothing is known begins with one token
-            curve = self.beliefs.curve(state, variant, max(0, most))
-            k = was.shape.depth if was.method == method else 0
-            return RequestCandidate(method, curve, limit_s, k)
+            most = max(0, min(self.costs.largest_depth(method, batch), state.max_new - 1))
+            return RequestCandidate(method, self.acceptance.curve(state, method, most), limit_s)
 
         def rate(candidate: RequestCandidate) -> float:
-            stays = was.method == candidate.method
-            margin = 1.0 + self.config.switch_margin * stays
-            return margin * SingleRequestAllocator(candidate, pricing, batch).best_rate
+            values = chain_values(candidate.curve, times[candidate.method], batch)
+            return max([tokens / step_s for tokens, step_s in zip(*values, strict=True)])
 
         if len(self.methods) == 1:
             return candidate(self.methods[0])
         return max(map(candidate, self.methods), key=rate)
 
-    def _choose(
-        self, candidates: Sequence[RequestCandidate], room: Allocator, max_nodes: int
-    ) -> Allocation:
-        """Return the best allocation, or the last one unless the best exceeds it by a margin."""
-        best = room.best(max_nodes)
-        last = tuple([min(c.was, len(c.curve.survival)) for c in candidates])
-        if last == best.depths or sum(last) > max_nodes:
-            return best
-        kept = room.at(last)
-        gains = best.tokens_per_s > kept.tokens_per_s * (1.0 + self.config.switch_margin)
-        return best if gains or kept.lateness > max(1.0, best.lateness) else kept
-
     def _best_tree(
         self,
         states: Sequence[RequestState],
-        candidates: Sequence[RequestCandidate],
-        pricing: Pricing,
+        limits_s: Sequence[float | None],
+        times: Times,
         max_nodes: int,
     ) -> Allocation | None:
         """Return the best trees for all requests; None if one of them cannot have a tree."""
-        batch = len(states)
+        usable = all(state.allows_trees and state.max_new > 1 for state in states)
+        if not usable or any(limit_s is not None for limit_s in limits_s):
+            return None
         found: list[Allocation] = []
         for method in self.tree_methods:
-            variant = self._variant(method)
-            depth = min(DEEPEST_TREE, self.max_k, min(state.max_new for state in states) - 1)
-            usable = all(s.allows_trees and self.beliefs.has_seen(s, variant) for s in states)
-            if not usable or depth < 1 or self.calibration is not None:
-                continue
-            curves = [self.beliefs.curve(state, variant, depth) for state in states]
-            most = self.costs.largest_tree(batch)
-            for levels in range(1, depth + 1):
-                shape = Tree(num_nodes=most, depth=levels, width=USUAL_WIDTH)
+            most = self.costs.largest_tree(method, len(states))
+            room = min(state.max_new for state in states) - 1
+            deepest = min(usual_depth(most), self.costs.largest_depth(method, len(states)), room)
+            curves = [self.acceptance.curve(state, method, deepest) for state in states]
+            for depth in range(1, deepest + 1):
+                shape = Tree(num_nodes=most, depth=depth, width=USUAL_WIDTH)
                 survival = [
-                    self.beliefs.tree_survival(state, curve, method, shape)
+                    self.acceptance.tree_survival(state, curve, method, shape)
                     for state, curve in zip(states, curves, strict=True)
                 ]
-                found.append(best_tree(TreeLevels(method, levels), survival, pricing, max_nodes))
-        trees = [allocation for allocation in found if allocation.tree is not None]
-        if not trees or any(candidate.limit_s is not None for candidate in candidates):
-            return None
-        return max(trees, key=lambda allocation: allocation.tokens_per_s)
+                levels = TreeLevels(method, depth)
+                found.append(best_trees(levels, survival, times[method], max_nodes))
+        return max(found, key=lambda allocation: allocation.tokens_per_s, default=None)
 
-    def _prefers(self, tree: Allocation, chain: Allocation) -> bool:
-        """Whether trees are expected to exceed chains by the margin for a change of shape."""
-        margin = 1.0 + self.config.switch_margin
-        active = self._active
-        if active is not None and active.allocation.tree is not None:
-            return tree.tokens_per_s * margin > chain.tokens_per_s
-        return tree.tokens_per_s > chain.tokens_per_s * margin
+    def _log(self, until_probe: int) -> None:
+        """Log once that drafting was stopped, with the reason."""
+        if self._is_logged or not self._has_drafted or until_probe <= self.config.reuse:
+            return
+        self._is_logged = True
+        logger.warning(
+            "drafting with %s is slower than plain decoding at present, so decoding goes on "
+            "plainly; a short draft checks now and then whether it pays again",
+            " or ".join(self.methods),
+        )
 
-    def _plans(
-        self, candidates: Sequence[RequestCandidate], allocation: Allocation, pricing: Pricing
-    ) -> list[Plan]:
-        """Convert an allocation to plans."""
-        tree = allocation.tree
-        if tree is not None:
-            return [
-                Plan(
-                    method=tree.method,
-                    shape=Tree(num_nodes=nodes, depth=tree.depth, width=USUAL_WIDTH),
-                )
-                if nodes
-                else PLAIN
-                for nodes in allocation.depths
-            ]
-        rule = self._rule(allocation, pricing)
+
+def plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) -> list[Plan]:
+    """Convert an allocation to plans."""
+    tree = allocation.tree
+    if tree is None:
         return [
-            Plan.chain(candidate.method, depth, stop=rule) if depth else PLAIN
+            Plan.chain(candidate.method, depth)
             for candidate, depth in zip(candidates, allocation.depths, strict=True)
         ]
-
-    def _rule(self, allocation: Allocation, pricing: Pricing) -> StopRule | None:
-        """Return the stop rule that ends a draft when one more node would not raise throughput."""
-        deepest, batch = max(allocation.depths), len(allocation.depths)
-        if self.calibration is None or not deepest:
-            return None
-        method = self.methods[0]
-        times = pricing.times[method]
-        draft_s = times.draft_s[batch - 1] * pricing.draft_factors.get(method, 1.0)
-        rows_s = times.verify_nodes_s(deepest * batch) - times.verify_s[0]
-        node_s = (draft_s + rows_s / deepest * pricing.factor) / batch
-        return self.calibration.rule(allocation.tokens_per_s * node_s)
-
-    def _log(self, active: ActivePlan | None) -> None:
-        """Log once that drafting was stopped, with the reason."""
-        if self._is_logged or active is None or self._num_plain != LOGGED_AFTER:
-            return
-        if self._has_drafted and not active.drafts:
-            self._is_logged = True
-            logger.warning(
-                "drafting with %s is slower than plain decoding at present, so decoding goes on "
-                "plainly; a short draft checks now and then whether it pays again",
-                " or ".join(self.methods),
-            )
+    return [
+        Plan(method=tree.method, shape=Tree(num_nodes=nodes, depth=tree.depth, width=USUAL_WIDTH))
+        if nodes
+        else PLAIN
+        for nodes in allocation.depths
+    ]
 
 
 def tpot_limit_s(state: RequestState) -> float | None:

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from forerun.control.acceptance import make_room
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.control.config import (
-    CONFIDENCE_LEAST,
-    CONFIDENCE_WINDOW,
-    HEURISTIC_DOWN,
-    HEURISTIC_REQUESTS,
-    HEURISTIC_UP,
-    MISS_WEIGHT,
-)
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
@@ -52,10 +45,8 @@ class HeuristicController:
                 continue
             k = self._ks.pop(record.request_id, self.start_k)
             all_accepted = record.num_accepted == record.k_budget
-            k += HEURISTIC_UP if all_accepted else -HEURISTIC_DOWN
-            self._ks[record.request_id] = max(1, min(self.max_k, k))
-            if len(self._ks) > HEURISTIC_REQUESTS:
-                del self._ks[next(iter(self._ks))]
+            make_room(self._ks)
+            self._ks[record.request_id] = max(1, min(self.max_k, k + 2 if all_accepted else k - 1))
 
 
 class ConfidenceController:
@@ -91,9 +82,9 @@ class ConfidenceController:
         for record in records:
             reached = (record.stop_values or ())[: record.num_accepted + 1]
             self._seen += [(value, n < record.num_accepted) for n, value in enumerate(reached)]
-        del self._seen[:-CONFIDENCE_WINDOW]
+        del self._seen[:-1024]
         num_right = sum(right for _, right in self._seen)
-        if len(self._seen) > CONFIDENCE_LEAST and 0 < num_right < len(self._seen):
+        if len(self._seen) > 5 and 0 < num_right < len(self._seen):
             self.threshold = best_threshold(self._seen)
 
 
@@ -106,12 +97,12 @@ def best_threshold(seen: Sequence[tuple[float, bool]]) -> float:
     ranked = sorted(seen, reverse=True)
     right = list(accumulate(hit for _, hit in ranked))
     num_right, num_wrong = right[-1], len(ranked) - right[-1]
-    best_cost, best = MISS_WEIGHT, 1.0  # nothing is drafted
+    best_cost, best = 3.0, 1.0  # nothing is drafted
     for at, (value, _) in enumerate(ranked):
         if at + 1 < len(ranked) and ranked[at + 1][0] == value:
             continue  # tokens of one confidence are drafted together
         wrong_share = (at + 1 - right[at]) / num_wrong
-        cost = wrong_share + MISS_WEIGHT * (1.0 - right[at] / num_right)
+        cost = wrong_share + 3.0 * (1.0 - right[at] / num_right)
         if cost < best_cost:
             best_cost, best = cost, value
     return best

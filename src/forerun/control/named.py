@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from forerun.control.bandit import BanditController
 from forerun.control.base import Controller
-from forerun.control.config import CONTROLLER_NAMES, ControllerName
+from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
+from forerun.control.costs import CostSource
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 from forerun.control.heuristic import ConfidenceController, HeuristicController
-from forerun.control.learned_costs import LearnedCosts
-from forerun.control.safety import SafeController
-from forerun.control.step_times import CostSource
 from forerun.errors import InvalidRequest
 
 __all__ = ["CONTROLLERS", "ControllerInputs", "build_controller", "check_controller"]
@@ -39,11 +36,6 @@ class ControllerInputs:
     max_tree_nodes: int = 0
 
 
-def auto(inputs: ControllerInputs) -> Controller:
-    """Build the goodput controller with a switch to plain decoding where speculation is slower."""
-    return SafeController(goodput(inputs))
-
-
 def fixed(inputs: ControllerInputs) -> Controller:
     """Build the controller that plans K tokens of the first drafter at every step."""
     return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
@@ -60,31 +52,22 @@ def confidence(inputs: ControllerInputs) -> Controller:
 
 
 def goodput(inputs: ControllerInputs) -> Controller:
-    """Build the goodput controller, which estimates costs unless all drafters' are given."""
-    max_k, max_nodes = inputs.num_speculative_tokens, inputs.max_tree_nodes
-    costs: Mapping[str, CostSource] | LearnedCosts
-    if any(method not in inputs.costs for method in inputs.methods):
-        costs = LearnedCosts(inputs.methods, max_k, max_nodes)
-    else:
-        costs = {method: inputs.costs[method] for method in inputs.methods}
+    """Build the goodput controller, which learns the costs that are not given from the steps."""
     return GoodputController(
-        costs, max_k, tree_methods=inputs.tree_methods, max_tree_nodes=max_nodes
+        {method: inputs.costs.get(method) for method in inputs.methods},
+        inputs.num_speculative_tokens,
+        tree_methods=inputs.tree_methods,
+        max_tree_nodes=inputs.max_tree_nodes,
     )
-
-
-def bandit(inputs: ControllerInputs) -> Controller:
-    """Build a bandit over K and drafters."""
-    return BanditController(inputs.methods, inputs.num_speculative_tokens)
 
 
 CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] = MappingProxyType(
     {
-        "auto": auto,
+        "auto": goodput,
         "fixed": fixed,
         "heuristic": heuristic,
         "confidence": confidence,
         "goodput": goodput,
-        "bandit": bandit,
     }
 )
 
@@ -93,10 +76,9 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
     """Build the controller with the given name.
 
     Raises:
-        InvalidRequest: there is none of that name, or it lacks what it needs.
+        InvalidRequest: there is none of that name, or it was removed.
     """
-    if name not in CONTROLLERS:
-        raise InvalidRequest(f"controller {name!r} is unknown; use {', '.join(CONTROLLERS)}")
+    check_name(name)
     return CONTROLLERS[name](inputs)
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from forerun.control.base import Plan, Tree
-from forerun.control.config import CONTROLLER_NAMES, ControllerName
+from forerun.control.config import ControllerName, check_name
 from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.models.architecture import RUNNERS, Runner
 
@@ -71,9 +71,9 @@ class EngineConfig:
         max_tree_nodes: most nodes of a tree that a controller chooses; less where a pass has fewer
             rows for a sequence. A tree is at most K levels deep, and may have K nodes in any case.
         controller: what chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
-            as transformers does; "goodput": most expected tokens per second, which takes measured
-            costs; "bandit": by trial; "auto": goodput, switched off where measured steps are slower
-            than plain ones; without costs it learns them from the steps.
+            as transformers does; "auto": most expected tokens per second, down to plain decoding
+            where drafting is slower; costs that are not given are learned from the steps;
+            "goodput": another name of "auto".
         max_batch: most sequences decoded at once; the others wait.
         max_context: prompt plus output tokens a sequence may have, cut to what the model allows; KV
             memory grows with max_batch x max_context.
@@ -119,10 +119,7 @@ class EngineConfig:
         check_ranges(self, *RANGES)
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
-        if self.controller not in CONTROLLER_NAMES:
-            raise InvalidRequest(
-                f"controller {self.controller!r} is unknown; use {', '.join(CONTROLLER_NAMES)}"
-            )
+        check_name(self.controller)
         if self.sharing not in get_args(Sharing):
             raise InvalidRequest(
                 f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"

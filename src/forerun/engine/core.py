@@ -16,8 +16,8 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from forerun.control.base import Controller
+from forerun.control.costs import CostSource
 from forerun.control.named import check_controller
-from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.control.base import Controller
+from forerun.control.costs import CostSource
 from forerun.control.named import check_controller
-from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.several import SeveralDrafters
 from forerun.engine.config import EngineConfig, RequestTerms

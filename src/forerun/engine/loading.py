@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from forerun.control.base import Controller, Tree
+from forerun.control.costs import CostSource
 from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel

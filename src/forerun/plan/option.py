@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from forerun.control.base import USUAL_WIDTH, Tree
-from forerun.control.config import DEEPEST_TREE
+from forerun.control.base import USUAL_WIDTH, Tree, usual_depth
 from forerun.errors import InvalidProfile
 from forerun.plan.acceptance import Acceptance
 from forerun.theory.budget import tree_survival
@@ -122,7 +121,7 @@ def tree_options(
     plain_s = table.plain_step_s(context, batch)
     first = [after / before if before else 0.0 for before, after in pairwise((1.0, *survival))]
     later = [sibling_acceptance] * (USUAL_WIDTH - 1)
-    for depth in range(1, min(DEEPEST_TREE, len(first)) + 1):
+    for depth in range(1, min(usual_depth(max_nodes), len(first)) + 1):
         accepted = accumulate(tree_survival(first, later, depth=depth, num_nodes=max_nodes))
         chain = table.cycle_cost_interval(depth, context, batch)
         for num_nodes, expected in enumerate(accepted, start=1):

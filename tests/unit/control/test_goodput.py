@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from tests.simulated import CAPACITY, Tables, World, best_rate, seconds_of, table
 
 from forerun.control.base import Capacity, Controller, RequestState
 from forerun.control.config import GoodputConfig
+from forerun.control.costs import OperatingPoint
 from forerun.control.fixed import FixedController
-from forerun.control.goodput import GoodputController
+from forerun.control.goodput import GoodputController, tpot_limit_s
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -71,12 +71,12 @@ def test_rows_of_a_batch_go_to_requests_whose_drafts_are_accepted():
 def test_a_new_request_begins_with_what_its_kind_has_shown():
     ours = world(0.0)
     fitted = controller()
-    ours.run(fitted, 200)
+    ours.run(fitted, 400)
     fresh = replace(STATE, request_id="new")
     (plan,) = fitted.decide([fresh], CAPACITY)
     assert plan.probe or not plan.num_speculative_tokens
     (other,) = fitted.decide([replace(fresh, request_id="other", tags=("code",))], CAPACITY)
-    assert other.num_speculative_tokens == 1  # nothing is known of it
+    assert other.num_speculative_tokens > 0  # nothing is known of it
 
 
 def test_the_better_drafter_is_found_and_lost():
@@ -93,9 +93,9 @@ def test_the_better_drafter_is_found_and_lost():
 
 
 @pytest.mark.parametrize("told", [0.1, 4.0])
-def test_what_trying_another_drafter_costs_is_measured(told):
-    """It has to catch up first, of which the table says nothing."""
-    num_steps = 4000
+def test_probes_of_another_drafter_lose_at_most_the_share_for_probes(told):
+    """Its table may promise less than it takes."""
+    num_steps, share = 4000, GoodputConfig().probe_share
     ours = World(
         lambda method, *_: 0.85 if method == "d" else 0.3, {"d": table(), "e": table(draft=4.0)}
     )
@@ -104,14 +104,9 @@ def test_what_trying_another_drafter_costs_is_measured(told):
     ours.records.clear()
     ours.run(fitted, num_steps)
     others = [record for record in ours.records if record.method == "e"]
+    assert 2 <= len(others) <= 2 + share * num_steps
     mine = [record for record in ours.records if record.method == "d"]
-    assert sum(record.k_budget == 1 for record in others) >= len(others) - 4
-    assert len(mine) + len(others) == num_steps
-    step_s = seconds_of(mine) / len(mine)
-    tokens = sum(record.num_emitted for record in mine) / len(mine)
-    lost = seconds_of(others) / step_s - sum(record.num_emitted for record in others) / tokens
-    assert lost <= GoodputConfig().explore * num_steps + 8.0
-    assert len(others) >= 2
+    assert len(mine) >= (1 - 2 * share) * num_steps
 
 
 def test_steps_that_take_longer_than_the_table_says_change_the_choice():
@@ -119,16 +114,6 @@ def test_steps_that_take_longer_than_the_table_says_change_the_choice():
     ours = World(lambda *_: 0.5, {"d": table(draft=0.6)}, noise=0.05)
     ours.run(controller(draft=0.02), 800)
     assert sum(record.k_budget for record in ours.records[-200:]) < 2 * 200
-
-
-def test_plans_change_less_often_where_more_has_to_be_gained():
-    def changes(switch_margin: float) -> int:
-        ours = world(0.6)
-        ours.run(controller(GoodputConfig(switch_margin=switch_margin, explore=0.0)), 600)
-        ks = [record.k_budget for record in ours.records]
-        return sum(before != after for before, after in pairwise(ks))
-
-    assert changes(0.05) < 0.5 * changes(0.0)
 
 
 def test_a_target_for_the_time_per_token_is_heeded():
@@ -147,32 +132,80 @@ def test_a_target_for_the_time_per_token_is_heeded():
     assert with_wish[0].num_speculative_tokens < without[0].num_speculative_tokens
 
 
-@pytest.mark.parametrize("measure", ["entropy", "top_probability"])
-def test_plans_carry_the_calibrated_rule(measure):
-    (plan,) = controller(GoodputConfig(stop=measure)).decide([STATE], CAPACITY)
-    assert plan.num_speculative_tokens > 0
-    assert plan.stop is not None
-    assert plan.stop.measure == measure
-    (plan,) = controller().decide([STATE], CAPACITY)
-    assert plan.stop is None
-
-
 def test_nobody_to_decide_for():
     assert controller().decide([], Capacity(max_rows=8)) == []
 
 
 def test_plans_are_decided_anew_when_a_time_target_gets_tighter():
-    """A deadline that comes closer than the tokens do; before that, plans hold as any others."""
+    """A deadline that comes closer than the tokens do; before that, plans are reused."""
     ours = world(0.9)
-    settled = controller()
-    ours.run(settled, 300)
+    reusing = controller()
+    ours.run(reusing, 300)
     (state,) = ours.states()
     hurried = replace(state, time_left_s=0.02 * state.max_new)
     for _ in range(20):
-        settled.decide([hurried], CAPACITY)
-    while not settled._active.steps_left:  # a probe is not reused
-        settled.decide([hurried], CAPACITY)
-    active = settled._active
+        reusing.decide([hurried], CAPACITY)
+    while not reusing._active.steps_left:
+        reusing.decide([hurried], CAPACITY)
+    active = reusing._active
     late = replace(hurried, time_left_s=0.003 * state.max_new)
-    settled.decide([late], CAPACITY)
-    assert settled._active is not active
+    reusing.decide([late], CAPACITY)
+    assert reusing._active is not active
+
+
+def test_a_time_limit_is_the_tighter_of_target_and_deadline():
+    limited = replace(STATE, max_new=10)
+    assert tpot_limit_s(limited) is None
+    assert tpot_limit_s(replace(limited, tpot_target_s=0.03)) == 0.03
+    assert tpot_limit_s(replace(limited, time_left_s=0.2)) == pytest.approx(0.02)
+    both = replace(limited, tpot_target_s=0.03, time_left_s=0.2)
+    assert tpot_limit_s(both) == pytest.approx(0.02)
+    assert tpot_limit_s(replace(limited, time_left_s=-1.0)) > 0.0
+
+
+def test_a_wrong_table_costs_little():
+    """Drafts cost ten times what the table says."""
+    ours = world(0.5, draft=0.5, row=0.1)
+    assert ours.run(controller(draft=0.05), 1500) > 0.95 * best_rate(0.0, table())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_it_is_not_slower_than_plain_decoding(alpha):
+    assert world(alpha).run(controller(), 2000) >= 0.97 * best_rate(0.0, table())
+
+
+def test_plain_steps_are_measured_while_a_draft_pays():
+    """The last ones of a run count, because the first ones find cold caches."""
+    config = GoodputConfig()
+    ours = world(0.8)
+    ours.run(controller(), 3000)
+    plain = [record.step for record in ours.records if record.k_budget == 0]
+    run = 2 * config.num_cold
+    assert len(plain) % run == 0
+    assert run <= len(plain) <= run + config.probe_share * 3000
+    assert plain[run - 1] - plain[0] == run - 1
+
+
+def test_a_plain_step_that_is_faster_than_its_table_ends_drafts_that_do_not_pay():
+    honest = table()
+    lines = tuple(replace(line, plain_s=2 * line.plain_s) for line in honest.lines)
+    fitted = GoodputController({"d": Tables(replace(honest, lines=lines))}, 8)
+    ours = world(0.1)
+    ours.run(fitted, 1000)
+    assert sum(record.k_budget > 0 for record in ours.records[200:]) < 0.1 * 800
+
+
+def test_steps_beside_a_prefill_teach_no_costs():
+    ours, fitted = world(0.0), controller()
+    before = fitted.costs.times(OperatingPoint.of(ours.states()))["d"]
+    for _ in range(50):
+        (plan,) = fitted.decide(ours.states(), CAPACITY)
+        record = ours.record("r", plan, 1.0, 1.0, 1.0)
+        fitted.observe([replace(record, num_prefill_rows=4)])
+    assert fitted.costs.times(OperatingPoint.of(ours.states()))["d"] == before
+
+
+@pytest.mark.parametrize("changes", [{"memory": 1.0}, {"reuse": 0}, {"strength": 0.0}])
+def test_settings_out_of_range_are_refused(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        GoodputConfig(**changes)

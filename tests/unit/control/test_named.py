@@ -9,8 +9,8 @@ from tests.simulated import Tables, table
 
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
+from forerun.control.goodput import GoodputController
 from forerun.control.named import CONTROLLERS, ControllerInputs, build_controller
-from forerun.control.safety import SafeController
 
 COSTS = {"d": Tables(table())}
 
@@ -26,6 +26,6 @@ def test_names_are_those_of_the_settings():
 
 
 @pytest.mark.parametrize("costs", [COSTS, {}])
-def test_auto_is_safe_with_and_without_costs(costs):
+def test_auto_is_built_with_and_without_costs(costs):
     inputs = ControllerInputs(methods=("d",), num_speculative_tokens=4, costs=costs)
-    assert isinstance(build_controller("auto", inputs), SafeController)
+    assert isinstance(build_controller("auto", inputs), GoodputController)

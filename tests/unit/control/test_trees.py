@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 from tests.simulated import CAPACITY, Tables, table
 
-from forerun.control.allocation import Pricing, TreeLevels, best_tree
+from forerun.control.allocation import TreeLevels, best_trees
 from forerun.control.base import RequestState, Tree
-from forerun.control.beliefs import Beliefs, DraftVariant, first_children
-from forerun.control.config import BeliefConfig
+from forerun.control.costs import OperatingPoint, StepTimes
 from forerun.control.goodput import GoodputController
-from forerun.control.step_times import CostCell, StepTimes
 from forerun.theory.record import StepRecord
 
 STATE = RequestState(request_id="r", num_committed=100, max_new=500, temperature=0.0)
-WAY = DraftVariant("d", stops=False)
 COSTLY_PASSES = table(draft=0.3, row=0.01)
 
 
@@ -44,57 +41,28 @@ def record(step: int, **changes: object) -> StepRecord:
     return StepRecord(**(fields | changes))
 
 
-def times() -> StepTimes:
-    return StepTimes.read(COSTLY_PASSES, CostCell.of(1, 100), 8)
+def times(batch: int = 1) -> StepTimes:
+    costs = COSTLY_PASSES if batch == 1 else table(batches=(1, batch))
+    return StepTimes.read(costs, OperatingPoint(batch, 7, True), 8, 8)
 
 
 def test_nodes_are_given_to_trees_until_a_row_costs_more_than_it_brings():
-    pricing = Pricing({"d": times()})
     survival = [0.5, 0.25, 0.12, 0.001, 0.0005]
-    best = best_tree(TreeLevels("d", 1), [survival], pricing, 8)
+    best = best_trees(TreeLevels("d", 1), [survival], times(), 8)
     assert best.depths == (3,)
     assert best.tokens == pytest.approx(1.87)
-    assert best.step_s == pytest.approx(times().tree_s(1, 1) + times().verify_s[3])
-    assert best_tree(TreeLevels("d", 1), [survival], pricing, 2).depths == (2,)
+    assert best.step_s == pytest.approx(times().tree_s(1) + times().verify_s[3])
+    assert best_trees(TreeLevels("d", 1), [survival], times(), 2).depths == (2,)
 
 
 def test_trees_that_never_pay_leave_plain_decoding():
-    best = best_tree(TreeLevels("d", 1), [[0.01, 0.01]], Pricing({"d": times()}), 8)
+    best = best_trees(TreeLevels("d", 1), [[0.01, 0.01]], times(), 8)
     assert (best.depths, best.tree) == ((0,), None)
 
 
 def test_requests_share_nodes_by_the_survival_of_each():
-    pricing = Pricing({"d": StepTimes.read(table(batches=(1, 2)), CostCell.of(2, 100), 8)})
-    best = best_tree(TreeLevels("d", 1), [[0.9, 0.05], [0.3, 0.25, 0.2]], pricing, 3)
+    best = best_trees(TreeLevels("d", 1), [[0.9, 0.05], [0.3, 0.25, 0.2]], times(2), 3)
     assert best.depths == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "children", "expected"),
-    [
-        ((), (3,), (0, 1)),
-        ((1, 2), (3, 2, 0), (1, 2)),
-        ((1, 1), (3, 1, 0), (2, 2)),
-        ((2,), (3, 4), (0, 1)),
-        ((), (0,), (0, 0)),
-    ],
-)
-def test_first_children_of_a_path_are_tested_as_a_chain_is(ranks, children, expected):
-    assert first_children(ranks, children) == expected
-
-
-def test_acceptance_of_later_children_is_learnt_from_paths():
-    beliefs = Beliefs(BeliefConfig())
-    beliefs.curve(STATE, WAY, 1)
-    shape = Tree(num_nodes=3, depth=1, width=3)
-    for step in range(400):
-        rank = (1, 1, 2, 0, 1, 3, 1, 2, 1, 0)[step % 10]
-        path = (rank,) if rank else ()
-        path_children = (3, *(0 for _ in path))
-        outcome = record(step, num_accepted=len(path), path_ranks=path, path_children=path_children)
-        beliefs.observe(outcome, WAY)
-    found = beliefs.tree_survival(STATE, beliefs.curve(STATE, WAY, 1), "d", shape)
-    assert found == pytest.approx([0.5, 0.2, 0.1], abs=0.08)
 
 
 def controller(tree_methods=("d",)) -> GoodputController:

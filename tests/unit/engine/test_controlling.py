@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
-from tests.simulated import Tables, table
 
 from forerun.control.base import Plan, Tree
-from forerun.control.config import GoodputConfig
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.safety import SafeController
+from forerun.control.heuristic import ConfidenceController
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
@@ -159,14 +157,13 @@ def test_controllers_nobody_knows_are_refused():
 
 def test_the_default_is_safe_without_costs(draft):
     ours = default_controller(EngineConfig(num_speculative_tokens=6), tiny.drafting(draft, 8), {})
-    assert isinstance(ours, SafeController)
-    assert ours.inner.max_k == 6
+    assert isinstance(ours, GoodputController)
+    assert ours.max_k == 6
 
 
-def test_costs_make_it_goodput_made_safe(draft):
-    costs = {"draft_model": Tables(table())}
-    ours = default_controller(EngineConfig(), tiny.drafting(draft, 8), costs)
-    assert isinstance(ours, SafeController)
+def test_a_removed_controller_is_refused_with_its_successor():
+    with pytest.raises(InvalidRequest, match=r"'bandit' was removed.*use auto"):
+        EngineConfig(controller="bandit")
 
 
 def test_without_a_draft_there_is_nothing_to_control():
@@ -174,15 +171,12 @@ def test_without_a_draft_there_is_nothing_to_control():
     assert isinstance(ours, FixedController)
 
 
-@pytest.mark.parametrize("measure", ["entropy", "top_probability"])
-def test_a_draft_without_a_law_teaches_nothing_and_costs_no_token(target, measure):
+def test_a_draft_without_a_law_teaches_nothing_and_costs_no_token(target):
     sound = tiny.cousin(target, 5)
     law = sound.log_probs.clone()
     law[::3] = torch.nan
     sick = TabularModel(log_probs=law, order=sound.order, store=sound.store)
-    controller = GoodputController(
-        {"draft_model": Tables(table(draft=0.02, overhead=0.0))}, 5, GoodputConfig(stop=measure)
-    )
+    controller = ConfidenceController("draft_model", 5)
     engine = tiny.engine_over(target, tiny.drafting(sick, 8), k=5, controller=controller)
     params = replace(PARAMS, max_tokens=40)
     plain = tiny.engine_over(target).generate([[1, 2], [3, 4]], params)

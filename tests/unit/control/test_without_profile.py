@@ -7,9 +7,7 @@ import logging
 import pytest
 from tests.simulated import World, best_rate, table
 
-from forerun.control.base import Plan
 from forerun.control.goodput import GoodputController
-from forerun.control.learned_costs import LearnedCosts, MeasuredMean, bent
 from forerun.control.named import ControllerInputs, build_controller
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -57,42 +55,6 @@ def test_giving_up_is_logged_once(caplog):
         ours.run(auto(), 900)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "slower than plain decoding" in line
-
-
-def test_costs_are_those_of_the_steps():
-    ours, costs = world(lambda *_: 0.7, row=0.1), LearnedCosts(["d"], 8)
-    for k in (0, 1, 2, 3, 0, 3) * 60:
-        states = ours.states()
-        costs.pricing(states)
-        draft_s, verify_s, other_s = ours.times([("d", k)])
-        plan = Plan.chain("d", k)
-        costs.observe([ours.record("r", plan, draft_s, verify_s, other_s)])
-    times = costs.pricing(ours.states()).times["d"]
-    assert times.plain_s == pytest.approx(0.01, rel=0.05)
-    assert times.draft_s[0] == pytest.approx(0.001, rel=0.1)
-    assert times.verify_s[3] == pytest.approx(0.013, rel=0.05)
-    assert costs.largest_depth("d", 1) == 4
-
-
-def test_passes_beyond_the_measured_ones_stay_above_the_line_by_as_much():
-    mean = MeasuredMean()
-    for _ in range(100):
-        mean.observe(2.0)
-    found = bent([1.0, 1.1, 1.2, 1.3], {2: mean})
-    assert found[:2] == [1.0, 1.1]
-    assert found[2] == pytest.approx(1.94, abs=0.05)
-    assert found[3] == pytest.approx(1.3 + found[2] - 1.2)
-
-
-def test_one_interrupted_step_does_not_move_a_mean_far():
-    mean = MeasuredMean()
-    mean.observe(1.0)
-    mean.observe(1000.0)
-    assert mean.mean <= 1.51
-    mean = MeasuredMean()
-    mean.observe(1000.0)  # kernels were compiled
-    mean.observe(1.0)
-    assert mean.mean == 1.0
 
 
 def test_plain_plans_are_reused(monkeypatch):

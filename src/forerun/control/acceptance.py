@@ -1,0 +1,250 @@
+"""Estimates of draft acceptance by position, per request and pooled over similar requests.
+
+A position is observed where everything before it was accepted and the plan allowed it. Where a
+drafter ended its draft early, the next position was allowed and not passed, so the estimate at K is
+that of drafts that may end early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any, NamedTuple
+
+from forerun.control.base import RequestState, Tree
+from forerun.control.config import GoodputConfig
+from forerun.theory.budget import tree_survival
+from forerun.theory.record import StepRecord
+
+__all__ = ["AcceptanceCurve", "AcceptanceEstimates", "Positions", "Rate"]
+
+MAX_REMEMBERED = 4096
+"""Requests and groups of similar requests that are remembered; a bound on memory alone."""
+
+
+class AcceptanceCurve(NamedTuple):
+    """Probabilities that a draft extends to, and is accepted through, each position.
+
+    Attributes:
+        survival: P(accepted through i).
+        drafted: P(drafted through i), below 1 where the drafter may end the draft before.
+    """
+
+    survival: list[float]
+    drafted: list[float]
+
+
+class Rate:
+    """Estimates the share of successes among recent trials.
+
+    Args:
+        config: the memory, and the weight of priors.
+    """
+
+    __slots__ = ("config", "trials", "wins")
+
+    def __init__(self, config: GoodputConfig) -> None:
+        self.config = config
+        self.trials = self.wins = 0.0
+
+    def observe(self, success: bool) -> None:
+        """Count one trial."""
+        memory = self.config.memory
+        self.trials = self.trials * memory + 1.0
+        self.wins = self.wins * memory + success
+
+    def mean(self, prior: float) -> float:
+        """Return the estimated rate, with `prior` weighted as the configured number of trials."""
+        strength = self.config.strength
+        return (self.wins + prior * strength) / (self.trials + strength)
+
+
+class Positions:
+    """Estimates P(position i passed given that i - 1 is passed and i allowed), for every i.
+
+    Args:
+        config: settings of the estimates.
+    """
+
+    __slots__ = ("config", "rates")
+
+    def __init__(self, config: GoodputConfig) -> None:
+        self.config = config
+        self.rates: list[Rate] = []
+
+    def observe(self, num_allowed: int, num_passed: int) -> None:
+        """Count one step.
+
+        Args:
+            num_allowed: positions the plan allowed.
+            num_passed: how many of them were passed, from the first on.
+        """
+        rates = self.rates
+        num_reached = min(num_allowed, num_passed + 1)
+        while len(rates) < num_reached:
+            rates.append(Rate(self.config))
+        for index in range(num_reached):
+            rates[index].observe(index < num_passed)
+
+    def means(self, prior: float, num_positions: int) -> list[float]:
+        """Return posterior means; a position without trials has the mean of the one before it."""
+        found: list[float] = []
+        for rate in self.rates[:num_positions]:
+            prior = rate.mean(prior)
+            found.append(prior)
+        return found + [prior] * (num_positions - len(found))
+
+    def means_given(self, priors: Sequence[float]) -> list[float]:
+        """Return posterior means with a separate prior for every position."""
+        found = [rate.mean(prior) for rate, prior in zip(self.rates, priors, strict=False)]
+        return [*found, *priors[len(found) :]]
+
+
+class DraftHistory:
+    """Outcomes of the drafts of one drafter.
+
+    Args:
+        config: settings of the estimates.
+
+    Attributes:
+        accepted: of chains, and of the first children on paths of trees.
+        drafted: positions that the drafter filled; empty while it always filled all.
+        missed: later children of trees that were not accepted, given that earlier ones were not.
+    """
+
+    __slots__ = ("accepted", "drafted", "missed")
+
+    def __init__(self, config: GoodputConfig) -> None:
+        self.accepted = Positions(config)
+        self.drafted = Positions(config)
+        self.missed = Positions(config)
+
+    def observe(self, record: StepRecord) -> None:
+        """Update the estimates from one step in which a request was allowed to draft."""
+        children = record.path_children
+        if children is None:
+            self.accepted.observe(record.k_budget, record.num_accepted)
+            if record.depth_drafted < record.k_budget or self.drafted.rates:
+                self.drafted.observe(record.k_budget, record.depth_drafted)
+            return
+        ranks = record.path_ranks or ()
+        num_passed, num_allowed = first_children(ranks, children)
+        self.accepted.observe(num_allowed, num_passed)
+        for at, num_children in enumerate(children):
+            rank = ranks[at] if at < len(ranks) else num_children + 1
+            if rank > 1 and num_children > 1:
+                self.missed.observe(num_children - 1, rank - 2)
+
+
+RequestClass = tuple[tuple[str, ...], float]
+"""Requests that are expected to be similar: by their tags and temperature."""
+
+
+class RequestHistory:
+    """Outcomes of the drafts of one request.
+
+    Args:
+        kind: the class of similar requests.
+
+    Attributes:
+        num_read: tokens of the request when it drafted last.
+        drafts: outcomes by drafter.
+    """
+
+    __slots__ = ("drafts", "kind", "num_read")
+
+    def __init__(self, kind: RequestClass) -> None:
+        self.kind = kind
+        self.num_read = 0
+        self.drafts: dict[str, DraftHistory] = {}
+
+
+class AcceptanceEstimates:
+    """Discounted acceptance posteriors per request, with priors from similar requests.
+
+    Args:
+        config: settings of the estimates.
+    """
+
+    def __init__(self, config: GoodputConfig) -> None:
+        self.config = config
+        self._requests: dict[str, RequestHistory] = {}
+        self._pools: dict[tuple[RequestClass, str], DraftHistory] = {}
+
+    def curve(self, state: RequestState, method: str, num_positions: int) -> AcceptanceCurve:
+        """Return the expected acceptance curve of a request's next draft."""
+        request = self._request(state)
+        pool, own = self._pool(request.kind, method), self._own(request, method)
+        accepted = pool.accepted.means(self.config.prior, num_positions)
+        survival = list(accumulate(own.accepted.means_given(accepted), mul))
+        if not pool.drafted.rates:
+            return AcceptanceCurve(survival, [1.0] * num_positions)
+        drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
+        return AcceptanceCurve(survival, list(accumulate(drafted, mul)))
+
+    def tree_survival(
+        self, state: RequestState, curve: AcceptanceCurve, method: str, shape: Tree
+    ) -> list[float]:
+        """Return P(accepted) of every node of the best tree within a shape, the best node first.
+
+        Args:
+            state: of the request.
+            curve: expected acceptance of chains of the same drafter, as deep as the shape.
+            method: the drafter.
+            shape: the most nodes, levels and children of a node.
+        """
+        pool, survival = self._pool(self._request(state).kind, method), curve.survival
+        first = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival[: shape.depth]))]
+        later = [1.0 - miss for miss in pool.missed.means(self.config.prior, shape.width - 1)]
+        return tree_survival(first, later, depth=shape.depth, num_nodes=shape.num_nodes)
+
+    def num_unread(self, state: RequestState) -> int:
+        """Return the number of tokens committed since the last draft of the request."""
+        return state.num_committed - self._request(state).num_read
+
+    def observe(self, record: StepRecord) -> None:
+        """Update the estimates from a step in which a request was allowed to draft."""
+        request = self._requests.get(record.request_id)
+        if request is not None:
+            request.num_read = record.context_tokens + record.num_emitted
+            self._own(request, record.method).observe(record)
+            self._pool(request.kind, record.method).observe(record)
+
+    def _request(self, state: RequestState) -> RequestHistory:
+        request = self._requests.get(state.request_id)
+        if request is None:
+            make_room(self._requests)
+            request = RequestHistory((state.tags, round(state.temperature, 1)))
+            self._requests[state.request_id] = request
+        return request
+
+    def _own(self, request: RequestHistory, method: str) -> DraftHistory:
+        own = request.drafts.get(method)
+        if own is None:
+            own = request.drafts[method] = DraftHistory(self.config)
+        return own
+
+    def _pool(self, kind: RequestClass, method: str) -> DraftHistory:
+        pool = self._pools.get((kind, method))
+        if pool is None:
+            make_room(self._pools)
+            pool = self._pools[kind, method] = DraftHistory(self.config)
+        return pool
+
+
+def make_room(remembered: dict[Any, Any]) -> None:
+    """Forget the entry that came first if the bound on memory is reached."""
+    if len(remembered) >= MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]
+
+
+def first_children(ranks: Sequence[int], children: Sequence[int]) -> tuple[int, int]:
+    """Return how many first children on a path were accepted, and how many were drafted.
+
+    Args:
+        ranks: of the accepted nodes among their siblings, from 1 on.
+        children: numbers of children at the last committed token and at each accepted node.
+    """
+    num_passed = next((at for at, rank in enumerate(ranks) if rank > 1), len(ranks))
+    return num_passed, num_passed + (children[num_passed] > 0)

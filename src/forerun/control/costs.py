@@ -1,0 +1,386 @@
+"""Cost model of a controller: expected step times, corrected by the measured ones.
+
+The proportions of the costs come from a profile where there is one, and are assumed otherwise. The
+measured steps correct them part by part. Source of the model: the cost line of `theory.cost`,
+kappa = K c + v(K + 1) + o.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from forerun.control.base import USUAL_WIDTH, RequestState
+from forerun.control.config import GoodputConfig
+from forerun.theory.cost import CostTable
+from forerun.theory.record import StepRecord
+
+__all__ = ["CostModel", "CostSource", "OperatingPoint", "SizeFactors", "StepTimes", "TimeFactor"]
+
+
+@runtime_checkable
+class CostSource(Protocol):
+    """Provides the cost tables of one drafter, by temperature."""
+
+    def at(self, temperature: float) -> CostTable:
+        """Return the cost table for a temperature."""
+
+
+class OperatingPoint(NamedTuple):
+    """Batch, context and temperature at which a step is decided.
+
+    Attributes:
+        batch: sequences in the step.
+        context_bits: binary digits of their mean context, in tokens.
+        greedy: whether the temperature of all requests is 0.
+    """
+
+    batch: int
+    context_bits: int
+    greedy: bool
+
+    @classmethod
+    def of(cls, states: Sequence[RequestState]) -> OperatingPoint:
+        """Return the operating point of a step with these requests, at least one."""
+        num_tokens, greedy = 0, True
+        for state in states:
+            num_tokens += state.num_committed
+            greedy = greedy and state.temperature == 0
+        return cls(len(states), (num_tokens // len(states)).bit_length(), greedy)
+
+    @property
+    def context(self) -> int:
+        """Middle of the contexts with so many binary digits, in tokens."""
+        return 3 * 2**self.context_bits // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of the parts of a step at one operating point.
+
+    Attributes:
+        plain_s: a plain step.
+        verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
+        draft_s: one drafted level, by how many sequences draft it: entry b of b + 1 sequences.
+        overhead_s: what a step takes beyond drafting and the pass, by levels drafted: 0, 1, 2, ...
+        tree_factor: by which drafting trees takes longer than expected from chains.
+    """
+
+    plain_s: float
+    verify_s: Sequence[float]
+    draft_s: Sequence[float]
+    overhead_s: Sequence[float]
+    tree_factor: float = 1.0
+
+    @classmethod
+    def read(cls, table: CostTable, point: OperatingPoint, max_k: int, max_nodes: int) -> StepTimes:
+        """Read a cost table for up to `max_k` levels and `max_nodes` nodes of every sequence."""
+        batch, context = point.batch, point.context
+        by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(max_nodes + 1)]
+        # More sequences never take less, whatever noise there was between measured batches.
+        by_batch = (table.draft_token_s(context, b + 1) for b in range(batch))
+        return cls(
+            plain_s=table.plain_step_s(context, batch),
+            verify_s=spread(by_rows, batch),
+            draft_s=tuple(accumulate(by_batch, max)),
+            overhead_s=(0.0, *(table.overhead_s(k + 1, context, batch) for k in range(max_k))),
+        )
+
+    def chain_s(self, depth: int) -> float:
+        """Return the seconds beyond the target pass of a step in which all draft so many levels."""
+        return depth * self.draft_s[-1] + self.overhead_s[depth]
+
+    def tree_s(self, depth: int) -> float:
+        """Return the seconds of a step with trees beyond the target pass: drafting and overhead.
+
+        A level below the first has several rows per sequence. Their cost to the drafter is taken to
+        be that to the target, in proportion.
+        """
+        batch = len(self.draft_s)
+        rows = min(len(self.verify_s) - 1, (USUAL_WIDTH - 1) * batch)
+        more = (depth - 1) * (self.verify_s[rows] / self.verify_s[0] - 1.0)
+        return (self.chain_s(depth) + more * self.draft_s[-1]) * self.tree_factor
+
+    def verify_nodes_s(self, num_nodes: float) -> float:
+        """Return the seconds of a pass with `num_nodes` drafted nodes, interpolated linearly."""
+        below = int(num_nodes)
+        share = num_nodes - below
+        found = self.verify_s[below]
+        return found + share * (self.verify_s[below + 1] - found) if share else found
+
+
+class TimeFactor:
+    """Ratio of measured to expected time: a discounted mean that outliers hardly move.
+
+    Args:
+        config: the memory, the weight of priors and the limit on outliers.
+
+    Attributes:
+        count: discounted number of measured steps.
+        total: discounted sum of their ratios.
+    """
+
+    __slots__ = ("_was_slow", "config", "count", "total")
+
+    def __init__(self, config: GoodputConfig) -> None:
+        self.config = config
+        self.count = self.total = 0.0
+        self._was_slow = False
+
+    def observe(self, measured_s: float, expected_s: float) -> None:
+        """Count one step; a second outlier in a row is none, so the mean begins anew with it."""
+        if measured_s <= 0.0 or expected_s <= 0.0:
+            return
+        ratio, most = measured_s / expected_s, self.config.largest_ratio
+        mean = self.mean if self.count else ratio
+        is_slow = ratio > most * mean
+        if (is_slow and self._was_slow) or ratio * most < mean:
+            self.count = self.total = 0.0
+        elif is_slow:
+            ratio = most * mean
+        self._was_slow = is_slow
+        self.count = self.count * self.config.memory + 1.0
+        self.total = self.total * self.config.memory + ratio
+
+    def value(self, prior: float) -> float:
+        """Return the ratio, with `prior` weighted as the configured number of steps."""
+        strength = self.config.cost_strength
+        return (self.total + prior * strength) / (self.count + strength)
+
+    def weaken(self) -> None:
+        """Reduce all that was measured to the weight of one step."""
+        share = 1.0 / max(1.0, self.count)
+        self.count *= share
+        self.total *= share
+
+    @property
+    def mean(self) -> float:
+        """The ratio without a prior; 1 before any step was measured."""
+        return self.total / self.count if self.count else 1.0
+
+
+class SizeFactors:
+    """Ratios of measured to expected times of passes, by drafted rows per sequence.
+
+    Args:
+        config: settings of the ratios.
+
+    Attributes:
+        overall: the ratio over all sizes.
+    """
+
+    def __init__(self, config: GoodputConfig) -> None:
+        self.config = config
+        self.overall = TimeFactor(config)
+        self._by_size: dict[int, TimeFactor] = {}
+
+    @property
+    def largest(self) -> int:
+        """The largest measured size; 0 before any was."""
+        return max(self._by_size, default=0)
+
+    def observe(self, size: int, measured_s: float, expected_s: float) -> None:
+        """Count one step of a size."""
+        self.overall.observe(measured_s, expected_s)
+        if size not in self._by_size:
+            self._by_size[size] = TimeFactor(self.config)
+        self._by_size[size].observe(measured_s, expected_s)
+
+    def values(self, prior: float, num_sizes: int) -> list[float]:
+        """Return the ratios at sizes 1, 2, ...; that of a size is the prior of the next one."""
+        found = []
+        for size in range(1, num_sizes + 1):
+            factor = self._by_size.get(size)
+            prior = prior if factor is None else factor.value(prior)
+            found.append(prior)
+        return found
+
+    def weaken(self) -> None:
+        """Reduce all that was measured to the weight of one step."""
+        for factor in (self.overall, *self._by_size.values()):
+            factor.weaken()
+
+
+class BatchCosts:
+    """Corrections of expected step times at one batch size.
+
+    Attributes:
+        target: ratios of plain steps, which have size 0, and of passes by rows per sequence.
+        plain: the ratio of plain steps alone.
+        levels: ratios of drafted levels, by method.
+        overheads: ratios of what a step takes beyond drafting and the pass, by method.
+        trees: ratios of trees beyond those of chains, by method.
+        deepest: the deepest draft so far, by method.
+    """
+
+    def __init__(self, config: GoodputConfig, methods: Sequence[str]) -> None:
+        self.plain = TimeFactor(config)
+        self.target = SizeFactors(config)
+        self.levels = {method: TimeFactor(config) for method in methods}
+        self.overheads = {method: TimeFactor(config) for method in methods}
+        self.deepest = dict.fromkeys(methods, 0)
+        self.trees = {method: TimeFactor(config) for method in methods}
+
+    def weaken(self) -> None:
+        """Reduce all that was measured to the weight of one step."""
+        self.target.weaken()
+        self.plain.weaken()
+        for method in self.levels:
+            for factors in (self.levels, self.overheads, self.trees):
+                factors[method].weaken()
+
+
+class CostModel:
+    """Expected step times at every operating point.
+
+    Args:
+        costs: cost tables by drafter; None for a drafter without a profile.
+        max_k: largest K.
+        max_tree_nodes: most nodes of a tree; the largest K where that is more.
+        config: assumed costs and settings of the corrections.
+    """
+
+    def __init__(
+        self,
+        costs: Mapping[str, CostSource | None],
+        max_k: int,
+        max_tree_nodes: int,
+        config: GoodputConfig,
+    ) -> None:
+        self.methods = tuple(costs)
+        self.config = config
+        self.max_k = max_k
+        self.max_nodes = max(max_k, max_tree_nodes)
+        self._sources = costs
+        self._target = next((source for source in costs.values() if source is not None), None)
+        self._read: dict[OperatingPoint, dict[str, StepTimes]] = {}
+        self._batches: dict[int, BatchCosts] = {}
+
+    def largest_depth(self, method: str, batch: int) -> int:
+        """Return the largest K to plan; without a profile, one more than was measured."""
+        if self._sources[method] is not None:
+            return self.max_k
+        return min(self.max_k, self._costs(batch).deepest[method] + 1)
+
+    def largest_tree(self, method: str, batch: int) -> int:
+        """Return the most nodes of a tree to plan; without a profile, twice the most measured."""
+        if self._sources[method] is not None:
+            return self.max_nodes
+        return min(self.max_nodes, 2 * self._costs(batch).target.largest + 1)
+
+    def times(self, point: OperatingPoint) -> dict[str, StepTimes]:
+        """Return the expected step times of every drafter at an operating point."""
+        costs, batch = self._costs(point.batch), point.batch
+        scale = costs.target.overall.mean
+        # Plain steps are few, and no prior is better for them than the passes of other steps.
+        plain = costs.plain.mean if costs.plain.count else scale
+        # Without a profile a pass without drafted rows is taken to be a plain step.
+        empty = plain if self._target is None else scale
+        rows = [empty, *costs.target.values(empty, self.max_nodes)]
+        found = {}
+        for method, times in self._expected(point).items():
+            level = costs.levels[method].value(scale)
+            overhead = costs.overheads[method].value(scale)
+            by_rows = [a * b for a, b in zip(rows, times.verify_s[::batch], strict=True)]
+            found[method] = StepTimes(
+                plain_s=plain * times.plain_s,
+                verify_s=spread(tuple(accumulate(by_rows, max)), batch),
+                draft_s=[level * seconds for seconds in times.draft_s],
+                overhead_s=[overhead * seconds for seconds in times.overhead_s],
+                tree_factor=costs.trees[method].value(1.0),
+            )
+        return found
+
+    def observe(self, records: Sequence[StepRecord], point: OperatingPoint) -> None:
+        """Update the corrections from one step without prompts, decided at an operating point."""
+        if len(records) != point.batch:
+            return
+        first, costs, expected = records[0], self._costs(point.batch), self._expected(point)
+        drafted = [record for record in records if record.num_drafted]
+        times = expected[self.methods[0]]
+        if not drafted:
+            total_s = first.draft_s + first.verify_s + first.other_s
+            costs.plain.observe(total_s, times.plain_s)
+            costs.target.overall.observe(total_s, times.plain_s)
+            return
+        num_nodes = min(sum(record.num_drafted for record in drafted), len(times.verify_s) - 1)
+        rows = max(1, round(num_nodes / point.batch))
+        costs.target.observe(rows, first.verify_s, times.verify_nodes_s(num_nodes))
+        methods = {record.method for record in drafted}
+        if len(methods) > 1 or not methods <= expected.keys():
+            return  # the times of two drafters cannot be told apart
+        (method,) = methods
+        times, own_s = expected[method], first.draft_s + first.other_s
+        depths = [min(record.depth_drafted, self.max_k) for record in drafted]
+        if any(record.path_children is not None for record in drafted):
+            now = self.times(point)[method]
+            costs.trees[method].observe(own_s, now.tree_s(max(depths)) / now.tree_factor)
+            return
+        by_count = times.draft_s
+        levels_s = sum(
+            by_count[sum([depth > level for depth in depths]) - 1] for level in range(max(depths))
+        )
+        overhead_s = times.overhead_s[max(depths)]
+        costs.deepest[method] = max(costs.deepest[method], *depths)
+        if self._sources[method] is None:
+            costs.levels[method].observe(first.draft_s, levels_s)
+            costs.overheads[method].observe(first.other_s, overhead_s)
+        else:  # the engine counts the beginning of a draft as drafting, the table as overhead
+            costs.levels[method].observe(own_s, levels_s + overhead_s)
+            costs.overheads[method].observe(own_s, levels_s + overhead_s)
+
+    def _costs(self, batch: int) -> BatchCosts:
+        """Return the corrections at a batch size; a new one begins with those of the nearest."""
+        found = self._batches.get(batch)
+        if found is None:
+            found = BatchCosts(self.config, self.methods)
+            if self._batches:
+                nearest = min(self._batches, key=lambda known: abs(known - batch))
+                found = deepcopy(self._batches[nearest])
+                found.weaken()
+            self._batches[batch] = found
+        return found
+
+    def _expected(self, point: OperatingPoint) -> dict[str, StepTimes]:
+        """Return the step times of all drafters as profiled or assumed, read once per point."""
+        found = self._read.get(point)
+        if found is None:
+            found = self._read[point] = {
+                method: self._expected_of(source, point) for method, source in self._sources.items()
+            }
+        return found
+
+    def _expected_of(self, source: CostSource | None, point: OperatingPoint) -> StepTimes:
+        """Return the step times of one drafter as profiled or assumed."""
+        temperature = 0.0 if point.greedy else 1.0
+        known = source or self._target
+        if known is not None:
+            times = StepTimes.read(known.at(temperature), point, self.max_k, self.max_nodes)
+            if source is not None:
+                return times
+            plain_s, verify_s = times.plain_s, times.verify_s
+        else:
+            num_nodes = self.max_nodes * point.batch
+            plain_s = 1.0
+            verify_s = [1.0 + self.config.assumed_row * nodes for nodes in range(num_nodes + 1)]
+        level_s = self.config.assumed_level * plain_s
+        return StepTimes(
+            plain_s=plain_s,
+            verify_s=verify_s,
+            draft_s=(level_s,) * point.batch,
+            overhead_s=(0.0, *(level_s,) * self.max_k),
+        )
+
+
+def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:
+    """Interpolate times by rows per sequence to times by drafted nodes of a batch."""
+    steps = [(after - before) / batch for before, after in pairwise(by_rows)]
+    inner = (
+        before + step * n
+        for before, step in zip(by_rows, steps, strict=False)
+        for n in range(batch)
+    )
+    return (*inner, by_rows[-1])
