@@ -53,7 +53,7 @@ def ignore(self: Any, *inputs: Any, **named: Any) -> None:
 
 
 NO_PROBES = [(goodput.GoodputController, "_probe", ignore)]
-NO_PLAIN_STEPS = [(goodput.GoodputController, "_plain_gap", float("inf"))]
+NO_PLAIN_STEPS = [(goodput.GoodputController, "_plain_run", 0)]
 VARIANTS: Mapping[str, tuple[list[tuple[Any, str, Any]], Make]] = {
     "auto": ([], auto()),
     "without a profile": ([], without_profile),

@@ -17,7 +17,7 @@ from forerun.control.config import GoodputConfig
 from forerun.theory.budget import tree_survival
 from forerun.theory.record import StepRecord
 
-__all__ = ["AcceptanceCurve", "AcceptanceEstimates", "Positions", "Rate"]
+__all__ = ["AcceptanceCurve", "AcceptanceEstimates", "Positions"]
 
 MAX_REMEMBERED = 4096
 """Requests and groups of similar requests that are remembered; a bound on memory alone."""
@@ -35,43 +35,23 @@ class AcceptanceCurve(NamedTuple):
     drafted: list[float]
 
 
-class Rate:
-    """Estimates the share of successes among recent trials.
+class Positions:
+    """Estimates P(position i passed given that i - 1 is passed and i allowed), for every i.
 
     Args:
         config: the memory, and the weight of priors.
+
+    Attributes:
+        trials: discounted number of steps that reached each position.
+        wins: discounted number of those that passed it.
     """
 
     __slots__ = ("config", "trials", "wins")
 
     def __init__(self, config: GoodputConfig) -> None:
         self.config = config
-        self.trials = self.wins = 0.0
-
-    def observe(self, success: bool) -> None:
-        """Count one trial."""
-        memory = self.config.memory
-        self.trials = self.trials * memory + 1.0
-        self.wins = self.wins * memory + success
-
-    def mean(self, prior: float) -> float:
-        """Return the estimated rate, with `prior` weighted as the configured number of trials."""
-        strength = self.config.strength
-        return (self.wins + prior * strength) / (self.trials + strength)
-
-
-class Positions:
-    """Estimates P(position i passed given that i - 1 is passed and i allowed), for every i.
-
-    Args:
-        config: settings of the estimates.
-    """
-
-    __slots__ = ("config", "rates")
-
-    def __init__(self, config: GoodputConfig) -> None:
-        self.config = config
-        self.rates: list[Rate] = []
+        self.trials: list[float] = []
+        self.wins: list[float] = []
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
         """Count one step.
@@ -80,24 +60,31 @@ class Positions:
             num_allowed: positions the plan allowed.
             num_passed: how many of them were passed, from the first on.
         """
-        rates = self.rates
+        memory, trials, wins = self.config.memory, self.trials, self.wins
         num_reached = min(num_allowed, num_passed + 1)
-        while len(rates) < num_reached:
-            rates.append(Rate(self.config))
+        while len(trials) < num_reached:
+            trials.append(0.0)
+            wins.append(0.0)
         for index in range(num_reached):
-            rates[index].observe(index < num_passed)
+            trials[index] = trials[index] * memory + 1.0
+            wins[index] = wins[index] * memory + (index < num_passed)
 
     def means(self, prior: float, num_positions: int) -> list[float]:
         """Return posterior means; a position without trials has the mean of the one before it."""
         found: list[float] = []
-        for rate in self.rates[:num_positions]:
-            prior = rate.mean(prior)
+        strength = self.config.strength
+        for trials, wins in zip(self.trials[:num_positions], self.wins, strict=False):
+            prior = (wins + prior * strength) / (trials + strength)
             found.append(prior)
         return found + [prior] * (num_positions - len(found))
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
         """Return posterior means with a separate prior for every position."""
-        found = [rate.mean(prior) for rate, prior in zip(self.rates, priors, strict=False)]
+        strength = self.config.strength
+        found = [
+            (wins + prior * strength) / (trials + strength)
+            for trials, wins, prior in zip(self.trials, self.wins, priors, strict=False)
+        ]
         return [*found, *priors[len(found) :]]
 
 
@@ -125,7 +112,7 @@ class DraftHistory:
         children = record.path_children
         if children is None:
             self.accepted.observe(record.k_budget, record.num_accepted)
-            if record.depth_drafted < record.k_budget or self.drafted.rates:
+            if record.depth_drafted < record.k_budget or self.drafted.trials:
                 self.drafted.observe(record.k_budget, record.depth_drafted)
             return
         ranks = record.path_ranks or ()
@@ -178,7 +165,7 @@ class AcceptanceEstimates:
         pool, own = self._pool(request.kind, method), self._own(request, method)
         accepted = pool.accepted.means(self.config.prior, num_positions)
         survival = list(accumulate(own.accepted.means_given(accepted), mul))
-        if not pool.drafted.rates:
+        if not pool.drafted.trials:
             return AcceptanceCurve(survival, [1.0] * num_positions)
         drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
         return AcceptanceCurve(survival, list(accumulate(drafted, mul)))

@@ -56,14 +56,12 @@ class Allocation(NamedTuple):
         depths: K, in the order of the candidates; the nodes where drafts are trees.
         tokens: expected to be emitted in the step, over all requests.
         step_s: its expected duration.
-        lateness: largest expected time per token over a request's limit; 0 without limits.
         tree: drafter and levels where drafts are trees; else None.
     """
 
     depths: tuple[int, ...]
     tokens: float
     step_s: float
-    lateness: float = 0.0
     tree: TreeLevels | None = None
 
     @property
@@ -111,10 +109,9 @@ def best_chains(
     """
     batch = len(candidates)
     limits = limits_of(candidates)
-    depths = [0] * batch
-    plain_s = times[candidates[0].method].plain_s
-    best = Allocation(tuple(depths), float(batch), plain_s, lateness(limits, depths, plain_s))
-    most_late, best_rate = max(1.0, best.lateness), best.tokens_per_s
+    best = Allocation((0,) * batch, float(batch), times[candidates[0].method].plain_s)
+    most_late = max(1.0, lateness(limits, best.depths, best.step_s))
+    best_rate = best.tokens_per_s
     nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
     deepest = max([len(candidate.curve.survival) for candidate in candidates])
     # Where a level costs more than the next, a search by neighbours would end before its time.
@@ -127,14 +124,13 @@ def best_chains(
             zip(within, steps, strict=True), start=1
         ):
             depths[index] = depth + 1
-            if tokens > best_rate * step_s:
-                late = lateness(limits, depths, step_s)
-                if late <= most_late:
-                    best_rate = tokens / step_s
-                    found = number, tokens, step_s, late
+            is_better = tokens > best_rate * step_s
+            if is_better and lateness(limits, depths, step_s) <= most_late:
+                best_rate = tokens / step_s
+                found = number, tokens, step_s
         if found is not None:
-            number, tokens, step_s, late = found
-            best = Allocation(depths_of(within[:number], batch), tokens, step_s, late)
+            number, tokens, step_s = found
+            best = Allocation(depths_of(within[:number], batch), tokens, step_s)
     return best
 
 

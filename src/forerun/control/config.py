@@ -7,30 +7,18 @@ from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
 
-__all__ = [
-    "CONTROLLER_NAMES",
-    "REMOVED_CONTROLLERS",
-    "ControllerName",
-    "GoodputConfig",
-    "check_name",
-]
+__all__ = ["CONTROLLER_NAMES", "ControllerName", "GoodputConfig", "check_name"]
 
 ControllerName = Literal["auto", "fixed", "heuristic", "confidence", "goodput"]
 CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
-REMOVED_CONTROLLERS = frozenset({"bandit"})
 
 
 def check_name(name: str) -> None:
     """Refuse a name that no controller has.
 
     Raises:
-        InvalidRequest: the controller is unknown, or was removed.
+        InvalidRequest: the controller is unknown.
     """
-    if name in REMOVED_CONTROLLERS:
-        raise InvalidRequest(
-            f"controller {name!r} was removed, because it was slower than auto; use auto, which "
-            "chooses between several drafts too and needs no profile"
-        )
     if name not in CONTROLLER_NAMES:
         raise InvalidRequest(f"controller {name!r} is unknown; use {', '.join(CONTROLLER_NAMES)}")
 

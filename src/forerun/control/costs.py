@@ -7,9 +7,11 @@ kappa = K c + v(K + 1) + o.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -18,7 +20,7 @@ from forerun.control.config import GoodputConfig
 from forerun.theory.cost import CostTable
 from forerun.theory.record import StepRecord
 
-__all__ = ["CostModel", "CostSource", "OperatingPoint", "SizeFactors", "StepTimes", "TimeFactor"]
+__all__ = ["BatchCosts", "CostModel", "CostSource", "OperatingPoint", "StepTimes", "TimeFactor"]
 
 
 @runtime_checkable
@@ -113,7 +115,7 @@ class StepTimes:
 
 
 class TimeFactor:
-    """Ratio of measured to expected time: a discounted mean that outliers hardly move.
+    """Ratio of measured to expected times: a discounted mean that outliers hardly move.
 
     Args:
         config: the memory, the weight of priors and the limit on outliers.
@@ -151,7 +153,7 @@ class TimeFactor:
         return (self.total + prior * strength) / (self.count + strength)
 
     def weaken(self) -> None:
-        """Reduce all that was measured to the weight of one step."""
+        """Reduce what was measured to the weight of one step."""
         share = 1.0 / max(1.0, self.count)
         self.count *= share
         self.total *= share
@@ -162,75 +164,50 @@ class TimeFactor:
         return self.total / self.count if self.count else 1.0
 
 
-class SizeFactors:
-    """Ratios of measured to expected times of passes, by drafted rows per sequence.
+class BatchCosts:
+    """Ratios of measured to expected step times at one batch size.
 
     Args:
         config: settings of the ratios.
 
     Attributes:
-        overall: the ratio over all sizes.
+        plain: of plain steps.
+        target: of plain steps and target passes of every size together.
+        passes: of target passes, by drafted rows per sequence.
+        levels: of drafted levels, by method.
+        overheads: of what a step takes beyond drafting and the pass, by method.
+        trees: of trees beyond the ratios of chains, by method.
+        deepest: the deepest draft so far, by method.
     """
 
     def __init__(self, config: GoodputConfig) -> None:
-        self.config = config
-        self.overall = TimeFactor(config)
-        self._by_size: dict[int, TimeFactor] = {}
+        new = partial(TimeFactor, config)
+        self.plain, self.target = new(), new()
+        self.passes: defaultdict[int, TimeFactor] = defaultdict(new)
+        self.levels: defaultdict[str, TimeFactor] = defaultdict(new)
+        self.overheads: defaultdict[str, TimeFactor] = defaultdict(new)
+        self.trees: defaultdict[str, TimeFactor] = defaultdict(new)
+        self.deepest: defaultdict[str, int] = defaultdict(int)
 
-    @property
-    def largest(self) -> int:
-        """The largest measured size; 0 before any was."""
-        return max(self._by_size, default=0)
+    def observe_pass(self, rows: int, measured_s: float, expected_s: float) -> None:
+        """Count one target pass with so many drafted rows per sequence."""
+        self.target.observe(measured_s, expected_s)
+        self.passes[rows].observe(measured_s, expected_s)
 
-    def observe(self, size: int, measured_s: float, expected_s: float) -> None:
-        """Count one step of a size."""
-        self.overall.observe(measured_s, expected_s)
-        if size not in self._by_size:
-            self._by_size[size] = TimeFactor(self.config)
-        self._by_size[size].observe(measured_s, expected_s)
-
-    def values(self, prior: float, num_sizes: int) -> list[float]:
-        """Return the ratios at sizes 1, 2, ...; that of a size is the prior of the next one."""
+    def pass_ratios(self, prior: float, max_rows: int) -> list[float]:
+        """Return the ratios at 1, 2, ... rows; the ratio at each is the prior of the next."""
         found = []
-        for size in range(1, num_sizes + 1):
-            factor = self._by_size.get(size)
-            prior = prior if factor is None else factor.value(prior)
+        for rows in range(1, max_rows + 1):
+            if rows in self.passes:
+                prior = self.passes[rows].value(prior)
             found.append(prior)
         return found
 
     def weaken(self) -> None:
-        """Reduce all that was measured to the weight of one step."""
-        for factor in (self.overall, *self._by_size.values()):
+        """Reduce every ratio to the weight of one step."""
+        kinds = (self.passes, self.levels, self.overheads, self.trees)
+        for factor in (self.plain, self.target, *(f for kind in kinds for f in kind.values())):
             factor.weaken()
-
-
-class BatchCosts:
-    """Corrections of expected step times at one batch size.
-
-    Attributes:
-        target: ratios of plain steps, which have size 0, and of passes by rows per sequence.
-        plain: the ratio of plain steps alone.
-        levels: ratios of drafted levels, by method.
-        overheads: ratios of what a step takes beyond drafting and the pass, by method.
-        trees: ratios of trees beyond those of chains, by method.
-        deepest: the deepest draft so far, by method.
-    """
-
-    def __init__(self, config: GoodputConfig, methods: Sequence[str]) -> None:
-        self.plain = TimeFactor(config)
-        self.target = SizeFactors(config)
-        self.levels = {method: TimeFactor(config) for method in methods}
-        self.overheads = {method: TimeFactor(config) for method in methods}
-        self.deepest = dict.fromkeys(methods, 0)
-        self.trees = {method: TimeFactor(config) for method in methods}
-
-    def weaken(self) -> None:
-        """Reduce all that was measured to the weight of one step."""
-        self.target.weaken()
-        self.plain.weaken()
-        for method in self.levels:
-            for factors in (self.levels, self.overheads, self.trees):
-                factors[method].weaken()
 
 
 class CostModel:
@@ -269,17 +246,17 @@ class CostModel:
         """Return the most nodes of a tree to plan; without a profile, twice the most measured."""
         if self._sources[method] is not None:
             return self.max_nodes
-        return min(self.max_nodes, 2 * self._costs(batch).target.largest + 1)
+        return min(self.max_nodes, 2 * max(self._costs(batch).passes, default=0) + 1)
 
     def times(self, point: OperatingPoint) -> dict[str, StepTimes]:
         """Return the expected step times of every drafter at an operating point."""
         costs, batch = self._costs(point.batch), point.batch
-        scale = costs.target.overall.mean
+        scale = costs.target.mean
         # Plain steps are few, and no prior is better for them than the passes of other steps.
         plain = costs.plain.mean if costs.plain.count else scale
         # Without a profile a pass without drafted rows is taken to be a plain step.
         empty = plain if self._target is None else scale
-        rows = [empty, *costs.target.values(empty, self.max_nodes)]
+        rows = [empty, *costs.pass_ratios(empty, self.max_nodes)]
         found = {}
         for method, times in self._expected(point).items():
             level = costs.levels[method].value(scale)
@@ -304,11 +281,11 @@ class CostModel:
         if not drafted:
             total_s = first.draft_s + first.verify_s + first.other_s
             costs.plain.observe(total_s, times.plain_s)
-            costs.target.overall.observe(total_s, times.plain_s)
+            costs.target.observe(total_s, times.plain_s)
             return
         num_nodes = min(sum(record.num_drafted for record in drafted), len(times.verify_s) - 1)
         rows = max(1, round(num_nodes / point.batch))
-        costs.target.observe(rows, first.verify_s, times.verify_nodes_s(num_nodes))
+        costs.observe_pass(rows, first.verify_s, times.verify_nodes_s(num_nodes))
         methods = {record.method for record in drafted}
         if len(methods) > 1 or not methods <= expected.keys():
             return  # the times of two drafters cannot be told apart
@@ -336,7 +313,7 @@ class CostModel:
         """Return the corrections at a batch size; a new one begins with those of the nearest."""
         found = self._batches.get(batch)
         if found is None:
-            found = BatchCosts(self.config, self.methods)
+            found = BatchCosts(self.config)
             if self._batches:
                 nearest = min(self._batches, key=lambda known: abs(known - batch))
                 found = deepcopy(self._batches[nearest])

@@ -43,20 +43,20 @@ class ActivePlan:
     Attributes:
         names: of the requests.
         limits_s: seconds per token that each request must stay below; None without a target.
-        plans: one per request; this very list is returned while the plans are reused.
+        best: the plans that are expected to be the fastest, one per request.
+        plans: the same, or plans that measure others; this very list is returned in every step.
         max_rows: rows of the pass that there was room for.
         point: operating point at which the plans were decided.
-        allocation: expected outcome of a step, without probes.
+        allocation: expected outcome of a step with the best plans.
         expected_gain: expected accepted tokens of a request in place of its probe.
-        reuse: steps that plans of these requests are reused for while they draft; it doubles with
-            every decision.
+        reuse: steps for which plans that draft are reused; it doubles while the best plans of these
+            requests stay the same.
         steps_left: steps that these plans are still used for.
-        measures_plain: whether the plans are plain to measure plain steps, although drafting is
-            expected to be faster.
     """
 
     names: list[str]
     limits_s: list[float | None]
+    best: list[Plan]
     plans: list[Plan]
     max_rows: int
     point: OperatingPoint
@@ -64,7 +64,6 @@ class ActivePlan:
     expected_gain: float = 0.0
     reuse: int = 1
     steps_left: int = 1
-    measures_plain: bool = False
 
     def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
         """Whether requests, room and time targets are still those for which the plans were made."""
@@ -115,8 +114,9 @@ class GoodputController:
         self._num_probes = 0
         first_gap = self._plain_gap - self.config.num_cold
         self._since_plain: defaultdict[int, float] = defaultdict(lambda: first_gap)
-        self._num_plain = self._plain_left = 0
-        self._has_drafted = self._is_logged = False
+        self._plain_left = 0
+        self._num_plain = self.config.num_cold
+        self._is_logged = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return reused plans, or decide new ones; a small share of the plans are probes."""
@@ -127,8 +127,7 @@ class GoodputController:
             self._learn()
             active = self._active = self._decide_anew(states, capacity)
         active.steps_left -= 1
-        if active.measures_plain:
-            self._plain_left -= 1
+        self._plain_left = max(0, self._plain_left - 1)
         return active.plans
 
     def observe(self, records: Sequence[StepRecord]) -> None:
@@ -151,14 +150,15 @@ class GoodputController:
         drafts = [record for record in records if record.k_budget and record.method != "plain"]
         for record in drafts:
             self.acceptance.observe(record)
-        self._num_plain = 0 if drafts else self._num_plain + 1
         if drafts:
+            self._num_plain = 0
             self._since_plain[len(records).bit_length()] += 1.0
+        else:
+            self._num_plain += 1
         # The first plain steps after drafting find cold caches.
-        is_warm = bool(drafts) or not self._has_drafted or self._num_plain > config.num_cold
+        is_warm = bool(drafts) or self._num_plain > config.num_cold
         if is_warm and not first.num_prefill_rows:
             self.costs.observe(records, active.point)
-        self._has_drafted = self._has_drafted or bool(drafts)
         if self._probe_loss > 0.0:
             self._probe_loss = max(0.0, self._probe_loss - config.probe_share)
         probed = [at for at, plan in enumerate(active.plans) if plan.probe]
@@ -193,31 +193,31 @@ class GoodputController:
         tree = self._best_tree(states, limits_s, times, max_nodes)
         if tree is not None and tree.tokens_per_s > allocation.tokens_per_s:
             allocation = tree
-        names = [state.request_id for state in states]
+        best = plans_of(candidates, allocation)
         active = ActivePlan(
-            names=names,
+            names=[state.request_id for state in states],
             limits_s=limits_s,
-            plans=plans_of(candidates, allocation),
+            best=best,
+            plans=best,
             max_rows=capacity.max_rows,
             point=point,
             allocation=allocation,
         )
         last = self._active
-        if last is not None and last.names == names:
+        if last is not None and last.names == active.names and last.best == best:
             active.reuse = min(config.reuse, 2 * last.reuse)
         drafts, bucket = any(allocation.depths), batch.bit_length()
-        if drafts and self._since_plain[bucket] >= self._plain_gap:
-            self._since_plain[bucket], self._plain_left = 0.0, self._plain_run
         if not drafts:
             self._plain_left = 0
+        elif self._since_plain[bucket] >= self._plain_gap:
+            self._since_plain[bucket], self._plain_left = 0.0, self._plain_run
         if self._plain_left > 0:
             active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
-            active.measures_plain = True
         elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
             until_probe = math.ceil(self._probe_loss / config.probe_share)
-            if not drafts:
-                self._log(until_probe)
-            active.steps_left = max(1, min(active.reuse, until_probe) if drafts else until_probe)
+            active.steps_left = active.reuse if drafts else max(1, until_probe)
+            if not drafts and until_probe > config.reuse:
+                self._log()
         return active
 
     @property
@@ -235,33 +235,33 @@ class GoodputController:
     ) -> bool:
         """Let one request draft what is not chosen if a probe is due; return whether one is.
 
-        While decoding is plain, the request with the fewest tokens that its drafter has not read
-        drafts, as far as would be best if its tokens were accepted as often as the prior. While
-        requests draft, one of them drafts one token more, or uses another drafter.
+        The request is the one with the fewest tokens that its drafter has not read. While requests
+        draft, one of them drafts one token more, or one token of another drafter. While decoding is
+        plain, a request drafts as far as would be best if its tokens were accepted as often as the
+        prior.
         """
-        drafting = [at for at, plan in enumerate(active.plans) if plan.num_speculative_tokens]
+        drafting = [at for at, plan in enumerate(active.best) if plan.num_speculative_tokens]
         able = drafting or [at for at, state in enumerate(states) if state.max_new > 1]
         if self._probe_loss > 0.0 or not able:
             return False
         at = min(able, key=lambda at: self.acceptance.num_unread(states[at]))
-        plan = active.plans[at]
+        plan = active.best[at]
         self._num_probes += 1
         method = self.methods[self._num_probes % len(self.methods)]
         room += plan.num_speculative_tokens
         most = min(self.costs.largest_depth(method, len(states)), states[at].max_new - 1, room)
-        least = plan.shape.depth if method == plan.method else 0
-        if most <= least or isinstance(plan.shape, Tree):
+        depth = plan.shape.depth + 1 if method == plan.method else 1
+        if depth > most or isinstance(plan.shape, Tree):
             return False
-        likely = [self.config.prior ** (depth + 1) for depth in range(most)]
-        curve = AcceptanceCurve(likely, [1.0] * most)
-        tokens, steps_s = chain_values(curve, times[method], len(states))
-        depth = max(range(1, most + 1), key=lambda k: tokens[k] / steps_s[k])
-        if least:
-            depth = least + 1
         if drafting:
             own = self.acceptance.curve(states[at], plan.method, plan.shape.depth)
             active.expected_gain = sum(own.survival)
-        active.plans = [*active.plans]
+        else:
+            likely = [self.config.prior ** (depth + 1) for depth in range(most)]
+            curve = AcceptanceCurve(likely, [1.0] * most)
+            tokens, steps_s = chain_values(curve, times[method], len(states))
+            depth = max(range(1, most + 1), key=lambda k: tokens[k] / steps_s[k])
+        active.plans = [*active.best]
         active.plans[at] = Plan.chain(method, depth, probe=True)
         return True
 
@@ -309,9 +309,9 @@ class GoodputController:
                 found.append(best_trees(levels, survival, times[method], max_nodes))
         return max(found, key=lambda allocation: allocation.tokens_per_s, default=None)
 
-    def _log(self, until_probe: int) -> None:
+    def _log(self) -> None:
         """Log once that drafting was stopped, with the reason."""
-        if self._is_logged or not self._has_drafted or until_probe <= self.config.reuse:
+        if self._is_logged:
             return
         self._is_logged = True
         logger.warning(

@@ -76,7 +76,7 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
     """Build the controller with the given name.
 
     Raises:
-        InvalidRequest: there is none of that name, or it was removed.
+        InvalidRequest: there is none of that name.
     """
     check_name(name)
     return CONTROLLERS[name](inputs)

@@ -6,10 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 from tests.records import STEP
 
 from forerun.control import acceptance
-from forerun.control.acceptance import AcceptanceEstimates, Positions, Rate, first_children
+from forerun.control.acceptance import AcceptanceEstimates, Positions, first_children
 from forerun.control.base import RequestState, Tree
 from forerun.control.config import GoodputConfig
 from forerun.theory.record import StepRecord
@@ -19,7 +20,7 @@ LASTING = GoodputConfig(memory=1 - 1e-12)
 
 
 def outcome(accepted: int, **changes) -> StepRecord:
-    return replace(
+    return changed(
         STEP,
         **{
             "request_id": "r",
@@ -44,29 +45,26 @@ def positions(*steps: tuple[int, int], config: GoodputConfig = LASTING) -> Posit
 def test_a_steady_rate_is_found():
     means = []
     for seed in range(40):
-        generator, rate = random.Random(seed), Rate(GoodputConfig())
+        generator, found = random.Random(seed), Positions(GoodputConfig())
         for _ in range(400):
-            rate.observe(generator.random() < 0.8)
-        means.append(rate.mean(0.5))
+            found.observe(1, int(generator.random() < 0.8))
+        means += found.means(0.5, 1)
     assert sum(means) / len(means) == pytest.approx(0.8, abs=0.03)
 
 
 def test_weights_fade_by_the_memory():
-    rate = Rate(GoodputConfig(memory=0.9))
-    rate.observe(True)
-    rate.observe(False)
-    assert (rate.trials, rate.wins) == pytest.approx((1.9, 0.9))
-    assert Rate(GoodputConfig()).mean(0.3) == 0.3
+    found = positions((1, 1), (1, 0), config=GoodputConfig(memory=0.9))
+    assert (*found.trials, *found.wins) == pytest.approx((1.9, 0.9))
 
 
 def test_positions_are_observed_up_to_the_first_that_was_not_passed():
-    assert [rate.trials for rate in positions((5, 2)).rates] == [1.0, 1.0, 1.0]
-    assert [rate.wins for rate in positions((5, 2)).rates] == [1.0, 1.0, 0.0]
+    found = positions((5, 2))
+    assert (found.trials, found.wins) == ([1.0, 1.0, 1.0], [1.0, 1.0, 0.0])
 
 
 def test_positions_that_were_not_allowed_have_the_mean_of_the_one_before():
     seen = positions((2, 2))
-    assert len(seen.rates) == 2
+    assert len(seen.trials) == 2
     first, second, third = seen.means(0.5, 3)
     assert first == pytest.approx((0.5 * 4 + 1) / 5)
     assert second == pytest.approx((first * 4 + 1) / 5)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from tests.records import STEP
 from tests.simulated import Tables, World, table
 
 from forerun.control.base import Plan, RequestState
 from forerun.control.config import GoodputConfig
-from forerun.control.costs import CostModel, OperatingPoint, SizeFactors, StepTimes, TimeFactor
+from forerun.control.costs import BatchCosts, CostModel, OperatingPoint, StepTimes, TimeFactor
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -78,11 +77,11 @@ def test_one_outlier_counts_little_and_a_second_one_is_none():
     assert factor.mean == pytest.approx(1.0)
 
 
-def test_the_ratio_of_a_size_is_expected_of_larger_sizes():
-    factors = SizeFactors(CONFIG)
+def test_the_ratio_of_a_number_of_rows_is_expected_of_larger_numbers():
+    costs = BatchCosts(CONFIG)
     for _ in range(300):
-        factors.observe(3, 0.02, 0.01)
-    assert factors.values(1.0, 5) == pytest.approx([1.0, 1.0, 2.0, 2.0, 2.0], abs=0.12)
+        costs.observe_pass(3, 0.02, 0.01)
+    assert costs.pass_ratios(1.0, 5) == pytest.approx([1.0, 1.0, 2.0, 2.0, 2.0], abs=0.12)
 
 
 def test_a_machine_that_is_slow_at_one_part_is_expected_to_be_slow_at_the_others():

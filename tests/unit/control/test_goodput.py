@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 from tests.simulated import CAPACITY, Tables, World, best_rate, seconds_of, table
 
 from forerun.control.base import Capacity, Controller, RequestState
@@ -109,6 +110,41 @@ def test_probes_of_another_drafter_lose_at_most_the_share_for_probes(told):
     assert len(mine) >= (1 - 2 * share) * num_steps
 
 
+def test_a_probe_of_another_drafter_is_one_token():
+    costs = {"d": table(), "e": table()}
+    ours = World(lambda method, *_: 0.85 if method == "d" else 0.3, costs)
+    ours.run(GoodputController({name: Tables(costs[name]) for name in costs}, 8), 1000)
+    others = [record.k_budget for record in ours.records[200:] if record.method == "e"]
+    assert others
+    assert set(others) == {1}
+
+
+def test_one_token_more_than_the_best_is_explored():
+    ours, fitted = world(0.6), controller()
+    ours.run(fitted, 300)
+    depths = []
+    for _ in range(300):
+        ours.step(fitted)
+        (plan,), (best,) = fitted._active.plans, fitted._active.best
+        if plan.probe:
+            depths.append(plan.shape.depth - best.shape.depth)
+    assert depths
+    assert set(depths) == {1}
+
+
+def test_plans_are_reused_for_longer_while_the_best_stay_the_same():
+    ours, fitted = world(0.85), controller()
+    previous = None
+    for _ in range(400):
+        ours.step(fitted)
+        active = fitted._active
+        if previous is not None and active is not previous:
+            same = active.best == previous.best
+            assert active.reuse == (min(8, 2 * previous.reuse) if same else 1)
+        previous = active
+    assert active.reuse == 8
+
+
 def test_steps_that_take_longer_than_the_table_says_change_the_choice():
     """The table promises cheap drafts; they are dear."""
     ours = World(lambda *_: 0.5, {"d": table(draft=0.6)}, noise=0.05)
@@ -201,7 +237,7 @@ def test_steps_beside_a_prefill_teach_no_costs():
     for _ in range(50):
         (plan,) = fitted.decide(ours.states(), CAPACITY)
         record = ours.record("r", plan, 1.0, 1.0, 1.0)
-        fitted.observe([replace(record, num_prefill_rows=4)])
+        fitted.observe([changed(record, num_prefill_rows=4)])
     assert fitted.costs.times(OperatingPoint.of(ours.states()))["d"] == before
 
 

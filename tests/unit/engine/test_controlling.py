@@ -161,11 +161,6 @@ def test_the_default_is_safe_without_costs(draft):
     assert ours.max_k == 6
 
 
-def test_a_removed_controller_is_refused_with_its_successor():
-    with pytest.raises(InvalidRequest, match=r"'bandit' was removed.*use auto"):
-        EngineConfig(controller="bandit")
-
-
 def test_without_a_draft_there_is_nothing_to_control():
     ours = default_controller(EngineConfig(controller="goodput"), None, {})
     assert isinstance(ours, FixedController)

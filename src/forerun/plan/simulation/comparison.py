@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forerun.control.base import Controller, Tree
-from forerun.control.config import CONTROLLER_NAMES, REMOVED_CONTROLLERS, check_name
+from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.errors import InvalidRequest
@@ -46,8 +46,6 @@ def controller_maker(
         return lambda: FixedController(tree, METHOD)
     base, argument = ("fixed", "0") if name == "plain" else (base, argument)
     kind = next((known for known in CONTROLLER_NAMES if known == base), None)
-    if base in REMOVED_CONTROLLERS:
-        check_name(base)
     if kind is None:
         raise InvalidRequest(
             f"controller {name!r} is unknown; use plain, fixed:K, tree:NODES, "
