@@ -7,7 +7,9 @@ that of drafts that may end early.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NamedTuple
@@ -133,6 +135,7 @@ class RequestHistory:
 
     Args:
         kind: the class of similar requests.
+        config: settings of the estimates.
 
     Attributes:
         num_read: tokens of the request when it drafted last.
@@ -141,10 +144,10 @@ class RequestHistory:
 
     __slots__ = ("drafts", "kind", "num_read")
 
-    def __init__(self, kind: RequestClass) -> None:
+    def __init__(self, kind: RequestClass, config: GoodputConfig) -> None:
         self.kind = kind
         self.num_read = 0
-        self.drafts: dict[str, DraftHistory] = {}
+        self.drafts: defaultdict[str, DraftHistory] = defaultdict(partial(DraftHistory, config))
 
 
 class AcceptanceEstimates:
@@ -162,7 +165,7 @@ class AcceptanceEstimates:
     def curve(self, state: RequestState, method: str, num_positions: int) -> AcceptanceCurve:
         """Return the expected acceptance curve of a request's next draft."""
         request = self._request(state)
-        pool, own = self._pool(request.kind, method), self._own(request, method)
+        pool, own = self._pool(request.kind, method), request.drafts[method]
         accepted = pool.accepted.means(self.config.prior, num_positions)
         survival = list(accumulate(own.accepted.means_given(accepted), mul))
         if not pool.drafted.trials:
@@ -195,22 +198,16 @@ class AcceptanceEstimates:
         request = self._requests.get(record.request_id)
         if request is not None:
             request.num_read = record.context_tokens + record.num_emitted
-            self._own(request, record.method).observe(record)
+            request.drafts[record.method].observe(record)
             self._pool(request.kind, record.method).observe(record)
 
     def _request(self, state: RequestState) -> RequestHistory:
         request = self._requests.get(state.request_id)
         if request is None:
             make_room(self._requests)
-            request = RequestHistory((state.tags, round(state.temperature, 1)))
+            request = RequestHistory((state.tags, round(state.temperature, 1)), self.config)
             self._requests[state.request_id] = request
         return request
-
-    def _own(self, request: RequestHistory, method: str) -> DraftHistory:
-        own = request.drafts.get(method)
-        if own is None:
-            own = request.drafts[method] = DraftHistory(self.config)
-        return own
 
     def _pool(self, kind: RequestClass, method: str) -> DraftHistory:
         pool = self._pools.get((kind, method))

@@ -135,7 +135,8 @@ class GoodputController:
         active = self._active
         if not records or active is None:
             return
-        self._backlog.append((records, active))
+        # The simulator creates records on access, from requests that change in the next step.
+        self._backlog.append((tuple(records), active))
         if active.steps_left == 0:
             self._learn()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
@@ -14,7 +13,7 @@ from forerun.control.goodput import GoodputController
 from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.errors import InvalidRequest
 
-__all__ = ["CONTROLLERS", "ControllerInputs", "build_controller", "check_controller"]
+__all__ = ["ControllerInputs", "build_controller", "check_controller"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,42 +35,6 @@ class ControllerInputs:
     max_tree_nodes: int = 0
 
 
-def fixed(inputs: ControllerInputs) -> Controller:
-    """Build the controller that plans K tokens of the first drafter at every step."""
-    return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
-
-
-def heuristic(inputs: ControllerInputs) -> Controller:
-    """Build transformers' rule: K grows by 2 and shrinks by 1."""
-    return HeuristicController(inputs.methods[0], inputs.num_speculative_tokens)
-
-
-def confidence(inputs: ControllerInputs) -> Controller:
-    """Build transformers' rule that stops a draft below a learnt confidence."""
-    return ConfidenceController(inputs.methods[0], inputs.num_speculative_tokens)
-
-
-def goodput(inputs: ControllerInputs) -> Controller:
-    """Build the goodput controller, which learns the costs that are not given from the steps."""
-    return GoodputController(
-        {method: inputs.costs.get(method) for method in inputs.methods},
-        inputs.num_speculative_tokens,
-        tree_methods=inputs.tree_methods,
-        max_tree_nodes=inputs.max_tree_nodes,
-    )
-
-
-CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] = MappingProxyType(
-    {
-        "auto": goodput,
-        "fixed": fixed,
-        "heuristic": heuristic,
-        "confidence": confidence,
-        "goodput": goodput,
-    }
-)
-
-
 def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
     """Build the controller with the given name.
 
@@ -79,7 +42,19 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
         InvalidRequest: there is none of that name.
     """
     check_name(name)
-    return CONTROLLERS[name](inputs)
+    first, max_k = inputs.methods[0], inputs.num_speculative_tokens
+    if name == "fixed":
+        return FixedController(max_k, first)
+    if name == "heuristic":
+        return HeuristicController(first, max_k)
+    if name == "confidence":
+        return ConfidenceController(first, max_k)
+    return GoodputController(
+        {method: inputs.costs.get(method) for method in inputs.methods},
+        max_k,
+        tree_methods=inputs.tree_methods,
+        max_tree_nodes=inputs.max_tree_nodes,
+    )
 
 
 def check_controller(controller: object) -> None:

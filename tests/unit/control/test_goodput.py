@@ -231,6 +231,17 @@ def test_a_plain_step_that_is_faster_than_its_table_ends_drafts_that_do_not_pay(
     assert sum(record.k_budget > 0 for record in ours.records[200:]) < 0.1 * 800
 
 
+def test_records_are_read_in_the_step_that_they_describe():
+    """They may be views of requests, as those of the simulator are."""
+    ours, fitted = world(0.9), controller()
+    ours.run(fitted, 100)
+    for _ in range(20):
+        (plan,) = fitted.decide(ours.states(), CAPACITY)
+        records = [ours.record("r", plan, 0.001, 0.01, 0.001)]
+        fitted.observe(records)
+        records.clear()
+
+
 def test_steps_beside_a_prefill_teach_no_costs():
     ours, fitted = world(0.0), controller()
     before = fitted.costs.times(OperatingPoint.of(ours.states()))["d"]
