@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from forerun.control.base import USUAL_WIDTH, RequestState
@@ -205,8 +205,9 @@ class BatchCosts:
 
     def weaken(self) -> None:
         """Reduce every ratio to the weight of one step."""
-        kinds = (self.passes, self.levels, self.overheads, self.trees)
-        for factor in (self.plain, self.target, *(f for kind in kinds for f in kind.values())):
+        by_method = (self.levels, self.overheads, self.trees)
+        factors = [self.plain, self.target, *self.passes.values()]
+        for factor in chain(factors, *(kind.values() for kind in by_method)):
             factor.weaken()
 
 
