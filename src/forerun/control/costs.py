@@ -56,7 +56,7 @@ class OperatingPoint(NamedTuple):
     @property
     def context(self) -> int:
         """Middle of the contexts with so many binary digits, in tokens."""
-        return 3 * 2**self.context_bits // 4
+        return 3 * (1 << self.context_bits) // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,8 @@ __all__ = ["GoodputController", "tpot_limit_s"]
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
+LOGGED_AFTER = 30
+"""Plain steps in a row after which the log says that drafting was stopped."""
 Times = Mapping[str, StepTimes]
 
 
@@ -156,6 +158,8 @@ class GoodputController:
             self._since_plain[len(records).bit_length()] += 1.0
         else:
             self._num_plain += 1
+            if self._num_plain == LOGGED_AFTER and self._since_plain:
+                self._log()
         # The first plain steps after drafting find cold caches.
         is_warm = bool(drafts) or self._num_plain > config.num_cold
         if is_warm and not first.num_prefill_rows:
@@ -217,8 +221,6 @@ class GoodputController:
         elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
             until_probe = math.ceil(self._probe_loss / config.probe_share)
             active.steps_left = active.reuse if drafts else max(1, until_probe)
-            if not drafts and until_probe > config.reuse:
-                self._log()
         return active
 
     @property
