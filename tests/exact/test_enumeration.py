@@ -70,7 +70,7 @@ def test_every_verifier_is_exact_and_every_planted_bug_caught(report: ExactRepor
 
 
 def test_the_controller_between_two_steps_adapts() -> None:
-    assert [goodput_k(3, accepted) for accepted in range(4)] == [1, 2, 2, 3]
+    assert [goodput_k(3, accepted) for accepted in range(4)] == [1, 2, 3, 3]
 
 
 def shaped(name: str) -> bool:

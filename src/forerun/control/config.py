@@ -57,7 +57,7 @@ class GoodputConfig:
     largest_ratio: float = 2.0
     num_cold: int = 4
     reuse: int = 8
-    probe_share: float = 0.008
+    probe_share: float = 0.006
 
     def __post_init__(self) -> None:
         """Check the ranges of the settings."""
