@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import random  # noqa: TID251  # bootstrap of measured figures, seeded
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from paused import PausedProcess, mean_ratio
 
 HERE = Path(__file__).resolve().parents[1]
 ZOO = HERE / "src" / "forerun" / "models" / "zoo"
@@ -78,34 +75,9 @@ def worker(job: dict[str, str]) -> None:
         print(json.dumps(num_tokens / seconds), flush=True)
 
 
-class Tree:
-    """A process over one source tree; stopped while it is not asked."""
-
-    def __init__(self, tree: Path, job: dict[str, str]) -> None:
-        command = [sys.executable, __file__, "--worker", json.dumps(job)]
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | {"PYTHONPATH": str(tree / "src")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        while (line := self.process.stdout.readline().strip()) != "ready":
-            if not line and self.process.poll() is not None:
-                raise SystemExit(f"the process over {tree} ended")
-        self.process.send_signal(signal.SIGSTOP)
-
-    def tokens_per_s(self, *request: object) -> float:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        found = float(json.loads(self.process.stdout.readline()))
-        self.process.send_signal(signal.SIGSTOP)
-        return found
-
-
-def compare(before: Tree, after: Tree, cell: tuple[Any, ...], rounds: int) -> dict[str, Any]:
+def compare(
+    before: PausedProcess, after: PausedProcess, cell: tuple[Any, ...], rounds: int
+) -> dict[str, Any]:
     """One cell: medians of both trees and the ratio after / before with its interval."""
     for tree in (before, after):
         tree.tokens_per_s(*cell[:3], 8, 0)
@@ -115,15 +87,13 @@ def compare(before: Tree, after: Tree, cell: tuple[Any, ...], rounds: int) -> di
         for tree in (before, after) if number % 2 else (after, before):
             found[tree] = tree.tokens_per_s(*cell, number * 3 % 50)
         pairs.append((found[before], found[after]))
-    logs = [math.log(b / a) for a, b in pairs]
-    rng = random.Random(0)
-    means = sorted(statistics.fmean(rng.choices(logs, k=rounds)) for _ in range(4000))
+    ratio, low, high = mean_ratio([b for _, b in pairs], [a for a, _ in pairs])
     return {
         "before_tokens_per_s": statistics.median(a for a, _ in pairs),
         "after_tokens_per_s": statistics.median(b for _, b in pairs),
-        "ratio": math.exp(statistics.fmean(logs)),
-        "low": math.exp(means[100]),
-        "high": math.exp(means[3899]),
+        "ratio": ratio,
+        "low": low,
+        "high": high,
         "rounds": pairs,
     }
 
@@ -151,7 +121,7 @@ def main() -> None:
                 job = {"target": str(ZOO / size), "draft": str(ZOO / "code-2m-for-40m")}
             elif size != "code-11m":
                 job = {"target": str(folder / "target"), "draft": str(folder / "draft")}
-            trees.append(Tree(tree, job))
+            trees.append(PausedProcess(__file__, tree, job))
         rounds = max(8, options.rounds // 2) if size == "292m" else options.rounds
         for cell in CELLS[size]:
             name = f"{size}, {cell[0]}, T={cell[1]}, batch {cell[2]}"

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import random  # noqa: TID251  # bootstrap of measured figures, seeded
-import signal
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from paused import PausedProcess, mean_ratio
 
 HERE = Path(__file__).resolve().parents[2]
 TARGET = "zoo:code-40m"
@@ -48,39 +46,18 @@ def worker(job: dict[str, Any]) -> None:
         print(json.dumps(len(output.token_ids) / seconds), flush=True)
 
 
-class Arm:
-    """A process over one source tree; stopped while another is measured."""
-
-    def __init__(self, tree: Path, controller: str, draft: str | None) -> None:
-        job = json.dumps({"controller": controller, "draft": draft})
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", job],
-            env=os.environ | {"PYTHONPATH": str(tree / "src")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        if self.process.stdout.readline().strip() != "ready":
-            raise SystemExit(f"the process over {tree} ended")
-        self.process.send_signal(signal.SIGSTOP)
-
-    def tokens_per_s(self, *request: object) -> float:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        found = float(json.loads(self.process.stdout.readline()))
-        self.process.send_signal(signal.SIGSTOP)
-        return found
+def process(tree: Path, controller: str, draft: str | None) -> PausedProcess:
+    """The process of one arm."""
+    return PausedProcess(__file__, tree, {"controller": controller, "draft": draft})
 
 
 def compare(before: Path, after: Path, draft: str, temperature: float, rounds: int) -> dict:
     """Rates of all arms, and their ratios to plain decoding with intervals."""
     arms = {
-        "plain": Arm(after, "fixed", None),
-        "fixed K=4": Arm(after, "fixed", draft),
-        "auto before": Arm(before, "auto", draft),
-        "auto after": Arm(after, "auto", draft),
+        "plain": process(after, "fixed", None),
+        "fixed K=4": process(after, "fixed", draft),
+        "auto before": process(before, "auto", draft),
+        "auto after": process(after, "auto", draft),
     }
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
@@ -90,12 +67,7 @@ def compare(before: Path, after: Path, draft: str, temperature: float, rounds: i
             rates[name].append(arms[name].tokens_per_s(temperature, number))
     for arm in arms.values():
         arm.process.kill()
-    ratios = {}
-    for name, found in rates.items():
-        logs = [math.log(a / b) for a, b in zip(found, rates["plain"], strict=True)]
-        rng = random.Random(0)
-        means = sorted(statistics.fmean(rng.choices(logs, k=rounds)) for _ in range(4000))
-        ratios[name] = [math.exp(x) for x in (statistics.fmean(logs), means[100], means[3899])]
+    ratios = {name: mean_ratio(found, rates["plain"]) for name, found in rates.items()}
     return {"tokens_per_s": rates, "over_plain": ratios}
 
 

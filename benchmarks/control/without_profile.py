@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import random  # noqa: TID251  # bootstrap of measured figures, seeded
-import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from paused import mean_ratio
 
 from forerun import Engine, EngineConfig, SamplingParams
 from forerun.models.catalog import held_out_prompts
@@ -60,10 +62,7 @@ def case(options: argparse.Namespace, name: str) -> dict[str, Any]:
         rounds.append({arm: seconds(arms[arm], prompts, temperature) for arm in order})
     found: dict[str, Any] = {"rounds_s": rounds}
     for arm in ("fixed", "auto"):
-        logs = [math.log(r["plain"] / r[arm]) for r in rounds]
-        rng = random.Random(0)
-        means = sorted(statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(4000))
-        found[arm] = [math.exp(x) for x in (statistics.fmean(logs), means[100], means[3899])]
+        found[arm] = mean_ratio([r["plain"] for r in rounds], [r[arm] for r in rounds])
     return found
 
 
