@@ -56,6 +56,7 @@ WORKLOADS: Mapping[str, tuple[str, ...]] = {
     MIXED: ("domain", "suffix"),
 }
 CONTROLLERS: tuple[ControllerName, ...] = ("goodput", "auto")
+"""Arms that are no fixed K; `goodput` only in blocks of before it was `auto`."""
 METHODS = {"domain": "draft_model", "shelf": "draft_model", "suffix": "suffix"}
 NAMES = {False: "goodput-blocks.jsonl", True: "goodput-modelled.jsonl"}
 """Of files of blocks, by whether time is modelled."""
@@ -187,11 +188,10 @@ def adaptive_arms(
         tree_methods=tree_methods(loaded.drafter),
         max_tree_nodes=loaded.config.max_nodes,
     )
-    for name in CONTROLLERS:
-        controller = build_controller(name, inputs)
-        if is_modelled:
-            controller = OnModelClock(controller, ModelClock(costs))
-        yield Arm(name=name, engine=target.with_draft(loaded.drafter, controller=controller))
+    controller = build_controller("auto", inputs)
+    if is_modelled:
+        controller = OnModelClock(controller, ModelClock(costs))
+    yield Arm(name="auto", engine=target.with_draft(loaded.drafter, controller=controller))
 
 
 def kinds_of(workload: str) -> Sequence[str]:
@@ -236,6 +236,7 @@ def report_of(blocks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict
         beside = {
             f"{name} by {kind}": beside_best(own, fixed, name, kind, len(kinds_of(workload)))
             for name in CONTROLLERS
+            if name in own[0]
             for kind in kinds
         }
         found[workload] = {"num_requests": len(own), "arms": arms, "beside_best": beside}
