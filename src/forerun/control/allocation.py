@@ -190,7 +190,7 @@ def growing(
     deepest = max([len(candidate.curve.survival) for candidate in candidates])
     active = {method: [0] * deepest for method in times}
     ways = [(c.curve.drafted, times[c.method], active[c.method]) for c in candidates]
-    verify_s = times[candidates[0].method].verify_s
+    first = times[candidates[0].method]
     tokens, rows, draft_s = float(len(candidates)), 0.0, 0.0
     for lost, depth, index in nodes:
         drafted, own, num_active = ways[index]
@@ -204,11 +204,7 @@ def growing(
         if count == 0:  # methods beside each other add their overheads
             more_s = own.overhead_s[depth + 1] - own.overhead_s[depth]
             draft_s += (reached if depth else 1.0) * more_s
-        below = int(rows)
-        pass_s = verify_s[below]
-        if share := rows - below:
-            pass_s += share * (verify_s[below + 1] - pass_s)
-        yield tokens, draft_s + pass_s
+        yield tokens, draft_s + first.verify_nodes_s(rows)
 
 
 def depths_of(nodes: Sequence[Node], num_requests: int) -> tuple[int, ...]:

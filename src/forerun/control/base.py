@@ -173,6 +173,10 @@ class Capacity:
 
     max_rows: int
 
+    def nodes_each(self, num_requests: int) -> int:
+        """Return the draft nodes of each request if all have equally many; below 0 if none fit."""
+        return self.max_rows // max(1, num_requests) - 1
+
 
 @runtime_checkable
 class Controller(Protocol):

@@ -25,8 +25,7 @@ class FixedController:
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return the same plan for every request; the engine applies request limits."""
-        share = capacity.max_rows // max(1, len(states)) - 1
-        num_nodes = max(0, min(self.shape.num_nodes, share))
+        num_nodes = max(0, min(self.shape.num_nodes, capacity.nodes_each(len(states))))
         if num_nodes == 0:
             return [Plan()] * len(states)
         if isinstance(self.shape, Chain):

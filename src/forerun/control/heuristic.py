@@ -32,7 +32,7 @@ class HeuristicController:
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return every request's K as a plan, cut if a pass has too few rows for all requests."""
-        share = capacity.max_rows // max(1, len(states)) - 1
+        share = capacity.nodes_each(len(states))
         return [
             plan_of(self.method, min(share, self._ks.get(state.request_id, self.start_k)))
             for state in states
@@ -73,7 +73,7 @@ class ConfidenceController:
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return the same plan for every request."""
-        share = capacity.max_rows // max(1, len(states)) - 1
+        share = capacity.nodes_each(len(states))
         rule = StopRule(measure="top_probability", threshold=self.threshold)
         return [plan_of(self.method, min(share, self.max_k), rule)] * len(states)
 
