@@ -160,11 +160,13 @@ class EndpointRun:
 
     def show(self) -> None:
         """Print and write the results measured until now."""
+        if not self.json_output:
+            self._print()
+        if not self.json_output and self.out is None:
+            return
         content = json.dumps(self.report())
         if self.json_output:
             print(content)
-        else:
-            self._print()
         if self.out is not None:
             with atomic_write(self.out) as scratch:
                 scratch.write_text(content + "\n", encoding="utf-8")
