@@ -271,7 +271,7 @@ class EngineCore:
     def _step(self) -> None:
         running: list[Sequence] = []
         try:
-            if not self.scheduler.is_settled:
+            if self.scheduler.may_change_batch:
                 self._arrange()
             running = list(self.scheduler.running)
             if not running:

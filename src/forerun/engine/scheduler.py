@@ -255,9 +255,9 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no sequence can be admitted or preempted before the next step."""
-        return not self.waiting and self.config.max_kv_tokens is None
+    def may_change_batch(self) -> bool:
+        """Whether a sequence can be admitted or preempted before the next step."""
+        return bool(self.waiting) or self.config.max_kv_tokens is not None
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence into the queue by its rank."""

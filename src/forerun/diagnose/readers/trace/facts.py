@@ -222,9 +222,6 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 """Tags `key:value` of these keys say how a prompt was put, others what it is about."""
 
 
-SETTLED, AGAIN = map(PAUSES.index, ("settled", "again"))
-
-
 def add_contrasts(
     evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
 ) -> None:
@@ -233,7 +230,8 @@ def add_contrasts(
     add_outcomes(evidence, stretches.by("previous"), source)
     if not PAUSING & totals.methods.keys():
         paused = stretches.by("paused")
-        found = compare(paused, paused.place == SETTLED, paused.place == AGAIN)
+        no_recent, after = (paused.place == index for index in range(len(PAUSES)))
+        found = compare(paused, no_recent, after)
         add_fall(evidence, "acceptance_falls_after_handoff", found, source)
     for name, key in (("context", "context"), ("generation", "index")):
         places = stretches.by(key)

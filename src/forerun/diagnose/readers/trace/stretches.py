@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 __all__ = [
+    "AFTER_PAUSE",
+    "NO_RECENT_PAUSE",
     "OUTCOMES",
     "PAUSES",
     "Comparison",
@@ -29,7 +31,9 @@ MIN_REQUESTS = 8
 STRETCH_STEPS = 64
 """Of a request where there are few of them: after so many steps its text has moved on."""
 OUTCOMES = ("none", "partial", "full")
-PAUSES = ("settled", "again")
+NO_RECENT_PAUSE, AFTER_PAUSE = "no_recent_pause", "after_pause"
+PAUSES = (NO_RECENT_PAUSE, AFTER_PAUSE)
+"""What came before a drafting step: only drafting steps for a while, or a plain step."""
 NO_PLACE = -1
 MIN_NEIGHBOURS = 3
 """Of a stretch, to say what the others of a step are like."""

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forerun.diagnose.readers.trace.stretches import Stretches
+from forerun.diagnose.readers.trace.stretches import AFTER_PAUSE, NO_RECENT_PAUSE, Stretches
 
 __all__ = ["PAUSING", "Seconds", "TraceTotals", "merged"]
 
@@ -242,8 +242,8 @@ def with_previous(steps: pa.Table) -> pa.Table:
 def with_pauses(steps: pa.Table) -> pa.Table:
     """Append each step's index in its request, and whether a plain step came shortly before.
 
-    "again" where one is among the last few, "settled" where all steps since the request began, or
-    since a plain step, have drafted for a while; None in between and at the beginning.
+    AFTER_PAUSE where one is among the last few, NO_RECENT_PAUSE where all steps since the request
+    began, or since a plain step, have drafted for a while; None in between and at the beginning.
     """
     places = pa.array(range(steps.num_rows), pa.int64())
     begins = pc.is_null(steps["previous"]).combine_chunks()
@@ -251,12 +251,12 @@ def with_pauses(steps: pa.Table) -> pa.Table:
     start = pc.cumulative_max(pc.if_else(begins, places, 0))
     pause = pc.cumulative_max(pc.if_else(pc.or_(plain, begins), places, 0))
     since_start, since_pause = pc.subtract(places, start), pc.subtract(places, pause)
-    again = pc.and_(pc.less_equal(since_pause, SOON), pc.greater(pause, start))
-    settled = pc.greater(since_pause, LONG)
+    is_after = pc.and_(pc.less_equal(since_pause, SOON), pc.greater(pause, start))
+    is_long_ago = pc.greater(since_pause, LONG)
     paused = pc.if_else(
-        again,
-        pa.scalar("again"),
-        pc.if_else(settled, pa.scalar("settled"), pa.scalar(None, pa.string())),
+        is_after,
+        pa.scalar(AFTER_PAUSE),
+        pc.if_else(is_long_ago, pa.scalar(NO_RECENT_PAUSE), pa.scalar(None, pa.string())),
     )
     return steps.append_column("since_start", since_start).append_column("paused", paused)
 
