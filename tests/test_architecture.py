@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,7 +16,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "forerun"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MEANINGLESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 TORCH_FREE = (
@@ -43,17 +44,43 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def public_names(path: Path) -> list[str] | None:
-    for node in ast.parse(path.read_text()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            return list(ast.literal_eval(node.value))
-    return None
+def package_of(path: Path) -> str:
+    inside = path.relative_to(PACKAGE).parts
+    return inside[0] if len(inside) > 1 else "."
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+def test_no_package_grows_past_its_committed_size() -> None:
+    """`tests/package_sizes.json`: lines of Python. Lower an entry when its package shrinks."""
+    limits = json.loads((Path(__file__).parent / "package_sizes.json").read_text())
+    lines = Counter[str]()
+    for path in MODULES:
+        lines[package_of(path)] += len(path.read_text().splitlines())
+    assert set(lines) == set(limits), "a package is missing in the table, or gone"
+    assert not {name: lines[name] for name in lines if lines[name] > limits[name]}
+
+
+def imported_from_other_packages() -> set[tuple[Path, str]]:
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
+                source = PACKAGE.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
+                if source.exists() and package_of(source) != package_of(path):
+                    found |= {(source, alias.name) for alias in node.names}
+    return found
+
+
+def test_what_other_packages_use_has_a_docstring() -> None:
+    used = imported_from_other_packages()
+    missing = [
+        f"{name_of(path)}: {node.name}"
+        for path in MODULES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and (path, node.name) in used
+        and not ast.get_docstring(node)
+    ]
+    assert not missing
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -64,19 +91,6 @@ def test_functions_are_short(path: Path) -> None:
         if (lines := (function.end_lineno or 0) - function.lineno + 1) > MAX_FUNCTION_LINES
     }
     assert not long
-
-
-def constants_then_classes_then_functions(name: str) -> tuple[int, str]:
-    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if path.name != "__init__.py"], ids=name_of
-)
-def test_public_names_are_listed_and_sorted(path: Path) -> None:
-    names = public_names(path)
-    assert names is not None, "no literal __all__"
-    assert names == sorted(names, key=constants_then_classes_then_functions)
 
 
 def defined(node: ast.stmt) -> list[str]:

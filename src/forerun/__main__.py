@@ -6,7 +6,5 @@ import sys
 
 from forerun.cli.main import main
 
-__all__ = []
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["UNFINISHED", "atomic_folder", "atomic_write", "remove_unfinished"]
-
 UNFINISHED = ".tmp"
 """Suffix of a temporary file or folder: it is being written, or its process was killed."""
 MAX_STEM = 100
@@ -46,7 +44,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
         return
     with errors_naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = create_file(path)
+        scratch = _create_file(path)
         try:
             yield scratch
             if durable:
@@ -72,7 +70,7 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     with errors_naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch, old = create_folder(path), None
+        scratch, old = _create_folder(path), None
         try:
             yield scratch
             if durable:
@@ -82,7 +80,7 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
                     sync(Path(parent))
             if path.is_dir():
                 scratch.chmod(stat.S_IMODE(path.stat().st_mode))
-                old = create_folder(path)
+                old = _create_folder(path)
                 path.replace(old)
             scratch.replace(path)
             if durable:
@@ -119,10 +117,10 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise
 
 
-def create_file(path: Path) -> Path:
+def _create_file(path: Path) -> Path:
     """Create an empty temporary file for `path`, with the mode of an existing `path` if any."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-    for scratch in temporary_names(path):
+    for scratch in _temporary_names(path):
         try:
             # The umask applies to a new file; an existing mode is set exactly below.
             handle = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode or 0o666)
@@ -137,9 +135,9 @@ def create_file(path: Path) -> Path:
     raise FileExistsError(f"no unused temporary name was found for {path}")
 
 
-def create_folder(path: Path) -> Path:
+def _create_folder(path: Path) -> Path:
     """Create an empty temporary folder for `path`."""
-    for scratch in temporary_names(path):
+    for scratch in _temporary_names(path):
         try:
             scratch.mkdir()
         except FileExistsError:
@@ -148,8 +146,7 @@ def create_folder(path: Path) -> Path:
     raise FileExistsError(f"no unused temporary name was found for {path}")
 
 
-def temporary_names(path: Path) -> Iterator[Path]:
-    """Yield unpredictable file names in the folder of `path`."""
+def _temporary_names(path: Path) -> Iterator[Path]:
     for _ in range(MAX_ATTEMPTS):
         yield path.with_name(f"{path.name[:MAX_STEM]}.{secrets.token_hex(8)}{UNFINISHED}")
 

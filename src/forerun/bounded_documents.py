@@ -23,9 +23,6 @@ from forerun.errors import UnreadableInput
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["json_lines", "parquet_batches", "parse_json", "parse_yaml", "read_json"]
-
-
 DEFAULT = ReadLimits()
 YAML_LIMITS = ReadLimits(max_bytes=1 << 20, max_seconds=10.0, max_values=100_000)
 """The YAML parser is written in Python: a megabyte takes it seconds."""
@@ -85,11 +82,11 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
     except UnreadableInput:
         raise
     except RecursionError as error:
-        raise too_deep(name, limits) from error
+        raise _too_deep(name, limits) from error
     except ValueError as error:
         raise UnreadableInput(f"{name} is not JSON: {error}") from error
     if text.count("[") + text.count("{") > limits.max_depth:
-        check_depth(value, name, limits)
+        _check_depth(value, name, limits)
     return value
 
 
@@ -122,7 +119,7 @@ def parse_yaml(data: bytes | str, name: str, limits: ReadLimits = YAML_LIMITS) -
             kind = type(token).__name__
             depth += (kind in opens) - (kind in closes)
             if depth > limits.max_depth:
-                raise too_deep(name, limits)
+                raise _too_deep(name, limits)
             if num_tokens > limits.max_values:
                 raise UnreadableInput(
                     f"{name} has more than {limits.max_values} YAML tokens, the limit here"
@@ -137,7 +134,7 @@ def parse_yaml(data: bytes | str, name: str, limits: ReadLimits = YAML_LIMITS) -
         raise UnreadableInput(f"{name} is not YAML: {first_line(error)}") from error
     except (AttributeError, TypeError, ValueError) as error:
         raise UnreadableInput(f"{name} is not YAML: {first_line(error)}") from error
-    check_depth(value, name, limits)
+    _check_depth(value, name, limits)
     return value
 
 
@@ -155,7 +152,7 @@ def checked_number(digits: str, name: str, limits: ReadLimits) -> str:
     return digits
 
 
-def check_depth(value: object, name: str, limits: ReadLimits) -> None:
+def _check_depth(value: object, name: str, limits: ReadLimits) -> None:
     """Refuse a document with too many levels, too many values or too large integers."""
     level, num_values = [value], 0
     for depth in range(limits.max_depth + 1):
@@ -165,7 +162,7 @@ def check_depth(value: object, name: str, limits: ReadLimits) -> None:
         inner: list[object] = []
         for entry in level:
             if isinstance(entry, dict | list) and depth == limits.max_depth:
-                raise too_deep(name, limits)
+                raise _too_deep(name, limits)
             if isinstance(entry, dict):
                 inner += entry.values()
             elif isinstance(entry, list):
@@ -177,8 +174,7 @@ def check_depth(value: object, name: str, limits: ReadLimits) -> None:
         level = inner
 
 
-def too_deep(name: str, limits: ReadLimits) -> UnreadableInput:
-    """Return the error for lists and objects that are nested too deeply."""
+def _too_deep(name: str, limits: ReadLimits) -> UnreadableInput:
     return UnreadableInput(
         f"{name} nests lists and objects more than {limits.max_depth} deep, the limit here"
     )
@@ -215,7 +211,7 @@ def parquet_batches(
     deadline = Deadline(limits.max_seconds, name)
     try:
         metadata = pq.read_metadata(path)
-        texts = check_parquet(metadata, name, limits)
+        texts = _check_parquet(metadata, name, limits)
         with pq.ParquetFile(
             path, metadata=metadata, read_dictionary=texts, page_checksum_verification=True
         ) as file:
@@ -223,7 +219,7 @@ def parquet_batches(
                 raise UnreadableInput(f"{name} has no column {min(missing)!r}")
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 deadline.remaining_s()
-                size = batch.nbytes + sum(map(unpacked_bytes, batch.columns))
+                size = batch.nbytes + sum(map(_unpacked_bytes, batch.columns))
                 if size > limits.max_bytes:
                     raise UnreadableInput(
                         f"{name}: {batch.num_rows} rows unpack to {size} bytes; at most "
@@ -240,7 +236,7 @@ def parquet_batches(
         raise UnreadableInput(f"{name} cannot be read as Parquet: {first_line(error)}") from error
 
 
-def check_parquet(metadata: Any, name: str, limits: ReadLimits) -> list[str]:
+def _check_parquet(metadata: Any, name: str, limits: ReadLimits) -> list[str]:
     """Refuse a file that declares more data than the limits allow; return its text columns."""
     if metadata.num_rows > limits.max_rows:
         raise UnreadableInput(
@@ -265,7 +261,7 @@ def check_parquet(metadata: Any, name: str, limits: ReadLimits) -> list[str]:
     return sorted(texts)
 
 
-def unpacked_bytes(array: pa.Array) -> int:
+def _unpacked_bytes(array: pa.Array) -> int:
     """Return the size of an array of texts in bytes, if each row has its own copy."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -274,7 +270,7 @@ def unpacked_bytes(array: pa.Array) -> int:
         lengths = pc.cast(pc.binary_length(array.dictionary), pa.int64())
         return pc.sum(lengths.take(array.indices)).as_py() or 0
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return unpacked_bytes(array.flatten())
+        return _unpacked_bytes(array.flatten())
     if pa.types.is_struct(array.type):
-        return sum(map(unpacked_bytes, array.flatten()))
+        return sum(map(_unpacked_bytes, array.flatten()))
     return 0

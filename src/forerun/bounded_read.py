@@ -20,21 +20,6 @@ from pathlib import Path
 
 from forerun.errors import UnreadableInput
 
-__all__ = [
-    "BoundedFile",
-    "Deadline",
-    "ReadLimits",
-    "check_regular",
-    "collected",
-    "decoded",
-    "first_line",
-    "gunzipped",
-    "open_bounded",
-    "open_stdin",
-    "read_bytes",
-    "read_text",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
@@ -148,11 +133,7 @@ class BoundedFile:
         return self._read_chunk(size)
 
     def read_all(self) -> bytes:
-        """Read everything up to the end.
-
-        Raises:
-            UnreadableInput: as for `read`.
-        """
+        """Read everything up to the end."""
         pieces = []
         while piece := self.read(CHUNK_BYTES):
             pieces.append(piece)

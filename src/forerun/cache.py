@@ -20,16 +20,6 @@ from forerun.bounded_documents import parse_json
 from forerun.bounded_read import ReadLimits, read_bytes
 from forerun.errors import UnreadableInput
 
-__all__ = [
-    "HASH_LENGTH",
-    "cache_folder",
-    "cached_json",
-    "find_cached",
-    "hash_of",
-    "is_whole",
-    "write_cached",
-]
-
 logger = logging.getLogger("forerun.cache")
 
 HASH_LENGTH = 16

@@ -28,32 +28,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = [
-    "CacheTooLarge",
-    "DrafterError",
-    "EngineBusy",
-    "EngineStopped",
-    "ForerunError",
-    "IncompatibleDraft",
-    "InvalidCache",
-    "InvalidCheckpoint",
-    "InvalidModel",
-    "InvalidProfile",
-    "InvalidRequest",
-    "InvalidTrace",
-    "MaskError",
-    "NotEnoughMemory",
-    "NumericalError",
-    "QueueFull",
-    "Range",
-    "RunnerUnavailable",
-    "ServerUnavailable",
-    "TrainingDiverged",
-    "UnreadableInput",
-    "UnsupportedFeatures",
-    "check_ranges",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Range:

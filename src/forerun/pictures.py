@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from forerun.theory.intervals import Interval
 
-__all__ = ["BASELINE", "COLOURS", "draw_intervals", "picture"]
-
 BASELINE = "#6e7781"
 """Colour of what everything else is compared with."""
 COLOURS = ("#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")

@@ -19,8 +19,6 @@ from forerun.models.checkpoint import tokenizer_hash, weight_files, weights_hash
 from forerun.models.load import model_folder
 from forerun.theory.record import TraceHeader
 
-__all__ = ["Provenance", "collect", "content_hash", "trace_header", "version_of"]
-
 PACKAGES = ("torch", "transformers")
 GIT_TIMEOUT_S = 5.0
 

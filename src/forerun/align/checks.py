@@ -29,18 +29,6 @@ from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.provenance import content_hash
 
-__all__ = [
-    "DEFAULTS",
-    "check_domain",
-    "check_folder",
-    "check_settings",
-    "claim_folder",
-    "identity_of",
-    "of_training",
-    "warn_of_few_prompts",
-]
-
-
 Identity = Mapping[str, str]
 
 FREE = {
@@ -64,14 +52,14 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
     judged = [[prompt.prompt_hash, prompt.tag] for prompt in prompts.held_out]
     return {
         "target": target_hash,
-        "draft": start_hash(config),
+        "draft": _start_hash(config),
         "training prompts": hash_of(json.dumps(learned).encode()),
         "held-out prompts": hash_of(json.dumps(judged).encode()),
-        **settings_of_result(config),
+        **_settings_of_result(config),
     }
 
 
-def start_hash(config: AlignConfig) -> str:
+def _start_hash(config: AlignConfig) -> str:
     """Return the hash of the draft that training starts from, or of its config.json."""
     if config.draft is not None:
         return content_hash(config.draft)
@@ -83,29 +71,28 @@ def start_hash(config: AlignConfig) -> str:
         raise InvalidRequest(f"{config.init} cannot be read: {error.strerror}") from error
 
 
-def settings_of_result(config: AlignConfig) -> dict[str, str]:
+def _settings_of_result(config: AlignConfig) -> dict[str, str]:
     """Return the settings that influence the trained draft, as text by stage and name."""
     settings = settings_of(config)
     return {"dtype": config.dtype, "method": config.method} | {
-        f"{stage}.{name}": as_text(value)
+        f"{stage}.{name}": _as_text(value)
         for stage, free in FREE.items()
         for name, value in settings[stage].items()
         if name not in free
     }
 
 
-def as_text(value: Any) -> str:
-    """Return a canonical text for a value, so that 1.0 equals 1 and an empty list equals None."""
+def _as_text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(None if value in ([], {}) else value)
 
 
-DEFAULTS = settings_of_result(AlignConfig(target="", data=DataConfig(prompts=Path())))
+DEFAULTS = _settings_of_result(AlignConfig(target="", data=DataConfig(prompts=Path())))
 """Values of settings that a run of an earlier version did not store."""
 
 
-def of_folder(identity: Identity) -> dict[str, str]:
+def _of_folder(identity: Identity) -> dict[str, str]:
     """Return the part of the identity that an output folder must match, without the teacher.
 
     Not the teacher: where its cache turned out too large, responses are there, and another may go
@@ -131,7 +118,7 @@ def check_folder(workspace: Workspace, identity: Identity) -> None:
     """Refuse a folder that holds an alignment with other settings (InvalidRequest)."""
     if not workspace.identity.exists():
         return
-    found = differences(read_object(workspace.identity), of_folder(identity), DEFAULTS)
+    found = differences(read_object(workspace.identity), _of_folder(identity), DEFAULTS)
     if found:
         raise InvalidRequest(
             f"{workspace.root} holds an alignment with other settings ({'; '.join(found)}); "
@@ -140,13 +127,9 @@ def check_folder(workspace: Workspace, identity: Identity) -> None:
 
 
 def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) -> None:
-    """Write the identity and the settings of the run into its folder.
-
-    Raises:
-        InvalidRequest: it cannot be written.
-    """
+    """Write the identity and the settings of the run into its folder."""
     try:
-        write_json(workspace.identity, of_folder(identity))
+        write_json(workspace.identity, _of_folder(identity))
         write_json(workspace.settings, settings_of(config))
     except OSError as error:
         raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error
@@ -162,19 +145,19 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
     """Refuse settings that contradict each other (InvalidRequest)."""
     data = config.data
     shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
-    check_place(config, workspace)
+    _check_place(config, workspace)
     if config.push_to_hub is not None:
         check_repo(config.push_to_hub)
-    check_weights(config, objective)
+    _check_weights(config, objective)
     if config.is_attached:
-        check_attached(config, objective)
+        _check_attached(config, objective)
         return
     if objective.needs_teacher:
         check_objective(config.teacher.teacher, objective, config.sampling)
-        check_server(config)
+        _check_server(config)
 
 
-def check_attached(config: AlignConfig, objective: Objective) -> None:
+def _check_attached(config: AlignConfig, objective: Objective) -> None:
     """Refuse settings that apply to draft models and not to attached heads (InvalidRequest)."""
     check_feature_teacher(config.teacher.teacher)
     method = config.method
@@ -196,13 +179,10 @@ def check_attached(config: AlignConfig, objective: Objective) -> None:
         )
 
 
-def check_place(config: AlignConfig, workspace: Workspace) -> None:
+def _check_place(config: AlignConfig, workspace: Workspace) -> None:
     """Refuse an output folder in which the trained draft would replace the draft it starts from.
 
     A run that is interrupted begins with it again, and adapters are merged into it at every save.
-
-    Raises:
-        InvalidRequest: the draft is the one in `out`.
     """
     if config.draft is None:
         return
@@ -212,12 +192,8 @@ def check_place(config: AlignConfig, workspace: Workspace) -> None:
         )
 
 
-def check_weights(config: AlignConfig, objective: Objective) -> None:
-    """Refuse `length_aware` where the acceptance probability of a row cannot be computed.
-
-    Raises:
-        InvalidRequest: it cannot be computed.
-    """
+def _check_weights(config: AlignConfig, objective: Objective) -> None:
+    """Refuse `length_aware` where the acceptance probability of a row cannot be computed."""
     if not config.objective.length_aware:
         return
     if not objective.needs_teacher:
@@ -232,12 +208,8 @@ def check_weights(config: AlignConfig, objective: Objective) -> None:
         )
 
 
-def check_server(config: AlignConfig) -> None:
-    """Refuse the teacher "top-k" unless the server that gives log-probabilities wrote all texts.
-
-    Raises:
-        InvalidRequest: there is no server, or some texts come from elsewhere.
-    """
+def _check_server(config: AlignConfig) -> None:
+    """Refuse the teacher "top-k" unless the server that gives log-probabilities wrote all texts."""
     data = config.data
     if config.teacher.teacher != "top-k":
         return
@@ -249,7 +221,6 @@ def check_server(config: AlignConfig) -> None:
 
 
 def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
-    """Refuse a domain tag that none of the held-out prompts has (InvalidRequest)."""
     tags = sorted({prompt.tag for prompt in prompts.held_out})
     if in_domain is not None and in_domain not in tags:
         raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")

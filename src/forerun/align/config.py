@@ -10,20 +10,6 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import Range, check_ranges
 from forerun.sampling.config import SamplingParams, draft_params
 
-__all__ = [
-    "AlignConfig",
-    "AttachedConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "Export",
-    "Method",
-    "ObjectiveConfig",
-    "ObjectiveName",
-    "TeacherConfig",
-    "TeacherKind",
-    "TrainingConfig",
-]
-
 ObjectiveName = Literal["ce", "fkl", "rkl", "jsd", "tv", "nla", "lk"]
 TeacherKind = Literal["auto", "model", "hidden", "sampled", "top-k"]
 Export = Literal["hf", "vllm", "sglang"]
@@ -91,7 +77,6 @@ class DataConfig:
     """Longer prompts are cut at their beginning."""
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         check_ranges(self, *DATA_RANGES)
 
 
@@ -129,7 +114,6 @@ class ObjectiveConfig:
     """Weigh a position by its share of the expected accepted length."""
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         check_ranges(self, *OBJECTIVE_RANGES)
 
 
@@ -160,7 +144,6 @@ class AttachedConfig:
     """medusa: residual blocks per head."""
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         check_ranges(self, *ATTACHED_RANGES)
 
 
@@ -192,7 +175,6 @@ class TrainingConfig:
     """Seed of the order of rows and of fresh weights."""
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         check_ranges(self, *TRAINING_RANGES)
 
 
@@ -210,7 +192,6 @@ class EvaluationConfig:
     """Most held-out prompts of a judgement during training; the final one uses all."""
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         check_ranges(self, *EVALUATION_RANGES)
 
 

@@ -32,9 +32,6 @@ from forerun.models.load import model_folder, read_config
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 
-__all__ = ["check_repo", "describe_pair", "export_draft", "push_draft"]
-
-
 SERVING_FOLDER = "serving"
 DRAFT_PAYS_NOT = (
     "**Serve the target without this draft.** On the machine of the alignment no number of "
@@ -51,17 +48,11 @@ def describe_pair(
     sampling: SamplingParams,
     method: Method = "draft_model",
 ) -> Serving:
-    """Return a description of target and draft for other engines, read from their folders.
-
-    Raises:
-        InvalidModel: a folder cannot be read.
-        IncompatibleDraft: the logits are not equally wide, which vLLM and SGLang refuse.
-        InvalidRequest: K is negative.
-    """
+    """Return a description of target and draft for other engines, read from their folders."""
     folder = model_folder(target)
-    sizes = architecture_of(folder)
+    sizes = _architecture_of(folder)
     # A head's context and tokens are the target's.
-    draft_sizes = architecture_of(draft) if method == "draft_model" else sizes
+    draft_sizes = _architecture_of(draft) if method == "draft_model" else sizes
     if sizes.vocab_size != draft_sizes.vocab_size:
         raise IncompatibleDraft(
             f"the draft's logits are {draft_sizes.vocab_size} wide, the target's "
@@ -84,17 +75,13 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
     """Write the settings of some engines and a page that explains them.
 
     Engines of an earlier export to the same folder are written again, so that the page has all.
-
-    Returns:
-        The files written: `serving/ENGINE.json` each, `serving/README.md`, and the draft's
-        generation_config.json where transformers is among the engines.
     """
     folder = serving.draft / SERVING_FOLDER
     earlier = [engine for engine in ENGINES if (folder / f"{engine}.json").exists()]
     chosen = engines_of((*engines, *earlier), serving)
     written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
     if any(one.engine == "hf" for one in chosen):
-        written.append(write_generation_config(serving))
+        written.append(_write_generation_config(serving))
     write_forms([one.engine for one in chosen], serving)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
@@ -102,7 +89,7 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
     return (*written, page)
 
 
-def write_generation_config(serving: Serving) -> Path:
+def _write_generation_config(serving: Serving) -> Path:
     """Write K for transformers to generation_config.json, or remove it if the draft is not used."""
     path = serving.draft / "generation_config.json"
     settings = dict(read_object(path)) if path.exists() else {}
@@ -147,13 +134,11 @@ def section(
     yield f"- See {source}."
 
 
-def architecture_of(folder: Path) -> Architecture:
-    """Return the sizes of the model in a folder."""
+def _architecture_of(folder: Path) -> Architecture:
     return read_config(read_checkpoint(folder))[1]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
-    """Write an object as indented JSON, and return the path."""
     with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
@@ -178,20 +163,13 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
 
     Files of `serving/` name folders of this machine and are not uploaded; the card has the same
     commands with the name of the repository.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        InvalidRequest: the hub refuses the name or the upload, or cannot be reached.
-        InvalidModel: the draft's own card, forerun.json, cannot be read.
     """
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     with atomic_write(serving.draft / "README.md") as scratch:
-        lines = model_card(serving, repo, engines)
+        lines = _model_card(serving, repo, engines)
         scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
     hub = HfApi() if api is None else api
     try:
@@ -210,7 +188,7 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
     return f"https://huggingface.co/{repo}"
 
 
-def model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterator[str]:
+def _model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterator[str]:
     """Return the README.md of a hub model card with its metadata."""
     is_local = Path(serving.target).expanduser().is_dir()
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:")

@@ -23,20 +23,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import largest
 from forerun.sampling.processors import pack_params, target_probs
 
-__all__ = [
-    "DenseDistribution",
-    "Objective",
-    "SparseDistribution",
-    "TargetDistribution",
-    "acceptance_probability",
-    "deployed_distribution",
-    "likelihood_hybrid",
-    "make_objective",
-    "negative_log_acceptance",
-    "objective_of",
-    "overlap",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DenseDistribution:
@@ -76,10 +62,6 @@ def deployed_distribution(
 
     Masks, biases and penalties are left out: the engine applies them to the draft's logits as it
     does to the target's, so a draft need not learn them.
-
-    Returns:
-        At temperature 0 the one most likely token of every row, which has all the mass; else the
-        probability of every token. A row whose logits are not finite is NaN.
     """
     if sampling.greedy:
         best, tokens = largest(target_logits)
@@ -129,17 +111,15 @@ def overlap(log_draft: Probs, target_probs: Probs) -> PerRow:
 
 
 def forward_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
-    """Return KL(p || q) = sum p log(p / q), large where the draft misses likely tokens."""
     return _mean_log(target_probs) - (target_probs * log_draft).sum(-1)
 
 
-def reverse_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
-    """Return KL(q || p) = sum q log(q / p), with p at least `PROBABILITY_FLOOR`."""
+def _reverse_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
     log_target = target_probs.clamp(min=PROBABILITY_FLOOR).log()
     return (log_draft.exp() * (log_draft - log_target)).sum(-1)
 
 
-def jensen_shannon(log_draft: Probs, target_probs: Probs, beta: float) -> PerRow:
+def _jensen_shannon(log_draft: Probs, target_probs: Probs, beta: float) -> PerRow:
     """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
     draft_probs = log_draft.exp()
     mixture = beta * target_probs + (1 - beta) * draft_probs
@@ -149,13 +129,11 @@ def jensen_shannon(log_draft: Probs, target_probs: Probs, beta: float) -> PerRow
     return beta * to_target + (1 - beta) * to_draft
 
 
-def total_variation(log_draft: Probs, target_probs: Probs) -> PerRow:
-    """Return 1 - alpha: the probability that a drafted token is rejected."""
+def _total_variation(log_draft: Probs, target_probs: Probs) -> PerRow:
     return 1 - overlap(log_draft, target_probs)
 
 
 def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
-    """Return -log alpha, whose gradients are larger than those of TV where acceptance is rare."""
     alpha = overlap(log_draft, target_probs)
     return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
 
@@ -171,7 +149,6 @@ def likelihood_hybrid(log_draft: Probs, target_probs: Probs, eta: float) -> PerR
 
 
 def _mean_log(probs: Probs) -> PerRow:
-    """Return sum p log p, a constant for the draft; `xlogy` takes twice as long."""
     return (probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(-1)
 
 
@@ -211,7 +188,6 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss needs the target's distribution (cross-entropy needs labels alone)."""
         return self.divergence is not None
 
     @property
@@ -228,13 +204,7 @@ class Objective:
         distribution: TargetDistribution | None,
         labels: Int64[Tensor, " rows"],
     ) -> PerRow:
-        """Return the loss of every row in nats; of total variation, in probability.
-
-        Args:
-            draft_logits: already divided by the temperature the draft is deployed at.
-            distribution: None where `needs_teacher` is False.
-            labels: the tokens of the text, which cross-entropy alone reads.
-        """
+        """Return the loss of every row in nats; of total variation, in probability."""
         log_draft = draft_logits.log_softmax(-1)
         if self.divergence is None:
             return -log_draft.gather(1, labels[:, None])[:, 0]
@@ -273,9 +243,9 @@ def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
     name = suited_objective(temperature) if config.objective == "auto" else config.objective
     divergences: dict[str, Callable[[Logits, Probs], PerRow]] = {
         "fkl": forward_kl,
-        "rkl": reverse_kl,
-        "jsd": partial(jensen_shannon, beta=config.beta),
-        "tv": total_variation,
+        "rkl": _reverse_kl,
+        "jsd": partial(_jensen_shannon, beta=config.beta),
+        "tv": _total_variation,
         "nla": negative_log_acceptance,
         "lk": partial(likelihood_hybrid, eta=config.eta),
     }

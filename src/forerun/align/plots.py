@@ -13,22 +13,14 @@ from forerun.pictures import BASELINE, COLOURS, picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_survival", "plot_training"]
-
 DRAFT_COLOURS = (BASELINE, *COLOURS)
 """The first is what there was before."""
 MAX_COLUMNS = 4
 
 
 def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequence[Path]) -> None:
-    """Draw acceptance by position, and write the plot to every path.
-
-    Args:
-        drafts: by the name they are shown with, at least one, judged on prompts of the same tags.
-        title: above the picture.
-        paths: for example a .png and a .svg.
-    """
-    panels = panels_of(drafts)
+    """Draw acceptance by position, and write the plot to every path."""
+    panels = _panels_of(drafts)
     num_columns = min(len(panels), MAX_COLUMNS)
     num_lines = -(-len(panels) // num_columns)
     with picture(paths, width=1.2 + 2.8 * num_columns, height=3.2 * num_lines) as figure:
@@ -43,7 +35,7 @@ def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequenc
             line[0].set_ylabel("accepted through it (95% interval)")
 
 
-def panels_of(
+def _panels_of(
     drafts: Mapping[str, DraftFigures],
 ) -> dict[str, dict[str, AcceptanceFigures]]:
     """Return the figures by panel and draft; each tag has a panel if there are several tags."""
@@ -86,7 +78,7 @@ def plot_training(
     """Draw acceptance and predicted speedup over the training, and write the plot to a file."""
     with picture(paths, width=9.0, height=3.4) as figure:
         left, right = figure.subplots(1, 2)
-        draw_acceptance(left, steps, alphas)
+        _draw_acceptance(left, steps, alphas)
         right.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
         right.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
         right.set_ylabel("predicted speedup over plain decoding")
@@ -96,7 +88,7 @@ def plot_training(
             axes.set_xlabel("optimiser steps")
 
 
-def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
+def _draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
     """Draw alpha on the training texts, step by step, and on the held-out prompts."""
     known = {
         step.step: step.acceptance_probability

@@ -25,15 +25,6 @@ from forerun.align.workspace import append_line, read_lines, write_lines
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = [
-    "MetricsLog",
-    "OnProgress",
-    "Phases",
-    "StepMetrics",
-    "TrainingProgress",
-    "read_metrics",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
@@ -96,7 +87,6 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read the metrics of a run."""
     return read_lines(path, StepMetrics)
 
 
@@ -189,9 +179,9 @@ class TrainingProgress:
 
     def show(self, metrics: StepMetrics) -> None:
         """Update the bar with the metrics of one step."""
-        self._loss = smoothed(self._loss, metrics.loss)
+        self._loss = _smoothed(self._loss, metrics.loss)
         if metrics.acceptance_probability is not None:
-            self._alpha = smoothed(self._alpha, metrics.acceptance_probability)
+            self._alpha = _smoothed(self._alpha, metrics.acceptance_probability)
         self._draw(metrics.step)
 
     def judged(self, predicted_speedup: float) -> None:
@@ -214,6 +204,5 @@ class TrainingProgress:
         return "  ".join(shown)
 
 
-def smoothed(before: float | None, now: float) -> float:
-    """Return the running mean after one more value."""
+def _smoothed(before: float | None, now: float) -> float:
     return now if before is None else MEMORY * before + (1 - MEMORY) * now

@@ -37,16 +37,6 @@ from forerun.models.load import model_folder
 from forerun.provenance import Provenance, collect, content_hash, version_of
 from forerun.theory.cost import CostTable
 
-__all__ = [
-    "AlignReport",
-    "DataSummary",
-    "export",
-    "finished",
-    "hand_over",
-    "judged_at",
-    "report_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
@@ -273,11 +263,7 @@ def card_of(
     before: Sequence[DraftFigures],
     after: Sequence[DraftFigures],
 ) -> DraftCard:
-    """Build the card that is written beside the draft.
-
-    Raises:
-        InvalidModel: the target cannot be read any more.
-    """
+    """Build the card that is written beside the draft."""
     return DraftCard(
         target=config.target,
         target_hash=target_hash,
@@ -285,8 +271,8 @@ def card_of(
         data_hash=data,
         objective=objective,
         temperature=config.sampling.temperature,
-        before=tuple(map(card_figures, before)),
-        after=tuple(map(card_figures, after)),
+        before=tuple(map(_card_figures, before)),
+        after=tuple(map(_card_figures, after)),
         versions={
             "forerun": forerun.__version__,
             **{name: version_of(name) for name in PACKAGES},
@@ -296,7 +282,7 @@ def card_of(
     )
 
 
-def card_figures(judged: DraftFigures) -> CardFigures:
+def _card_figures(judged: DraftFigures) -> CardFigures:
     """Return the figures that the draft's card shows."""
     overall = judged.overall
     return CardFigures(

@@ -24,9 +24,6 @@ from forerun.align.training.trainer import from_main
 from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
 from forerun.atomic_write import atomic_folder
 
-__all__ = ["DraftSelector", "Judgement", "RoundData"]
-
-
 logger = logging.getLogger("forerun.align")
 
 
@@ -61,13 +58,7 @@ class RoundData:
         return from_main(self.accelerator, make)
 
     def packing(self, start: int, number: int, num_rounds: int) -> Packing:
-        """Return the packed data of a round.
-
-        Args:
-            start: step at its beginning, whose draft writes texts if drafts do.
-            number: of the round, from 0.
-            num_rounds: of the training.
-        """
+        """Return the packed data of a round."""
         steady = self.steady
 
         def mixed() -> list[Sample]:
@@ -162,11 +153,7 @@ class DraftSelector:
         return self.judgements[max(self.judgements)]
 
     def consider(self, step: int) -> Judgement:
-        """Judge the snapshot of a step, and keep its draft if it is the best so far.
-
-        Raises:
-            InvalidCheckpoint: the snapshot is damaged.
-        """
+        """Judge the snapshot of a step, and keep its draft if it is the best so far."""
         snapshot = self.workspace.snapshot(step)
         if step not in self.judgements:
             check_hashes(snapshot)

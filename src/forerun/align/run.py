@@ -55,8 +55,6 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash
 from forerun.theory.cost import CostTable
 
-__all__ = ["Alignment", "align"]
-
 logger = logging.getLogger("forerun.align")
 
 CostsOf = Callable[[Path, float, str], CostTable | None]
@@ -143,7 +141,6 @@ class Alignment:
         return None if selector is None else self._conclude(selector, prompts, packing, identity)
 
     def _head(self, data: RoundData) -> TrainedDraft:
-        """Return the attached head; the responses decide its draft vocabulary."""
         head = load_attached(self.config, data.steady)
         data.feature_layers = head.feature_layers
         return head
@@ -173,7 +170,6 @@ class Alignment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main process, which generates, judges and writes files."""
         return bool(self.accelerator.is_main_process)
 
     @property

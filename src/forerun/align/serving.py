@@ -23,16 +23,6 @@ from forerun.drafters.medusa_head import VLLM_NOTE, read_medusa, write_medusa_vl
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams, draft_params
 
-__all__ = [
-    "ASSISTANT_SETTINGS",
-    "ENGINES",
-    "EngineSettings",
-    "Serving",
-    "engines_of",
-    "write_forms",
-]
-
-
 ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 )
@@ -70,12 +60,10 @@ class Serving:
 
     @property
     def speculates(self) -> bool:
-        """Whether deployment uses the draft (K above 0)."""
         return self.num_speculative_tokens > 0
 
     @property
     def drafts_greedily(self) -> bool:
-        """Whether the draft proposes its most likely tokens instead of sampling."""
         return draft_params(self.sampling).greedy
 
 
@@ -97,7 +85,7 @@ class EngineSettings:
     source: str
 
 
-def for_transformers(serving: Serving) -> EngineSettings:
+def _for_transformers(serving: Serving) -> EngineSettings:
     """Return transformers' settings for assisted generation; K is stored in the draft's folder."""
     sampling = serving.sampling
     generate: dict[str, Any] = {"do_sample": not sampling.greedy}
@@ -142,7 +130,7 @@ def for_transformers(serving: Serving) -> EngineSettings:
     )
 
 
-def for_vllm(serving: Serving) -> EngineSettings:
+def _for_vllm(serving: Serving) -> EngineSettings:
     """Return vLLM's settings for a draft model, which is given as one JSON option."""
     greedy = serving.drafts_greedily
     rule = (
@@ -153,17 +141,17 @@ def for_vllm(serving: Serving) -> EngineSettings:
         "likely token at every temperature, which is accepted with the target's probability of "
         "it."
     )
-    return vllm_settings(
+    return _vllm_settings(
         serving,
         draft=serving.draft,
         method="draft_model",
         options={"draft_sample_method": "greedy" if greedy else "probabilistic"},
-        notes=(rule, *cpu_note(serving), *context_note(serving)) if serving.speculates else (),
+        notes=(rule, *_cpu_note(serving), *_context_note(serving)) if serving.speculates else (),
         source="https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/",
     )
 
 
-def vllm_settings(
+def _vllm_settings(
     serving: Serving,
     *,
     draft: Path,
@@ -194,15 +182,15 @@ def vllm_settings(
     )
 
 
-def for_sglang(serving: Serving) -> EngineSettings:
+def _for_sglang(serving: Serving) -> EngineSettings:
     """Return SGLang's settings for a draft model; a chain is a tree with one branch there."""
     notes = (
         "The draft proposes its most likely token at every temperature. It is accepted with "
         "the target's probability of it, less often than a sampled draft at temperature 1.",
         "SGLang does not combine this with --enable-dp-attention.",
-        *context_note(serving),
+        *_context_note(serving),
     )
-    return sglang_settings(
+    return _sglang_settings(
         serving,
         draft=serving.draft,
         algorithm="STANDALONE",
@@ -210,7 +198,7 @@ def for_sglang(serving: Serving) -> EngineSettings:
     )
 
 
-def sglang_settings(
+def _sglang_settings(
     serving: Serving, *, draft: Path, algorithm: str, notes: tuple[str, ...]
 ) -> EngineSettings:
     """Return the settings of SGLang; without speculation they contain the target alone."""
@@ -236,16 +224,15 @@ def sglang_settings(
 
 
 ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType(
-    {"hf": for_transformers, "vllm": for_vllm, "sglang": for_sglang}
+    {"hf": _for_transformers, "vllm": _for_vllm, "sglang": _for_sglang}
 )
 
 
 def assistant_settings(serving: Serving) -> dict[str, Any]:
-    """Return the settings that transformers reads in the draft's generation_config.json."""
     return {"num_assistant_tokens": serving.num_speculative_tokens, **ASSISTANT_SETTINGS}
 
 
-def cpu_note(serving: Serving) -> tuple[str, ...]:
+def _cpu_note(serving: Serving) -> tuple[str, ...]:
     """Return a note on a defect of vLLM on CPUs (benchmarks/align/vllm_worker.py)."""
     if serving.sampling.greedy:
         return ()
@@ -256,7 +243,7 @@ def cpu_note(serving: Serving) -> tuple[str, ...]:
     )
 
 
-def context_note(serving: Serving) -> tuple[str, ...]:
+def _context_note(serving: Serving) -> tuple[str, ...]:
     """Return a warning where the draft's context is shorter than the target's."""
     if serving.draft_context >= serving.target_context:
         return ()
@@ -273,14 +260,13 @@ VLLM_FOLDER = "vllm"
 
 
 def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
-    """Return the settings of every engine that can serve the target with its draft."""
     known = ENGINES if serving.method == "draft_model" else HEAD_ENGINES[serving.method]
     return [known[engine](serving) for engine in dict.fromkeys(engines) if engine in known]
 
 
-def vllm_eagle3(serving: Serving) -> EngineSettings:
+def _vllm_eagle3(serving: Serving) -> EngineSettings:
     """Return vLLM's settings for an EAGLE-3 head, whose folder has the form that vLLM reads."""
-    return vllm_settings(
+    return _vllm_settings(
         serving,
         draft=serving.draft,
         method="eagle3",
@@ -289,9 +275,9 @@ def vllm_eagle3(serving: Serving) -> EngineSettings:
     )
 
 
-def sglang_eagle3(serving: Serving) -> EngineSettings:
+def _sglang_eagle3(serving: Serving) -> EngineSettings:
     """Return SGLang's settings for an EAGLE-3 head; a chain is a tree with one branch there."""
-    return sglang_settings(
+    return _sglang_settings(
         serving,
         draft=serving.draft / "serving" / RAW_FOLDER,
         algorithm="EAGLE3",
@@ -299,9 +285,9 @@ def sglang_eagle3(serving: Serving) -> EngineSettings:
     )
 
 
-def vllm_medusa(serving: Serving) -> EngineSettings:
+def _vllm_medusa(serving: Serving) -> EngineSettings:
     """Return vLLM's settings for Medusa heads, which are also saved in the form that vLLM reads."""
-    return vllm_settings(
+    return _vllm_settings(
         serving,
         draft=serving.draft / "serving" / VLLM_FOLDER,
         method="medusa",
@@ -311,16 +297,12 @@ def vllm_medusa(serving: Serving) -> EngineSettings:
 
 
 HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]] = MappingProxyType(
-    {"eagle3": {"vllm": vllm_eagle3, "sglang": sglang_eagle3}, "medusa": {"vllm": vllm_medusa}}
+    {"eagle3": {"vllm": _vllm_eagle3, "sglang": _sglang_eagle3}, "medusa": {"vllm": _vllm_medusa}}
 )
 
 
 def write_forms(engines: Sequence[str], serving: Serving) -> None:
-    """Save the head also in the formats of the engines that cannot read its folder.
-
-    Raises:
-        InvalidModel: the head cannot be read.
-    """
+    """Save the head also in the formats of the engines that cannot read its folder."""
     folder = serving.draft / "serving"
     if serving.method == "eagle3" and "sglang" in engines:
         head = read_eagle3_head(serving.draft).bfloat16()

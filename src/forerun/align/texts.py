@@ -34,9 +34,6 @@ from forerun.trace.schema import Damage
 if TYPE_CHECKING:
     from forerun.align.data.server import ResponseServerConfig
 
-__all__ = ["PromptSplit", "TrainingTexts", "read_prompt_split", "replayed"]
-
-
 HashOfPrompt = Callable[[Sequence[int]], str]
 
 
@@ -62,7 +59,7 @@ def replayed(
     requests: list[RequestRecord] = []
     for item in read_trace(path):
         if isinstance(item, TraceHeader):
-            check_header(item, path, target_hash, tokenizer_hash)
+            _check_header(item, path, target_hash, tokenizer_hash)
         elif isinstance(item, StepRecord):
             steps.setdefault(item.request_id, []).append(item)
         elif not isinstance(item, Damage):
@@ -84,7 +81,7 @@ def replayed(
     return [sample for sample in found if sample is not None and sample.spans]
 
 
-def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
+def _check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
     """Refuse a trace that was recorded with another target or tokenizer (InvalidRequest)."""
     if header.tokenizer_hash != tokenizer_hash:
         raise InvalidRequest(
@@ -135,16 +132,11 @@ class PromptSplit:
 
     @property
     def to_judge(self) -> list[EvaluationPrompt]:
-        """Held-out prompts in the form that the judge reads."""
         return [EvaluationPrompt(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
 
 
 def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
-    """Read the prompts and hold some out for judging.
-
-    Raises:
-        InvalidRequest: something is malformed, or a side is empty.
-    """
+    """Read the prompts and hold some out for judging."""
     found = read_prompts(config.prompts, tokenizer, config.max_prompt_tokens)
     if config.held_out is None:
         training, held_out = split(found, config.held_out_share)
@@ -219,7 +211,7 @@ class TrainingTexts:
         engine, store = draft_writer(draft, self.target, self.params, self.folder)
         with store.writing():
             write_responses(engine, prompts, store, on_progress=on_progress)
-        return [without_loop(sample) for sample in store.samples(prompts, 1)]
+        return [_without_loop(sample) for sample in store.samples(prompts, 1)]
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
         """Select samples in the configured shares, and add all samples replayed from traces."""
@@ -239,7 +231,7 @@ class TrainingTexts:
                 write = partial(write_responses_from, asked)
             with store.writing():
                 write(self.prompts, store, samples_per_prompt=num_samples, on_progress=on_progress)
-        return [without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
+        return [_without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
 
     def _server(self) -> ResponseServerConfig | None:
         """Return the server that responds in place of the target, if the settings name one."""
@@ -284,12 +276,11 @@ class TrainingTexts:
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
 
     def _hash_of_prompt(self, prompt_ids: Sequence[int]) -> str:
-        """Hash a prompt after cutting it to the maximum prompt length of this alignment."""
         most = self.config.data.max_prompt_tokens
         return prompt_hash(shortened(prompt_ids, self.tokenizer.encode(""), most))
 
 
-def without_loop(sample: Sample) -> Sample:
+def _without_loop(sample: Sample) -> Sample:
     """Cut a sample where its response begins to repeat a 32-gram.
 
     A loop is easy to draft, so learning it does not help with other text.

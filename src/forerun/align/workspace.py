@@ -21,24 +21,6 @@ from forerun.errors import InvalidCheckpoint, InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import CARD_FILE, read_card
 
-__all__ = [
-    "HASHES",
-    "Workspace",
-    "append_line",
-    "check_hashes",
-    "exclusive_access",
-    "from_json",
-    "lock_for",
-    "read_lines",
-    "read_settings",
-    "settings_of",
-    "to_json",
-    "write_hashes",
-    "write_json",
-    "write_lines",
-]
-
-
 logger = logging.getLogger("forerun.align")
 
 KindT = TypeVar("KindT")
@@ -49,49 +31,40 @@ def from_json(kind: type[KindT], values: Any) -> KindT:
 
     A field that is missing has its default. A name that is unknown here is accepted only where its
     value is null: it is a setting of another version of forerun that was not used.
-
-    Raises:
-        ValueError: the values are not those of such an instance.
     """
     try:
-        found = msgspec.convert(values, kind, dec_hook=as_path, str_keys=True)
+        found = msgspec.convert(values, kind, dec_hook=_as_path, str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
-    if unknown := unknown_names(values, to_json(found)):
+    if unknown := _unknown_names(values, to_json(found)):
         raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
     return found
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as `json.loads` would; paths become text."""
     return json.loads(json.dumps(msgspec.to_builtins(value, enc_hook=str, str_keys=True)))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a value as indented JSON, whole or not at all."""
     with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(to_json(value), indent=1) + "\n", encoding="utf-8")
 
 
-def as_path(kind: type, value: Any) -> Any:
-    """Return a path from text; msgspec does not convert this type by itself."""
+def _as_path(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"{value!r:.60} is not of type {kind.__name__}")
 
 
-def unknown_names(given: Any, known: Any) -> set[str]:
+def _unknown_names(given: Any, known: Any) -> set[str]:
     """Return the names in `given` that have a value and do not occur in `known`, at any depth."""
     if isinstance(given, Mapping) and isinstance(known, Mapping):
-        inner = (unknown_names(given[name], known[name]) for name in given.keys() & known.keys())
+        inner = (_unknown_names(given[name], known[name]) for name in given.keys() & known.keys())
         extra = {name for name in given.keys() - known.keys() if given[name] is not None}
         return extra.union(*inner)
     if isinstance(given, list) and isinstance(known, list | tuple):
-        return set().union(*(unknown_names(*pair) for pair in zip(given, known, strict=False)))
+        return set().union(*(_unknown_names(*pair) for pair in zip(given, known, strict=False)))
     return set()
 
 
@@ -116,13 +89,11 @@ def read_lines(path: Path, kind: type[KindT]) -> list[KindT]:
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> None:
-    """Write a file of dataclasses as JSON lines, whole or not at all."""
     with atomic_write(path) as scratch:
         scratch.write_text("".join(map(line_of, rows)), encoding="utf-8")
 
 
 def append_line(path: Path, row: Any) -> None:
-    """Append a dataclass as one line to a JSON lines file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(line_of(row))
 
@@ -207,8 +178,7 @@ class Workspace:
 
 
 def write_hashes(folder: Path) -> None:
-    """Write the SHA-256 of every file of a snapshot into the snapshot, for `check_hashes`."""
-    hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+    hashes = {path.name: _file_hash(path) for path in sorted(folder.iterdir())}
     (folder / HASHES).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
 
 
@@ -216,24 +186,20 @@ def check_hashes(folder: Path) -> None:
     """Refuse a snapshot whose files differ from their recorded hashes.
 
     Snapshots of earlier versions have no hashes and pass.
-
-    Raises:
-        InvalidCheckpoint: a file was changed or is missing.
     """
     path = folder / HASHES
     if not path.exists():
         return
     try:
         hashes = msgspec.json.decode(read_bytes(path), type=dict[str, str])
-        damaged = [name for name in hashes if file_hash(folder / name) != hashes[name]]
+        damaged = [name for name in hashes if _file_hash(folder / name) != hashes[name]]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise InvalidCheckpoint(f"{folder} cannot be read ({error}); {START_AGAIN}") from error
     if damaged:
         raise InvalidCheckpoint(f"{folder / damaged[0]} is damaged; {START_AGAIN}")
 
 
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file."""
+def _file_hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -249,11 +215,7 @@ def lock_for(path: Path) -> FileLock:
 
 @contextmanager
 def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
-    """Hold a lock during the block.
-
-    Raises:
-        InvalidRequest: another process writes there, or the folder is not writable.
-    """
+    """Hold a lock during the block."""
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -274,7 +236,6 @@ LEFT_OUT = ("out", "engine", "export", "push_to_hub")
 
 
 def settings_of(config: AlignConfig) -> dict[str, Any]:
-    """Return the settings that influence training, as JSON values."""
     values: dict[str, Any] = to_json(config)
     return {name: value for name, value in values.items() if name not in LEFT_OUT}
 

@@ -35,24 +35,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.text import first_repeat
 
-__all__ = [
-    "MIN_TOKENS",
-    "BenchArm",
-    "Block",
-    "Generator",
-    "Measurement",
-    "Prompt",
-    "adaptive_arms",
-    "batched",
-    "draft_arms",
-    "on_best_threads",
-    "plain_arm",
-    "run_blocks",
-    "scouted",
-    "warm_up",
-    "within_budget",
-]
-
 
 @runtime_checkable
 class Generator(Protocol):
@@ -123,12 +105,10 @@ class Measurement:
 
     @property
     def num_decoded(self) -> int:
-        """Number of tokens emitted during `decode_s`, without the first token of every prompt."""
         return sum(max(0, len(tokens) - 1) for tokens in self.token_ids)
 
     @property
     def num_decode_steps(self) -> int:
-        """Number of steps of all prompts after the steps that complete the prefills."""
         return self.acceptance.num_steps - len(self.batch)
 
 
@@ -137,7 +117,6 @@ Block = tuple[Measurement, ...]
 
 
 def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
-    """Yield full batches lazily; an incomplete last batch is dropped."""
     remaining = iter(prompts)
     while len(batch := tuple(islice(remaining, size))) == size:
         yield batch
@@ -149,14 +128,6 @@ def run_blocks(
     """Measure every arm on every batch, and yield one block of measurements per batch.
 
     Nothing is warmed up here: let every arm generate something before.
-
-    Args:
-        arms: what to compare.
-        batches: one block each.
-        clock: seconds, for example `time.perf_counter`.
-
-    Yields:
-        Complete blocks only, so that a caller may stop at any time.
     """
     for index, batch in enumerate(batches):
         shift = index % len(arms)
@@ -186,14 +157,7 @@ def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurem
 def within_budget(
     blocks: Iterator[Block], deadline_s: float, clock: Callable[[], float], *, at_least: int = 0
 ) -> Iterator[Block]:
-    """Yield blocks until another one would probably exceed the time budget.
-
-    Args:
-        blocks: lazily measured blocks.
-        deadline_s: time of the end, on the clock's scale.
-        clock: seconds.
-        at_least: blocks to measure whatever the time.
-    """
+    """Yield blocks until another one would probably exceed the time budget."""
     longest_s, num_done = 0.0, 0
     while num_done < at_least or clock() + longest_s < deadline_s:
         start_s = clock()
@@ -226,16 +190,11 @@ WARM_UP_TOKENS = 8
 
 
 def plain_arm(target: Engine) -> BenchArm:
-    """Return the baseline arm, plain decoding."""
     return BenchArm(name="plain", method="plain", num_speculative_tokens=0, engine=target)
 
 
 def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[BenchArm, ...]:
-    """Return one arm per K and per tree with the same loaded target and draft.
-
-    Raises:
-        InvalidRequest: a tree is wanted of a drafter that proposes chains only.
-    """
+    """Return one arm per K and per tree with the same loaded target and draft."""
     drafter = target.with_draft(wanted.draft, wanted.max_nodes, dtype=dtype).drafter
     assert drafter is not None
     for tree in wanted.trees:
@@ -266,9 +225,6 @@ def adaptive_arms(
     """Return one arm per draft and controller, up to the draft's largest K.
 
     It goes on learning from prompt to prompt and from cell to cell, as it would in service.
-
-    Raises:
-        InvalidRequest: a controller needs costs that are not known.
     """
     ascending = sorted(arms, key=lambda arm: arm.num_speculative_tokens)
     largest = {arm.draft: arm for arm in ascending if arm.draft is not None}
@@ -299,11 +255,7 @@ def under(
 
 
 def warm_up(arms: Sequence[BenchArm], text: str, clock: Callable[[], float]) -> float:
-    """Generate twice with every arm, so that no measurement includes initialisation.
-
-    Returns:
-        Seconds per token of all arms together, from the second time.
-    """
+    """Generate twice with every arm, so that no measurement includes initialisation."""
     params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     seconds = 0.0
     for arm in arms:
@@ -344,14 +296,14 @@ def on_best_threads(
     for candidate in sorted(candidates):
         torch.set_num_threads(candidate)
         engine = load(candidate)
-        pace_s = seconds_per_token(engine, text, clock)
+        pace_s = _seconds_per_token(engine, text, clock)
         found.append((pace_s, torch.get_num_threads(), engine))
     pace_s, num_torch_threads, best = min(found, key=lambda entry: entry[0])
     torch.set_num_threads(num_torch_threads)
     return best, pace_s
 
 
-def seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
+def _seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
     """Measure seconds per token of a short completion, excluding a first warm-up run."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     plain.generate([text], params)

@@ -40,8 +40,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter
 
-__all__ = ["BenchComparison", "BenchTrace", "neighbours_apart", "read_prompts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

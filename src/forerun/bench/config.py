@@ -14,16 +14,6 @@ from forerun.errors import InvalidRequest
 from forerun.models.architecture import Runner
 from forerun.models.catalog import PREFIX
 
-__all__ = [
-    "DEMO_DRAFTS",
-    "LEAST_BLOCKS",
-    "SCOUT_BATCH",
-    "BenchConfig",
-    "DemoConfig",
-    "DraftArms",
-    "parse_arms",
-]
-
 LEAST_BLOCKS = 2
 """Blocks without which there is no interval."""
 SCOUT_BATCH = 8
@@ -64,7 +54,7 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
     for text in texts:
         if text == "plain":
             continue
-        arm = parse_arm(text)
+        arm = _parse_arm(text)
         same = found.setdefault(arm.name, arm)
         if same is arm:
             continue
@@ -75,7 +65,7 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
     return tuple(found.values())
 
 
-def parse_arm(text: str) -> DraftArms:
+def _parse_arm(text: str) -> DraftArms:
     """Parse one arm."""
     head, _, listed = text.rpartition("@")
     name, _, draft = head.rpartition("=")

@@ -35,8 +35,6 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Demo", "Example"]
-
 # Of the time left when a stage begins; the comparison at T=1 has the rest.
 EXACTNESS_SHARE = 0.12
 CALIBRATION_SHARE = 0.25
@@ -260,7 +258,6 @@ class Demo:
 
     @property
     def _set_aside(self) -> Sequence[str]:
-        """Prompts for choosing K, which are not scored."""
         return self.prompts[: self.config.num_calibration]
 
     @property

@@ -21,16 +21,6 @@ from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
 
-__all__ = [
-    "LoadBlock",
-    "agreement",
-    "load_figures",
-    "load_outcome",
-    "load_prompts",
-    "load_rows",
-    "run_load",
-]
-
 WARM_UP_TOKENS = 8
 
 Prompts = Sequence[str | Sequence[int]]
@@ -107,19 +97,7 @@ def measure_load(
     concurrency: int,
     index: int,
 ) -> LoadBlock:
-    """Measure one block of requests.
-
-    Args:
-        backend: answers the requests; several threads call it at once.
-        prompts: of the requests.
-        params: of every request.
-        endpoint: name of the endpoint.
-        concurrency: clients at once.
-        index: number of the block.
-
-    Raises:
-        InvalidRequest: no answer has two tokens, so that there is no time per output token.
-    """
+    """Measure one block of requests."""
     executor = ThreadPoolExecutor(concurrency)
     start_s = time.perf_counter()
     try:
@@ -192,8 +170,7 @@ def rate(samples: Sequence[Samples]) -> float:
     return sum(count for count, _ in samples) / sum(seconds for _, seconds in samples)
 
 
-def share_of_all(share: float) -> Callable[[Sequence[Samples]], float]:
-    """Return a function that computes a quantile of the requests of several blocks."""
+def _share_of_all(share: float) -> Callable[[Sequence[Samples]], float]:
     return lambda samples: quantile(sorted(value for block in samples for value in block), share)
 
 
@@ -205,10 +182,10 @@ LOAD_FIGURES: Mapping[
         lambda block: (sum(c.num_tokens for c in block.completions), block.wall_s),
         rate,
     ),
-    "ttft_median_s": (lambda block: block.ttft_s, share_of_all(0.5)),
-    "ttft_p95_s": (lambda block: block.ttft_s, share_of_all(0.95)),
-    "tpot_median_s": (lambda block: block.tpot_s, share_of_all(0.5)),
-    "tpot_p95_s": (lambda block: block.tpot_s, share_of_all(0.95)),
+    "ttft_median_s": (lambda block: block.ttft_s, _share_of_all(0.5)),
+    "ttft_p95_s": (lambda block: block.ttft_s, _share_of_all(0.95)),
+    "tpot_median_s": (lambda block: block.tpot_s, _share_of_all(0.5)),
+    "tpot_p95_s": (lambda block: block.tpot_s, _share_of_all(0.95)),
 }
 """Figures by name: what is taken of a block, and how blocks are combined."""
 
@@ -228,7 +205,7 @@ def load_figures(
     found = {}
     for name, (taken, combined) in LOAD_FIGURES.items():
         below = None if other is None else [taken(block) for block in other]
-        statistic = partial(of_resample, combined, [taken(block) for block in blocks], below)
+        statistic = partial(_of_resample, combined, [taken(block) for block in blocks], below)
         if len(blocks) < LEAST_BLOCKS:
             found[name] = Interval(estimate=statistic([range(1)]), low=0.0, high=math.inf)
         else:
@@ -236,13 +213,12 @@ def load_figures(
     return found
 
 
-def of_resample(
+def _of_resample(
     combined: Callable[[Sequence[Samples]], float],
     above: Sequence[Samples],
     below: Sequence[Samples] | None,
     groups: Sequence[Sequence[int]],
 ) -> float:
-    """Return a figure, or the ratio of two, over the blocks with the indices in `groups`."""
     value = combined([above[n] for n in groups[0]])
     return value if below is None else value / combined([below[n] for n in groups[0]])
 

@@ -19,15 +19,6 @@ from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 
-__all__ = [
-    "BenchReport",
-    "CellReport",
-    "DemoReport",
-    "ExactnessReport",
-    "check_exactness",
-    "predict",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
@@ -87,15 +78,7 @@ def check_exactness(
     prompts: Sequence[str],
     cases: Mapping[str, SamplingParams],
 ) -> ExactnessReport:
-    """Compare two engines whose outputs must be identical.
-
-    Args:
-        plain: decodes without a draft.
-        speculative: the same target with one.
-        prompts: what both continue.
-        cases: parameters under which the output is a function of the prompt: greedy, or seeded with
-            coupled verification. The name says what is tested.
-    """
+    """Compare two engines whose outputs must be identical."""
     num_tokens: dict[str, int] = {}
     mismatches: list[Mismatch] = []
     num_accepted = 0
@@ -109,8 +92,8 @@ def check_exactness(
             num_accepted += output.completions[0].acceptance.num_accepted
             place = first_difference(reference, output.token_ids)
             if place is not None:
-                tokens = {"plain": token_at(reference, place)}
-                tokens["speculative"] = token_at(output.token_ids, place)
+                tokens = {"plain": _token_at(reference, place)}
+                tokens["speculative"] = _token_at(output.token_ids, place)
                 mismatches.append(Mismatch(case=case, prompt=index, position=place, **tokens))
     return ExactnessReport(
         num_tokens=num_tokens,
@@ -123,13 +106,12 @@ def check_exactness(
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first difference; None if both sequences are equal."""
     for index in range(max(len(one), len(other))):
-        if token_at(one, index) != token_at(other, index):
+        if _token_at(one, index) != _token_at(other, index):
             return index
     return None
 
 
-def token_at(tokens: Sequence[int], index: int) -> int | None:
-    """Return the token at an index, None past the end."""
+def _token_at(tokens: Sequence[int], index: int) -> int | None:
     return tokens[index] if index < len(tokens) else None
 
 
@@ -201,9 +183,9 @@ class DemoReport:
     def to_dict(self) -> dict[str, object]:
         """Return the fields of the JSON output."""
         return {
-            "rows": [as_row(summary) for summary in self.rows],
-            "edit_rows": [as_row(summary) for summary in self.edit_rows],
-            "sampled_rows": [as_row(summary) for summary in self.sampled_rows],
+            "rows": [_as_row(summary) for summary in self.rows],
+            "edit_rows": [_as_row(summary) for summary in self.edit_rows],
+            "sampled_rows": [_as_row(summary) for summary in self.sampled_rows],
             "exactness": self.exactness.to_dict() if self.exactness else None,
             "provenance": self.provenance.to_dict(),
             "config": asdict(self.config) | {"num_calibrated": self.num_calibration},
@@ -273,13 +255,13 @@ class CellReport:
             "batch": self.batch,
             "rows": [self.row(summary) for summary in self.rows],
             "best_of_several": self.best.to_dict() if self.best else None,
-            "blocks": [[as_sample(m) for m in block] for block in self.blocks],
+            "blocks": [[_as_sample(m) for m in block] for block in self.blocks],
         }
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
         """Return one arm with its prediction."""
         prediction = self.predictions.get(summary.arm.name)
-        return as_row(summary) | {"predicted": asdict(prediction) if prediction else None}
+        return _as_row(summary) | {"predicted": asdict(prediction) if prediction else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,12 +291,11 @@ class BenchReport:
         }
 
 
-def as_row(summary: ArmSummary) -> dict[str, object]:
-    """Return one row of the table for JSON."""
+def _as_row(summary: ArmSummary) -> dict[str, object]:
     return summary.to_dict() | {"verdict": verdict(summary)}
 
 
-def as_sample(measurement: Measurement) -> dict[str, object]:
+def _as_sample(measurement: Measurement) -> dict[str, object]:
     """Return one measurement for JSON with all inputs of the derived figures."""
     return {
         "arm": measurement.arm.name,

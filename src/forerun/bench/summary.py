@@ -20,21 +20,6 @@ from forerun.theory.text import distinct_ngram_share
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "MIN_BLOCKS",
-    "ArmSummary",
-    "BestOfSeveral",
-    "best_arm",
-    "best_of_several",
-    "drafting_only",
-    "outcome",
-    "plot",
-    "rows_of",
-    "summarise",
-    "verdict",
-]
-
-
 RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
 """Interval of sum(numerators) / sum(denominators) over paired blocks."""
 
@@ -129,9 +114,9 @@ def summarise(
     Raises:
         ValueError: fewer are left.
     """
-    columns = columns_of(measurable(blocks))
+    columns = _columns_of(measurable(blocks))
     interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
-    return [summarise_arm(column, columns[0], interval) for column in columns]
+    return [_summarise_arm(column, columns[0], interval) for column in columns]
 
 
 def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
@@ -141,11 +126,10 @@ def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
 
 
 def measurable(blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks in which every arm emitted tokens after its prefill."""
     return [block for block in blocks if all(m.num_decoded > 0 for m in block)]
 
 
-def summarise_arm(
+def _summarise_arm(
     own: Sequence[Measurement], plain: Sequence[Measurement], interval: RatioInterval
 ) -> ArmSummary:
     """Compute the figures of one arm from its measurements and those of plain decoding."""
@@ -189,11 +173,10 @@ def best_arm(blocks: Sequence[Block]) -> BenchArm:
     def tokens_per_s(measurements: Sequence[Measurement]) -> float:
         return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)
 
-    return max(columns_of(blocks), key=tokens_per_s)[0].arm
+    return max(_columns_of(blocks), key=tokens_per_s)[0].arm
 
 
-def columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
-    """Group measurements by arm instead of by block."""
+def _columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
@@ -247,11 +230,7 @@ class BestOfSeveral:
 
 
 def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
-    """Choose the best arm except the first on every other block, and score it on the rest.
-
-    Returns:
-        None where there is no choice, or too few blocks for both halves.
-    """
+    """Choose the best arm except the first on every other block, and score it on the rest."""
     blocks = measurable(blocks)
     chosen_on, scored_on = blocks[0::2], blocks[1::2]
     if len(scored_on) < LEAST_BLOCKS or len(blocks[0]) < 3:
@@ -317,11 +296,11 @@ def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence
         figure.suptitle(title, fontsize=11)
         for (name, summaries), (speeds, survivals) in zip(panels.items(), lines, strict=True):
             speeds.set_title(name, fontsize=9, loc="left")
-            draw_speeds(speeds, summaries)
-            draw_survival(survivals, summaries)
+            _draw_speeds(speeds, summaries)
+            _draw_survival(survivals, summaries)
 
 
-def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
+def _draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
     """Draw horizontal bars with 95% intervals, each labelled with its speedup."""
     for row, summary in enumerate(summaries):
         speed, ratio = summary.tokens_per_s, summary.speedup
@@ -343,7 +322,7 @@ def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
     axes.set_xlabel("tokens per second, prefill included (95% interval)")
 
 
-def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
+def _draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
     """Draw the share of steps accepted through each position."""
     for row, summary in enumerate(summaries):
         survival = summary.acceptance.survival

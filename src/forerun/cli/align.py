@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from forerun.align.report import AlignReport
     from forerun.theory.intervals import Interval
 
-__all__ = ["COMMAND", "print_changes", "print_drafts", "print_ledger"]
-
 logger = logging.getLogger("forerun.align")
 
 EXPORTS: tuple[Export, ...] = ("hf",)
@@ -206,7 +204,6 @@ def aligned(options: AlignOptions) -> int:
 
 
 def values_of(config: Any, kind: type[Any]) -> dict[str, Any]:
-    """Return the values that `config` has for the fields of the dataclass `kind`, by field name."""
     return {item.name: getattr(config, item.name) for item in fields(kind)}
 
 
@@ -264,11 +261,7 @@ WORDS = {
 
 
 def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
-    """Print a table per temperature and K: drafts over all prompts, and by tag.
-
-    Args:
-        drafts: by the name they are shown with.
-    """
+    """Print a table per temperature and K: drafts over all prompts, and by tag."""
     console = SafeConsole()
     settings = {(d.temperature, d.num_speculative_tokens): None for d in drafts.values()}
     for temperature, k in settings:
@@ -277,11 +270,11 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
             for name, figures in drafts.items()
             if (figures.temperature, figures.num_speculative_tokens) == (temperature, k)
         }
-        print_setting(console, f"T={temperature:g}, K={k}, held-out prompts", chosen)
+        _print_setting(console, f"T={temperature:g}, K={k}, held-out prompts", chosen)
     console.print(f"[dim]{LEGEND}[/]")
 
 
-def print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
+def _print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
     """Print the drafts that were evaluated under the same settings."""
     table = table_of(Column("draft", overflow="fold"), *HEADINGS, title=title)
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
@@ -321,13 +314,12 @@ def print_changes(changes: Sequence[FigureChange]) -> None:
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
         console.print(
-            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {in_line(change.before)} -> "
-            f"{in_line(change.after)}: {change.finding}"
+            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {_in_line(change.before)} -> "
+            f"{_in_line(change.after)}: {change.finding}"
         )
 
 
-def in_line(interval: Interval) -> str:
-    """Return an estimate followed by its interval."""
+def _in_line(interval: Interval) -> str:
     return with_ends(interval, ".2f").replace("\n", " ")
 
 
@@ -336,11 +328,11 @@ def print_ledger(ledger: Ledger) -> None:
     console = SafeConsole()
     title = f"Where the tokens of a step go: {escape(ledger.draft)}"
     table = table_of(Column("supposing", no_wrap=True), "tokens per step", "gain", title=title)
-    table.add_row("as deployed", in_line(ledger.measured), "")
+    table.add_row("as deployed", _in_line(ledger.measured), "")
     for item in ledger.items:
         gain = f"{item.gain.estimate:+.2f} ({item.gain.low:+.2f}–{item.gain.high:+.2f})"
-        table.add_row(item.name, in_line(item.length), gain)
-    table.add_row("a perfect draft (capacity)", f"{ledger.limit:.2f}", in_line(ledger.capacity))
+        table.add_row(item.name, _in_line(item.length), gain)
+    table.add_row("a perfect draft (capacity)", f"{ledger.limit:.2f}", _in_line(ledger.capacity))
     console.print(table)
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from forerun.plan.costs import DraftCosts
     from forerun.trace.files import TraceWriter
 
-__all__ = ["COMMAND", "BenchOptions"]
-
 DEFAULTS = BenchConfig(arms=())
 SHIPPED_ARMS = (PREFIX + "code-2m@1,2,3,4",)
 
@@ -142,7 +140,7 @@ def run(options: BenchOptions) -> int:
     """Run the comparison; an interruption or failure still shows the results before it."""
     options.endpoints.check()
     if options.endpoints.url:
-        return endpoint_run(options).run(texts_of(options))
+        return _endpoint_run(options).run(texts_of(options))
     config = options.config
     options.check()
     prompts = texts_of(options)
@@ -159,7 +157,7 @@ def run(options: BenchOptions) -> int:
             # An existing trace is replaced only now, after the models were loaded.
             trace = opened.enter_context(options.tracing.opened())
             if trace is not None:
-                comparison.trace = begin_trace(trace, options, comparison)
+                comparison.trace = _begin_trace(trace, options, comparison)
             comparison.run(costs_of(options, comparison, status_text(status)))
         finally:
             status.stop()
@@ -179,12 +177,8 @@ FOR_ENDPOINTS = frozenset(
 )
 
 
-def endpoint_run(options: BenchOptions) -> EndpointRun:
-    """Return the load test of the servers that the options name.
-
-    Raises:
-        InvalidRequest: an option has no meaning for servers.
-    """
+def _endpoint_run(options: BenchOptions) -> EndpointRun:
+    """Return the load test of the servers that the options name."""
     from forerun.sampling.config import SamplingParams
 
     defaults = BenchOptions()
@@ -238,7 +232,7 @@ def costs_of(
     return measured_costs(comparison, notify)
 
 
-def begin_trace(
+def _begin_trace(
     trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
 ) -> BenchTrace:
     """Write one trace header per draft; the draft's hash in each step refers to its header."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from forerun.sampling.config import SamplingParams
     from forerun.theory.intervals import Interval
 
-__all__ = ["EndpointFlags", "EndpointRun"]
-
 CONCURRENCY = (1, 4, 8, 16)
 MOST_CLIENTS = 256
 COLUMNS = {
@@ -223,7 +221,7 @@ class EndpointRun:
         for row in rows:
             for url, blocks in row.items():
                 name = f"{blocks[0].concurrency}, {letters[url]}\n{len(blocks)} blocks"
-                table.add_row(name, *cells_of(load_figures(blocks)))
+                table.add_row(name, *_cells_of(load_figures(blocks)))
         console.print(table, "", "TTFT: time to first token; TPOT: time per output token", sep="\n")
         for row in rows if len(letters) == 2 else ():
             console.print(*self._comparison(*row.values()), sep="\n", markup=False)
@@ -250,7 +248,7 @@ def as_json(figures: dict[str, Interval]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def cells_of(figures: dict[str, Interval]) -> list[str]:
+def _cells_of(figures: dict[str, Interval]) -> list[str]:
     """Return the cells of one table row."""
     found = []
     for name, interval in figures.items():

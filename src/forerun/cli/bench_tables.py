@@ -15,8 +15,6 @@ from forerun.bench.summary import ArmSummary, BestOfSeveral, outcome, verdict
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.cli.writers import ColouredText, legend
 
-__all__ = ["print_comparison", "print_report"]
-
 HEADINGS = (
     "tokens/s\n(95%)",
     "speedup\n(95%)",
@@ -38,14 +36,14 @@ def print_comparison(report: BenchReport) -> None:
     console = SafeConsole()
     for cell in report.cells:
         if cell.rows:
-            print_cell(console, cell)
+            _print_cell(console, cell)
         else:
             console.print(f"{escape(cell.title)}: too few blocks for a table", "")
     console.print(f"[dim]{LEGEND}[/]")
     console.print(f"[dim]{escape(report.provenance.line)}[/]")
 
 
-def print_cell(console: SafeConsole, cell: CellReport) -> None:
+def _print_cell(console: SafeConsole, cell: CellReport) -> None:
     """Print the table and the verdicts of one cell, and the best of several arms."""
     table = table_of(Column("arm", no_wrap=True), *HEADINGS, title=cell.title)
     for row in cell.rows:
@@ -54,7 +52,7 @@ def print_cell(console: SafeConsole, cell: CellReport) -> None:
     for row in cell.rows:
         console.print(Text.assemble((f"{row.arm.name}: ", "bold"), verdict(row)))
     if cell.best is not None:
-        console.print(Text.assemble(("best: ", "bold"), best_sentence(cell.best)))
+        console.print(Text.assemble(("best: ", "bold"), _best_sentence(cell.best)))
     console.print()
 
 
@@ -71,7 +69,7 @@ def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
     )
 
 
-def best_sentence(best: BestOfSeveral) -> str:
+def _best_sentence(best: BestOfSeveral) -> str:
     """Return a sentence on the best arm and its speedup on the blocks that did not choose it."""
     return (
         f"{best.summary.arm.name} of {best.num_candidates}, chosen on {best.num_chosen_on} blocks; "
@@ -99,13 +97,13 @@ DEMO_HEADINGS = (
 def print_report(report: DemoReport, example: Example | None) -> None:
     """Print the demonstration: tables, verdicts, a coloured completion, the exactness check."""
     console = SafeConsole()
-    print_rows(console, report.rows, "Greedy (T=0), completions cut before they loop")
+    _print_rows(console, report.rows, "Greedy (T=0), completions cut before they loop")
     if report.config.target == SMALL_TARGET:
         console.print(escape(SMALL_TARGET_NOTE), "")
     if report.edit_rows:
-        print_rows(console, report.edit_rows, "Greedy, prompts that ask for an edit")
+        _print_rows(console, report.edit_rows, "Greedy, prompts that ask for an edit")
     if report.sampled_rows:
-        print_rows(console, report.sampled_rows, "Sampled (T=1)")
+        _print_rows(console, report.sampled_rows, "Sampled (T=1)")
     if example is not None:
         console.print(Panel(coloured(example), title="where every token came from"))
         console.print(legend(), "", sep="\n")
@@ -124,7 +122,7 @@ def coloured(example: Example) -> Text:
     return lead.append_text(take(found.text, found.token_ids, found.sources))
 
 
-def print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> None:
+def _print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> None:
     """Print one table, then one sentence per arm."""
     table = table_of(
         Column("arm", no_wrap=True), *DEMO_HEADINGS, title=f"{title}, {rows[0].num_blocks} prompts"
@@ -136,17 +134,17 @@ def print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> 
             with_ends(row.speedup, ".2f"),
             f"{row.acceptance_length:.2f}",
             rates(row.acceptance.acceptance_rate_per_position, most=3),
-            rate_and_break_even(row),
+            _rate_and_break_even(row),
         )
     console.print(table, "")
     for row in rows:
-        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), plain_verdict(row)))
+        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), _plain_verdict(row)))
     shares = ", ".join(f"{row.distinct_4gram_share:.2f}" for row in rows)
     console.print(f"[dim]distinct 4-grams of the texts: {shares}[/]")
     console.print()
 
 
-def plain_verdict(row: ArmSummary) -> str:
+def _plain_verdict(row: ArmSummary) -> str:
     """Return a sentence on whether an arm is faster, with tokens per step and cost per step."""
     if row.arm.num_speculative_tokens == 0:
         return f"the baseline, one pass of the target per token, {1000.0 * row.step_s:.1f} ms each"
@@ -154,7 +152,7 @@ def plain_verdict(row: ArmSummary) -> str:
     return f"{outcome(row)}: a step emits {row.acceptance_length:.1f} tokens and {costs}"
 
 
-def rate_and_break_even(row: ArmSummary) -> str:
+def _rate_and_break_even(row: ArmSummary) -> str:
     """Return the draft acceptance rate and its break-even value."""
     rate = row.acceptance.draft_acceptance_rate
     if rate is None or row.break_even is None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Command", "Exit", "is_flag"]
-
 OptionsT = TypeVar("OptionsT")
 
 
@@ -35,7 +33,7 @@ class Exit(IntEnum):
     """The reader of the output ended early."""
 
 
-def no_defaults(arguments: Sequence[str]) -> None:
+def _no_defaults(arguments: Sequence[str]) -> None:
     """Return None, which means that the defaults of the options' class apply."""
 
 
@@ -62,7 +60,7 @@ class Command(Generic[OptionsT]):
     examples: tuple[str, ...]
     lists: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     has_positional: bool = False
-    defaults: Callable[[Sequence[str]], Any] = no_defaults
+    defaults: Callable[[Sequence[str]], Any] = _no_defaults
     rewrite: Callable[[Sequence[str]], Sequence[str]] = list
 
     @property
@@ -119,7 +117,6 @@ def taken(rest: list[str], most: int) -> list[str]:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word is a flag; a negative number is none."""
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
 
 

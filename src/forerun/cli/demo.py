@@ -19,8 +19,6 @@ from forerun.models.architecture import Runner
 if TYPE_CHECKING:
     from forerun.bench.demo import Demo
 
-__all__ = ["COMMAND", "DemoOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
@@ -52,7 +50,7 @@ def run(options: DemoOptions) -> int:
         num_threads=options.threads,
     )
     if options.out is not None:
-        make_folder(options.out)
+        _make_folder(options.out)
 
     from forerun.bench.demo import Demo
     from forerun.models.catalog import edit_prompts, held_out_prompts
@@ -97,12 +95,8 @@ def show(demo: Demo, options: DemoOptions) -> None:
         plot(panels, report.config.target, [options.out / "demo.png", options.out / "demo.svg"])
 
 
-def make_folder(folder: Path) -> None:
-    """Create the output folder before any slow work begins.
-
-    Raises:
-        InvalidRequest: it cannot be created.
-    """
+def _make_folder(folder: Path) -> None:
+    """Create the output folder before any slow work begins."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

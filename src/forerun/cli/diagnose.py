@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from forerun.diagnose.evidence import Evidence
     from forerun.theory.cost import CostTable
 
-__all__ = ["COMMAND", "DiagnoseOptions"]
-
 EXIT_CODES = {
     "healthy": Exit.GOOD,
     "problem": Exit.PROBLEM,

@@ -9,8 +9,6 @@ from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole
 from forerun.errors import InvalidRequest
 
-__all__ = ["COMMAND", "ExactOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactOptions:

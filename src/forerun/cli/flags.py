@@ -22,21 +22,6 @@ from forerun.sampling.config import SamplingParams, Verification
 if TYPE_CHECKING:
     from forerun.trace.files import TraceWriter
 
-__all__ = [
-    "LookAhead",
-    "Model",
-    "ModelFlags",
-    "OutputFlags",
-    "PairFlags",
-    "SamplingFlags",
-    "TargetFlags",
-    "TraceFlags",
-    "check_plot",
-    "check_threads",
-    "check_writable",
-    "use_threads",
-]
-
 PICTURES = (".pdf", ".png", ".svg")
 """Formats of a plot."""
 MOST_THREADS = 256
@@ -49,11 +34,7 @@ LookAhead = Annotated[int, arg(name="num-speculative-tokens", aliases=("--k",))]
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before any slow work begins; its content is kept.
-
-    Raises:
-        InvalidRequest: the file cannot be written.
-    """
+    """Refuse a file that cannot be written, before any slow work begins; its content is kept."""
     if path is None:
         return
     try:
@@ -76,39 +57,21 @@ def shortened(path: Path) -> str:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a --plot that cannot be written.
-
-    Raises:
-        InvalidRequest: the suffix names no picture format, or the file cannot be written.
-    """
+    """Refuse a --plot that cannot be written."""
     if path is not None and path.suffix not in PICTURES:
         raise InvalidRequest(f"--plot {shortened(path)} must end in {', '.join(PICTURES)}")
     check_writable("--plot", path)
 
 
 def check_threads(num_threads: int | None) -> None:
-    """Refuse a number of threads that the machine cannot run.
-
-    Raises:
-        InvalidRequest: fewer than one, or far more than there are cores.
-    """
+    """Refuse a number of threads that the machine cannot run."""
     most = max(MOST_THREADS, 4 * (os.cpu_count() or 1))
     if num_threads is not None and not 1 <= num_threads <= most:
         raise InvalidRequest(f"--threads is {num_threads}; it must be from 1 to {most}")
 
 
 def use_threads(num_threads: int | None) -> int:
-    """Set the number of threads of torch in this whole process.
-
-    Args:
-        num_threads: None leaves torch's own default.
-
-    Returns:
-        How many torch uses now.
-
-    Raises:
-        InvalidRequest: the machine cannot run so many.
-    """
+    """Set the number of threads of torch in this whole process."""
     check_threads(num_threads)
     import torch
 
@@ -206,12 +169,7 @@ class PairFlags(TargetFlags):
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        """Return the drafts; empty for plain decoding.
-
-        Raises:
-            InvalidRequest: a draft is given twice, "none" is one of several, or the controller does
-                not choose between drafts.
-        """
+        """Return the drafts; empty for plain decoding."""
         names = [self.resolved(draft) for draft in self.draft or ("auto",)]
         found = tuple(name for name in names if name is not None)
         for name in found:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from forerun.sampling.proposal import Proposal, Verdict
     from forerun.trace.files import TraceWriter
 
-__all__ = ["COMMAND", "TreeView"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
@@ -68,7 +66,7 @@ class GenerateOptions:
 def run(options: GenerateOptions) -> int:
     """Generate text for one prompt; returns the exit code."""
     options.check()
-    prompt = read_prompt(options.prompt)
+    prompt = _read_prompt(options.prompt)
 
     from forerun.cli.main import notices_held
     from forerun.cli.session import Session, load_engine
@@ -82,7 +80,7 @@ def run(options: GenerateOptions) -> int:
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}
         if trace is not None:
-            hashes = add_headers(trace, pair, engine)
+            hashes = _add_headers(trace, pair, engine)
         writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
         view = TreeView()
         session = Session(
@@ -108,7 +106,7 @@ def run(options: GenerateOptions) -> int:
     return Exit.FAILED if trace is not None and trace.failed else Exit.GOOD
 
 
-def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str, str | None]:
+def _add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str, str | None]:
     """Write one header per draft, or one for plain decoding; returns draft hashes by method."""
     from forerun.cli.session import drafters_of
     from forerun.provenance import trace_header
@@ -127,12 +125,8 @@ def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str
     return dict(zip(drafters_of(engine), (header.draft_hash for header in headers), strict=False))
 
 
-def read_prompt(prompt: str) -> str:
-    """Return the prompt itself, or standard input for "-".
-
-    Raises:
-        InvalidRequest: it is not UTF-8.
-    """
+def _read_prompt(prompt: str) -> str:
+    """Return the prompt itself, or standard input for "-"."""
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()  # bytes of another encoding arrive as lone surrogates
@@ -211,7 +205,7 @@ class TreeView:
             rank = record.num_accepted, record.num_drafted
             if record.num_drafted and rank > self._rank:
                 self._rank = rank
-                self.kept = drafted_tree(entry, record.step)
+                self.kept = _drafted_tree(entry, record.step)
 
     def rendered(self, tokenizer: Tokenizer) -> RichTree | Text:
         """Return the kept draft as a tree for the terminal, or a sentence if no draft was kept."""
@@ -244,11 +238,11 @@ class TreeView:
         return branches[-1]
 
 
-def drafted_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
+def _drafted_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
     """Return the draft of a sequence and its outcome; the step must have kept its logits."""
     import torch
 
-    from forerun.sampling.tree_rules import expanded
+    from forerun.theory.tree import expanded
 
     proposal, verdict, logits = entry.proposal, entry.verdict, entry.logits
     assert proposal is not None

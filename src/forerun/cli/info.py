@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from forerun.cli.info_report import DraftFit, ModelDescription
     from forerun.models.tokenizers import Tokenizer
 
-__all__ = ["COMMAND", "InfoOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoOptions:
@@ -54,12 +52,12 @@ def run(options: InfoOptions) -> int:
         raise InvalidRequest(
             f"{options.draft} is a drafter without a model: it has no files to describe"
         )
-    target, tokenizer = describe_for(options, options.model)
+    target, tokenizer = _describe_for(options, options.model)
     if options.draft is not None and is_head(model_folder(options.draft)):
-        return show_with_head(target, options)
+        return _show_with_head(target, options)
     draft, fit = None, None
     if options.draft is not None:
-        draft, draft_tokenizer = describe_for(options, options.draft)
+        draft, draft_tokenizer = _describe_for(options, options.draft)
         fit = compare(target, draft, compare_vocabularies(tokenizer, draft_tokenizer))
     if options.json:
         print(json.dumps(as_json(target, draft, fit)))
@@ -71,7 +69,7 @@ def run(options: InfoOptions) -> int:
     return 0 if fit is None or fit.fits else 1
 
 
-def show_with_head(target: ModelDescription, options: InfoOptions) -> int:
+def _show_with_head(target: ModelDescription, options: InfoOptions) -> int:
     """Describe a model and its attached drafter; returns 1 if the drafter does not fit, else 0."""
     from forerun.cli.info_report import describe_head, print_head, print_model
     from forerun.models.load import model_folder
@@ -86,7 +84,7 @@ def show_with_head(target: ModelDescription, options: InfoOptions) -> int:
     return 0 if head.fits else 1
 
 
-def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:
+def _describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:
     """Describe one model of the pair under these options."""
     from forerun.cli.info_report import describe
 

@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from forerun.models.tokenizers import Tokenizer, VocabularyComparison
     from forerun.theory.intervals import Interval
 
-__all__ = [
-    "DraftFit",
-    "ModelDescription",
-    "compare",
-    "describe",
-    "describe_head",
-    "print_fit",
-    "print_head",
-    "print_model",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
@@ -72,7 +61,6 @@ class ModelDescription:
 
     @property
     def kv_bytes_per_slot(self) -> int:
-        """Return the KV bytes of one sequence at full length, staged rows included."""
         return self.memory.kv_bytes // self.num_slots
 
     def to_dict(self) -> dict[str, object]:
@@ -167,13 +155,13 @@ def compare(
     """Compare target and draft, given their descriptions."""
     return DraftFit(
         vocabularies=vocabularies,
-        problems=tuple(problems_of(vocabularies)),
+        problems=tuple(_problems_of(vocabularies)),
         warnings=tuple(warnings_of(target, draft)),
         relative_size=draft.num_parameters / target.num_parameters,
     )
 
 
-def problems_of(vocabularies: VocabularyComparison) -> Iterator[str]:
+def _problems_of(vocabularies: VocabularyComparison) -> Iterator[str]:
     """Return the reasons for which a draft cannot be used."""
     if not vocabularies.identical:
         yield (
@@ -216,10 +204,10 @@ def print_model(model: ModelDescription) -> None:
     }
     if model.card is not None:
         rows["aligned"] = escape("\n".join(story(model.card)))
-    print_sheet(model.name, rows)
+    _print_sheet(model.name, rows)
 
 
-def print_sheet(title: str, rows: Mapping[str, str]) -> None:
+def _print_sheet(title: str, rows: Mapping[str, str]) -> None:
     """Print a table of properties on stdout."""
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
@@ -268,14 +256,14 @@ def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
 def print_fit(fit: DraftFit) -> None:
     """Print whether the pair works, and warnings."""
     size = f"{fit.relative_size:.1%} of the target's parameters"
-    print_verdict("draft", fit, f": same tokenizer, {size}" if fit.fits else f" ({size})")
+    _print_verdict("draft", fit, f": same tokenizer, {size}" if fit.fits else f" ({size})")
     console = SafeConsole()
     for token, target, draft in fit.vocabularies.first_differences:
         console.print(f"    id {token}: target {target!r}, draft {draft!r}", markup=False)
-    print_warnings(fit)
+    _print_warnings(fit)
 
 
-def print_verdict(kind: str, fit: Fit, remark: str = "") -> None:
+def _print_verdict(kind: str, fit: Fit, remark: str = "") -> None:
     """Print whether a draft fits, and the problems."""
     console = SafeConsole()
     verdict = "[bold green]the {} fits[/]" if fit.fits else "[bold red]the {} does not fit[/]"
@@ -284,8 +272,7 @@ def print_verdict(kind: str, fit: Fit, remark: str = "") -> None:
         console.print(f"  {problem}", markup=False)
 
 
-def print_warnings(fit: Fit) -> None:
-    """Print the warnings about a draft."""
+def _print_warnings(fit: Fit) -> None:
     for warning in fit.warnings:
         SafeConsole().print(f"  [yellow]warning[/]: {escape(warning)}")
 
@@ -318,12 +305,7 @@ class HeadDescription(Fit):
 
 
 def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
-    """Describe a head and compare it with its target, which is loaded for it.
-
-    Raises:
-        InvalidModel: the target cannot be loaded.
-        NotEnoughMemory: there is no room for the target.
-    """
+    """Describe a head and compare it with its target, which is loaded for it."""
     from forerun.drafters.eagle3.formats import is_eagle3
     from forerun.engine.loading import check_head_card
 
@@ -331,7 +313,7 @@ def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
     is_eagle = is_eagle3(read_object(folder / "config.json"))
     described: dict[str, Any] = {"sizes": {}, "num_parameters": 0}
     try:
-        described |= of_eagle3(folder, target) if is_eagle else of_medusa(folder, target)
+        described |= _of_eagle3(folder, target) if is_eagle else _of_medusa(folder, target)
         check_head_card(folder, target_folder)
     except (InvalidModel, IncompatibleDraft) as error:
         described["problems"] = (str(error),)
@@ -339,12 +321,12 @@ def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
         folder=str(folder),
         method="eagle3" if is_eagle else "medusa",
         weights_hash=weights_hash(folder.glob("*.safetensors")),
-        warnings=tuple(head_warnings(folder, target_folder, is_eagle, described)),
+        warnings=tuple(_head_warnings(folder, target_folder, is_eagle, described)),
         **described,
     )
 
 
-def of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
+def _of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
     """Return the fields that describe an EAGLE-3 head."""
     from forerun.drafters.eagle3.load import examine
 
@@ -357,7 +339,7 @@ def of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
     }
 
 
-def of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
+def _of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
     """Return the fields that describe Medusa heads."""
     from forerun.drafters.medusa import load_medusa
 
@@ -368,7 +350,7 @@ def of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
     }
 
 
-def head_warnings(
+def _head_warnings(
     folder: Path, target_folder: Path, is_eagle: bool, described: dict[str, Any]
 ) -> Iterator[str]:
     """Return warnings about a head that can be used."""
@@ -394,6 +376,6 @@ def print_head(head: HeadDescription) -> None:
         "golden rows": "computed again, equal" if head.is_checked else "none or not equal",
         "hash": head.weights_hash,
     }
-    print_sheet(head.folder, rows)
-    print_verdict("head", head)
-    print_warnings(head)
+    _print_sheet(head.folder, rows)
+    _print_verdict("head", head)
+    _print_warnings(head)

@@ -34,8 +34,6 @@ from forerun.errors import (
 )
 from forerun.terminal_text import printable
 
-__all__ = ["main", "notices_held", "notices_on_stderr"]
-
 MAX_HELD_NOTICES = 100
 PREPARATION = "forerun.preparation"
 """Logger of what is prepared once, or once per start."""
@@ -157,12 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from a subcommand's parser, with 0 after `--help` and 2 after a usage error.
     """
-    open_standard_streams()
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(partial(answered, arguments))
 
 
-def open_standard_streams() -> None:
+def _open_standard_streams() -> None:
     """Connect closed standard streams to the null device.
 
     Otherwise the next file that is opened would get their number, and output would go into it.
@@ -180,13 +178,13 @@ def open_standard_streams() -> None:
 def answered(arguments: Sequence[str]) -> int:
     """Print help or the version, or run the subcommand."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview(), end="")
+        print(_overview(), end="")
         return Exit.GOOD if arguments else Exit.BAD_INPUT
     if arguments[0] == "--version":
         print(f"forerun {forerun.__version__}")
         return Exit.GOOD
     if arguments[0] not in COMMANDS:
-        print_error(unknown(arguments[0]))
+        _print_error(unknown(arguments[0]))
         return Exit.BAD_INPUT
     name, *rest = arguments
     command: Command[Any] = import_module(f"forerun.cli.{name}").COMMAND
@@ -201,7 +199,7 @@ def guarded(action: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print_error("interrupted")
+        _print_error("interrupted")
         return Exit.INTERRUPTED
     except Exception as error:  # noqa: BLE001 (an unforeseen error is reported as a defect)
         return failure(error)
@@ -210,18 +208,18 @@ def guarded(action: Callable[[], int]) -> int:
 def failure(error: Exception) -> int:
     """Report an error and return its exit code."""
     if isinstance(error, ForerunError):
-        print_error(str(error))
+        _print_error(str(error))
         return Exit.FAILED if isinstance(error, UNFINISHED) else Exit.BAD_INPUT
     if isinstance(error, BrokenPipeError):
         # The reader (head, less) has gone. Nothing is wrong, and the exit flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN_PIPE
     if isinstance(error, OSError):
-        return os_failure(error)
+        return _os_failure(error)
     if isinstance(error, MemoryError):
-        print_error("the memory of this machine does not suffice")
+        _print_error("the memory of this machine does not suffice")
         return Exit.FAILED
-    print_error(
+    _print_error(
         f"unexpected {type(error).__name__}: {error}; this is a defect of forerun, please report "
         "it with the output of FORERUN_TRACEBACK=1"
     )
@@ -230,18 +228,17 @@ def failure(error: Exception) -> int:
     return Exit.DEFECT
 
 
-def os_failure(error: OSError) -> int:
+def _os_failure(error: OSError) -> int:
     """Report a file that cannot be read or written, and return the exit code."""
     name = error.filename or "the output"
     if error.errno in DISK_FAILURES:
-        print_error(f"{name} cannot be written: {error.strerror}")
+        _print_error(f"{name} cannot be written: {error.strerror}")
         return Exit.FAILED
-    print_error(f"{name}: {error.strerror or error}")
+    _print_error(f"{name}: {error.strerror or error}")
     return Exit.BAD_INPUT
 
 
-def overview() -> str:
-    """Return the text of `forerun --help`."""
+def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}   {summary}" for name, summary in COMMANDS.items()]
     return OVERVIEW.format(commands="\n".join(lines))
@@ -256,7 +253,7 @@ def unknown(word: str) -> str:
     return f"no {kind} {word!r}; {hint}"
 
 
-def print_error(message: str) -> None:
+def _print_error(message: str) -> None:
     """Print one line on stderr."""
     from rich.console import Console
     from rich.text import Text

@@ -26,8 +26,6 @@ from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, load_pair, setu
 from forerun.probe.profile import Profile, check_setup, load_profile
 from forerun.theory.cost import CostTable
 
-__all__ = ["PairCosts", "measured_costs", "read_costs"]
-
 BENCH_BUDGET_S = 6.0
 """Per draft: a prediction needs less than a profile that is kept."""
 ALIGN_BUDGET_S = 15.0
@@ -38,27 +36,22 @@ def measured_costs(
 ) -> Mapping[str, DraftCosts]:
     """Measure the costs of every draft with the target, on the loaded models of the comparison."""
     found = {}
-    for draft, arm in by_draft(comparison).items():
-        pair, facts = pair_of(comparison, arm)
+    for draft, arm in _by_draft(comparison).items():
+        pair, facts = _pair_of(comparison, arm)
 
         def say(num_rounds: int, error: float, draft: str = draft) -> None:
             notify(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
 
         profile = measure_pair(
-            pair, facts, probe_for(comparison), clock=time.perf_counter, notify=say
+            pair, facts, _probe_for(comparison), clock=time.perf_counter, notify=say
         )
         found[draft] = profile.costs
     return found
 
 
 def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, DraftCosts]:
-    """Read costs from profiles, and assign each to the draft that it was measured with.
-
-    Raises:
-        InvalidProfile: a file cannot be read, or is of another machine or target.
-        InvalidRequest: a profile belongs to none of the drafts.
-    """
-    pairs = {draft: pair_of(comparison, arm) for draft, arm in by_draft(comparison).items()}
+    """Read costs from profiles, and assign each to the draft that it was measured with."""
+    pairs = {draft: _pair_of(comparison, arm) for draft, arm in _by_draft(comparison).items()}
     setups = {draft: setup_of(pair, *facts) for draft, (pair, facts) in pairs.items()}
     found = {}
     for path in paths:
@@ -73,7 +66,7 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
     return found
 
 
-def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
+def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
     """Return the first arm of every draft that is a model or an EAGLE-3 head.
 
     Others have no passes of their own that could be measured.
@@ -88,7 +81,7 @@ def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
     return arms
 
 
-def pair_of(
+def _pair_of(
     comparison: BenchComparison, arm: BenchArm
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
     """Return the target and the draft of an arm as a loaded pair."""
@@ -107,7 +100,7 @@ def pair_of(
     return pair, (target_facts, facts_of(arm.draft, pair.draft, config.dtype))
 
 
-def probe_for(comparison: BenchComparison) -> ProbeConfig:
+def _probe_for(comparison: BenchComparison) -> ProbeConfig:
     """Return settings of a profile whose batch sizes and K are those of the comparison."""
     config, room = comparison.config, comparison.arms[0].engine
     assert isinstance(room, Engine)
@@ -148,11 +141,7 @@ class PairCosts:
         self._costs: DraftCosts | None = None
 
     def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
-        """Return the cost table of a draft at a temperature.
-
-        Raises:
-            InvalidProfile: the profile is of another machine or target.
-        """
+        """Return the cost table of a draft at a temperature."""
         if self._costs is None:
             self._costs = self._profile(draft, target_hash).costs
         return self._costs.at(temperature)

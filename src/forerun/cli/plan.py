@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from forerun.plan.option import DraftCandidate, Option
     from forerun.plan.what_if import Scenario
 
-__all__ = ["COMMAND"]
-
 
 def run(options: PlanOptions) -> int:
     """Compute the plan and show it."""
@@ -38,7 +36,7 @@ def run(options: PlanOptions) -> int:
     if options.json:
         print(json.dumps(content(advice, what_if, config, found, options)))
     else:
-        print_plan(advice, what_if, config, origin(options, found))
+        _print_plan(advice, what_if, config, origin(options, found))
     if options.plot is not None:
         from forerun.plan.plot import plot
 
@@ -107,7 +105,7 @@ LEGEND = (
 )
 
 
-def print_plan(
+def _print_plan(
     advice: Advice, what_if: Sequence[Scenario], config: PlanConfig, origin: Sequence[str]
 ) -> None:
     """Print the plan, the best options by batch size, break-even points and alternatives."""
@@ -158,7 +156,6 @@ def batches(advice: Advice, config: PlanConfig) -> Table:
 
 
 def headings(advice: Advice) -> tuple[str, ...]:
-    """Return the column headings of an option, for tables within 80 characters."""
     if len(advice.curves) > 1:
         return ("drafter", "K", "speedup (95%)", "ms/token")
     return ("K", "tau", "kappa", "speedup (95%)", "ms/token", "tokens/s")

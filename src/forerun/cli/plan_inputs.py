@@ -25,8 +25,6 @@ from forerun.trace.files import read_trace
 if TYPE_CHECKING:
     from forerun.theory.cost import CostTable
 
-__all__ = ["PlanOptions", "candidates_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFlags:
@@ -159,29 +157,23 @@ class PlanOptions:
 
 
 def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
-    """Return every drafter that the plan compares, and the plan's operating points.
-
-    Raises:
-        InvalidRequest: something is missing, unknown, or named twice.
-        InvalidProfile: a profile is damaged, or profiles and trace are of different pairs.
-        InvalidTrace: the trace has no counts of acceptance.
-    """
-    profiles = read_profiles(options.profile)
+    """Return every drafter that the plan compares, and the plan's operating points."""
+    profiles = _read_profiles(options.profile)
     machine = options.machine.chosen
-    traced = read_traced(options)
+    traced = _read_traced(options)
     config = config_of(options, profiles, temperature_of(options, traced))
-    check_same_pair(profiles, traced)
+    _check_same_pair(profiles, traced)
     if machine is None:
         tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
     else:
         tables = rooflines(machine, options, profiles, config)
     names = options.draft or tuple(tables)
-    figures = given_by(options, names)
+    figures = _given_by(options, names)
     candidates = [
         DraftCandidate(
             name=name,
-            table=table_for(name, tables, traced),
-            acceptance=acceptance_for(name, figures, traced, options, config.temperature),
+            table=_table_for(name, tables, traced),
+            acceptance=_acceptance_for(name, figures, traced, options, config.temperature),
         )
         for name in names
     ]
@@ -222,13 +214,8 @@ def config_of(
     )
 
 
-def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
-    """Read profiles and return them by the draft that each was measured with.
-
-    Raises:
-        InvalidProfile: one is damaged, or they are not of one target on one machine.
-        InvalidRequest: two are of the same draft.
-    """
+def _read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
+    """Read profiles and return them by the draft that each was measured with."""
     found: dict[str, Profile] = {}
     for path in paths:
         profile = load_profile(path)
@@ -248,7 +235,7 @@ def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
     return found
 
 
-def read_traced(options: PlanOptions) -> TracedDrafts | None:
+def _read_traced(options: PlanOptions) -> TracedDrafts | None:
     """Read the drafters of the trace with their acceptance."""
     if options.trace is None:
         return None
@@ -262,12 +249,8 @@ def read_traced(options: PlanOptions) -> TracedDrafts | None:
     return found
 
 
-def check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None) -> None:
-    """Refuse acceptance that was counted with another pair of models.
-
-    Raises:
-        InvalidProfile: the trace was made with another target or draft; the difference is named.
-    """
+def _check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None) -> None:
+    """Refuse acceptance that was counted with another pair of models."""
     for name, draft in ({} if traced is None else traced.drafts).items():
         header = draft.header
         for profile in profiles.values():
@@ -291,7 +274,7 @@ def rooflines(
     """Return roofline costs by draft model on a machine that is described by flags."""
     batches = {batch * factor for batch in config.batches for factor in (1, *BATCH_FACTORS)}
     contexts = {config.context * factor for factor in (1, *CONTEXT_FACTORS)}
-    sources: Mapping[str, Profile | None] = profiles or {name_without_profile(options): None}
+    sources: Mapping[str, Profile | None] = profiles or {_name_without_profile(options): None}
     return {
         name: cost_table(
             machine, *options.machine.sizes(profile), batches=batches, contexts=contexts
@@ -300,7 +283,7 @@ def rooflines(
     }
 
 
-def name_without_profile(options: PlanOptions) -> str:
+def _name_without_profile(options: PlanOptions) -> str:
     """Return the draft whose size the flags describe."""
     models = [name for name in options.draft if parse_drafter(name) is None]
     if options.machine.draft_params is None and (models or not options.draft):
@@ -313,15 +296,14 @@ def name_without_profile(options: PlanOptions) -> str:
     return models[0] if models else DRAFT
 
 
-def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts | None) -> CostTable:
+def _table_for(
+    name: str, tables: Mapping[str, CostTable], traced: TracedDrafts | None
+) -> CostTable:
     """Return the cost table of a drafter.
 
     A drafter without a model is put beside the target of any profile: what it takes per token is
     in the trace, and so is the rest of a cycle. Without a trace it drafts for nothing, and the rest
     is what it is with a draft model.
-
-    Raises:
-        InvalidRequest: nothing says what it costs.
     """
     if name in tables:
         return tables[name]
@@ -340,12 +322,8 @@ def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts |
     return with_draft_cost(beside, draft_s=measured, overhead_s=own.overhead_s)
 
 
-def given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
-    """Parse the figures of --acceptance by draft.
-
-    Raises:
-        InvalidRequest: a figure is no number, or belongs to no draft, or to several.
-    """
+def _given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Parse the figures of --acceptance by draft."""
     if doubled := {name for name in names if names.count(name) > 1}:
         raise InvalidRequest(f"--draft {min(doubled)} is given twice")
     found: dict[str, list[float]] = {}
@@ -375,19 +353,14 @@ def numbers(text: str, figures: str) -> Iterator[float]:
             ) from None
 
 
-def acceptance_for(
+def _acceptance_for(
     name: str,
     figures: Mapping[str, list[float]],
     traced: TracedDrafts | None,
     options: PlanOptions,
     temperature: float,
 ) -> Acceptance:
-    """Return the acceptance of a drafter: from the flags, otherwise from the trace.
-
-    Raises:
-        InvalidRequest: nothing says it, or the figures are impossible.
-        InvalidTrace: no request of the trace has the temperature.
-    """
+    """Return the acceptance of a drafter: from the flags, otherwise from the trace."""
     if name in figures:
         return given(figures[name], conditional=options.conditional, max_k=options.max_k)
     if traced is not None and name in traced.drafts:

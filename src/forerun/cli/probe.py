@@ -19,8 +19,6 @@ from forerun.sampling.config import SamplingParams, Verification
 if TYPE_CHECKING:
     from forerun.diagnose.evidence import Evidence
 
-__all__ = ["COMMAND", "ProbeOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
@@ -169,7 +167,7 @@ def show(evidence: Evidence, out: Path | None) -> None:
     table = table_of(Column("fact", no_wrap=True), "value")
     table.add_column("from")
     for fact in evidence:
-        table.add_row(fact.name, value_text(fact.value), Text(fact.source))
+        table.add_row(fact.name, _value_text(fact.value), Text(fact.source))
     console = SafeConsole()
     console.print(table)
     file = "facts.json" if out is None else str(out)
@@ -179,7 +177,7 @@ def show(evidence: Evidence, out: Path | None) -> None:
     )
 
 
-def value_text(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value as short text."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from forerun.theory.cost_line import CostLine
     from forerun.theory.intervals import Interval
 
-__all__ = ["COMMAND", "ProfileOptions", "print_profile"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
@@ -139,7 +137,7 @@ def show(profile: Profile, options: ProfileOptions) -> None:
     if options.json:
         print(json.dumps(profile.to_dict()))
     else:
-        print_profile(profile)
+        _print_profile(profile)
     if options.out is not None:
         write_profile(profile, options.out)
     if options.plot is not None:
@@ -150,12 +148,12 @@ LIST_FLAGS = ("--rows", "--batch", "--batches", "--context", "--contexts")
 SHOWN_K = (1, 2, 4, 8)
 
 
-def print_profile(profile: Profile) -> None:
+def _print_profile(profile: Profile) -> None:
     """Print the parts of a step, v(n), kappa, and the machine of the measurement."""
     console = SafeConsole()
     console.print(parts(profile), "")
     console.print(verify_costs(profile.greedy), "")
-    console.print(cycle_costs(profile), "")
+    console.print(_cycle_costs(profile), "")
     for sentence in remarks(profile):
         console.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
 
@@ -172,7 +170,7 @@ def parts(profile: Profile) -> Table:
     table.add_row("  share of its speed", *(f"{share:.0%}" for share in shares))
     table.add_row("  among other work", *(slower(profile, line) for line in lines))
     for quantity in (Quantity.DRAFT_PASS, Quantity.DRAFT_CHAIN):
-        for size in sizes_of(profile, quantity):
+        for size in _sizes_of(profile, quantity):
             name = "draft pass" if size == 1 else f"draft pass over {size} tokens"
             if quantity is Quantity.DRAFT_CHAIN:
                 name = f"draft chain of {size}"
@@ -183,7 +181,7 @@ def parts(profile: Profile) -> Table:
                 table.add_row(f"reading {size}{name}", milliseconds(time_s))
     for quantity in (Quantity.GREEDY_OVERHEAD, Quantity.SAMPLED_OVERHEAD):
         temperature = "T=0" if quantity is Quantity.GREEDY_OVERHEAD else "T=1"
-        for k in sizes_of(profile, quantity):
+        for k in _sizes_of(profile, quantity):
             name = f"outside, {temperature}, {f'K={k}' if k else 'plain'}"
             table.add_row(name, *(outside(profile, quantity, line, k) for line in lines))
     return table
@@ -194,7 +192,7 @@ def verify_costs(table: CostTable) -> Table:
     shown = grid("v(n), plain steps", table.lines)
     for rows in sorted({rows for line in table.lines for rows in line.rows}):
         values = [
-            with_error(table.verify_cost_interval(rows, line.context, line.batch))
+            _with_error(table.verify_cost_interval(rows, line.context, line.batch))
             if rows in line.rows
             else ""
             for line in table.lines
@@ -203,13 +201,13 @@ def verify_costs(table: CostTable) -> Table:
     return shown
 
 
-def cycle_costs(profile: Profile) -> Table:
+def _cycle_costs(profile: Profile) -> Table:
     """Print kappa at some K, greedy and sampled."""
     shown = grid("kappa, plain steps", profile.greedy.lines)
     for name, table in (("T=0", profile.greedy), ("T=1", profile.sampled)):
         for k in SHOWN_K:
             found = [table.cycle_cost_interval(k, x.context, x.batch) for x in table.lines]
-            shown.add_row(f"{name}, K = {k}", *map(with_error, found))
+            shown.add_row(f"{name}, K = {k}", *map(_with_error, found))
     return shown
 
 
@@ -247,14 +245,12 @@ def cell(profile: Profile, quantity: Quantity, line: CostLine, size: int) -> str
     return milliseconds(found.estimate, (found.high - found.low) / 2)
 
 
-def sizes_of(profile: Profile, quantity: Quantity) -> list[int]:
-    """Return every measured size."""
+def _sizes_of(profile: Profile, quantity: Quantity) -> list[int]:
     cells = [measured.cell for measured in profile.measured]
     return sorted({found.size for found in cells if found.quantity is quantity})
 
 
-def with_error(interval: Interval) -> str:
-    """Return a cost in plain steps and its error."""
+def _with_error(interval: Interval) -> str:
     return f"{interval.estimate:.2f} ±{interval.high - interval.estimate:.2f}"
 
 

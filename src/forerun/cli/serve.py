@@ -23,8 +23,6 @@ from forerun.server.config import ServerConfig
 if TYPE_CHECKING:
     from forerun.server.keys import ApiKey
 
-__all__ = ["COMMAND", "ServeOptions"]
-
 KEY_VARIABLE = "FORERUN_API_KEY"
 
 
@@ -88,24 +86,20 @@ def run(options: ServeOptions) -> int:
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
 
-    keys, template = options.read_keys(), read_template(options.chat_template)
+    keys, template = options.read_keys(), _read_template(options.chat_template)
     listener = open_socket(options.server)  # before weights are read: the port may be in use
     engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
     if template:
         engine.tokenizer.use_chat_template(template)
     running = AsyncEngine(engine)
     app = create_app(running, options.model, options.server, keys)
-    announce(options.model, listener)
+    _announce(options.model, listener)
     serve(app, listener, options.server, running)
     return Exit.GOOD
 
 
-def read_template(path: Path | None) -> str:
-    """Return the text of a chat template; empty if no file is given.
-
-    Raises:
-        InvalidRequest: the file cannot be read, or is empty.
-    """
+def _read_template(path: Path | None) -> str:
+    """Return the text of a chat template; empty if no file is given."""
     if path is None:
         return ""
     try:
@@ -150,12 +144,12 @@ def run_vllm(options: ServeOptions) -> int:
         proxy = create_proxy(
             address, target=options.model, methods=methods, config=options.server, keys=keys
         )
-        announce(options.model, listener)
+        _announce(options.model, listener)
         serve(proxy, listener, options.server)
     return Exit.GOOD
 
 
-def announce(model: str, listener: socket) -> None:
+def _announce(model: str, listener: socket) -> None:
     """Print the addresses of the API and of the live page."""
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host

@@ -29,8 +29,6 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter
 
-__all__ = ["Figures", "Session", "controlled", "drafters_of", "load_engine"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -110,12 +108,7 @@ COPIER = "suffix"
 
 
 def controlled(engine: Engine, pair: PairFlags) -> Engine:
-    """Return the engine with the controller and the costs that the flags name.
-
-    Raises:
-        InvalidProfile: a profile is of another machine, pair or set-up.
-        InvalidRequest: there is no draft, or the controller needs a profile.
-    """
+    """Return the engine with the controller and the costs that the flags name."""
     if engine.drafter is None:
         raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
     costs = costs_of(engine, pair) if pair.profile else {}
@@ -135,7 +128,7 @@ def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
 def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
     """Read costs by drafter from profiles of these models on this machine."""
     named = dict(zip(drafters_of(engine), pair.draft_names, strict=True))
-    setups = setups_of(engine, pair)
+    setups = _setups_of(engine, pair)
     if not setups:
         raise InvalidRequest(
             "--profile is of a target and a draft model, and the draft is "
@@ -164,7 +157,7 @@ def copies(name: str) -> bool:
     return drafter is not None and drafter.name == COPIER
 
 
-def setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
+def _setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
     """Return the profile set-up of the target with every loaded draft model."""
     target = facts_of(pair.target, engine.target, pair.dtype)
     found = {}
@@ -192,14 +185,7 @@ def load_engine(
     max_tokens: int | None = None,
     max_waiting: int = EngineConfig().max_waiting,
 ) -> Engine:
-    """Load the engine that the flags describe.
-
-    Args:
-        pair: the flags.
-        max_batch: sequences decoded at once.
-        max_tokens: longest output of every request, where that is known.
-        max_waiting: sequences that may wait for a place.
-    """
+    """Load the engine that the flags describe."""
     if (
         pair.draft_names
         and pair.tree is None

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from forerun.plan.simulation.result import PhaseResult, Quantiles, Result
     from forerun.probe.profile import Profile
 
-__all__ = ["COMMAND", "SimulateOptions", "print_simulation"]
-
 logger = logging.getLogger(__name__)
 
 CONTROLLERS = ("plain", "fixed:4", "goodput")
@@ -80,13 +78,13 @@ def run(options: SimulateOptions) -> int:
     profile = load_profile(options.profile)
     costs = profile.costs
     if options.correct_by is not None:
-        costs = as_traced(costs, profile, options.correct_by, workload.temperature)
+        costs = _as_traced(costs, profile, options.correct_by, workload.temperature)
     with SafeConsole(stderr=True).status("simulating") as status:
         results, oracle = simulated(options, workload, costs, status_text(status))
     if options.json:
         print(json.dumps(content(options, workload, results, oracle)))
     else:
-        print_simulation(results, oracle, workload)
+        _print_simulation(results, oracle, workload)
     if options.plot is not None:
         from forerun.plan.simulation.plot import plot
 
@@ -94,12 +92,8 @@ def run(options: SimulateOptions) -> int:
     return 0
 
 
-def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
-    """Correct the costs by the recorded times of a trace; the factors are printed on stderr.
-
-    Raises:
-        InvalidTrace: it cannot be read, is of another pair, or has nothing to compare.
-    """
+def _as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
+    """Correct the costs by the recorded times of a trace; the factors are printed on stderr."""
     from forerun.plan.simulation.correction import corrected, correction_of
     from forerun.theory.record import TraceHeader
     from forerun.trace.files import read_trace
@@ -182,7 +176,7 @@ LEGEND = (
 )
 
 
-def print_simulation(results: Sequence[Result], oracle: Oracle | None, workload: Workload) -> None:
+def _print_simulation(results: Sequence[Result], oracle: Oracle | None, workload: Workload) -> None:
     """Print one line per controller, a table of phases, and remarks on the figures."""
     console = SafeConsole()
     first = results[0]
@@ -227,12 +221,11 @@ def phases(results: Sequence[Result], oracle: Oracle | None, workload: Workload)
         headings.append(escape(phase.name or f"phase {number + 1}") + best)
     table = table_of(Column("ms per token, mean K", no_wrap=True), *headings)
     for result in results:
-        table.add_row(escape(result.controller), *map(phase_cell, result.phases))
+        table.add_row(escape(result.controller), *map(_phase_cell, result.phases))
     return table
 
 
-def phase_cell(found: PhaseResult) -> str:
-    """Return the cell of one controller in one phase."""
+def _phase_cell(found: PhaseResult) -> str:
     if not found.num_tokens:
         return "nothing decoded"
     return f"{1e3 * found.decode_s / found.num_tokens:.3g}, {found.mean_k:.1f}"

@@ -17,17 +17,6 @@ from rich.text import Text
 from forerun.terminal_text import printable
 from forerun.theory.intervals import Interval
 
-__all__ = [
-    "FigureTable",
-    "SafeConsole",
-    "milliseconds",
-    "progress_bar",
-    "rates",
-    "status_text",
-    "table_of",
-    "with_ends",
-]
-
 WIDEST = 4096
 """Columns a table may ask for; a terminal wraps what it cannot show."""
 
@@ -56,7 +45,6 @@ class SafeConsole(Console):
 
 
 def status_text(status: Status) -> Callable[[str], None]:
-    """Return a function that replaces the text of a spinner."""
     return lambda text: status.update(escape(safe(text)))
 
 
@@ -99,7 +87,6 @@ def table_of(first: Column, *others: str, title: str | None = None) -> FigureTab
 
 
 def with_ends(interval: Interval, spec: str) -> str:
-    """Return an estimate with its interval on the next line."""
     low, high = format(interval.low, spec), format(interval.high, spec)
     return f"{format(interval.estimate, spec)}\n({low}–{high})"
 
@@ -117,12 +104,7 @@ def milliseconds(s: float, error_s: float | None = None) -> str:
 
 @contextmanager
 def progress_bar(first: str, total: float) -> Iterator[Callable[[str, float], None]]:
-    """Show a bar on stderr while the block runs; the yielded function updates it.
-
-    Args:
-        first: the text at the beginning.
-        total: amount of work.
-    """
+    """Show a bar on stderr while the block runs; the yielded function updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
         task = bar.add_task(first, total=total)

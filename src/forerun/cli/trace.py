@@ -18,8 +18,6 @@ from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidTrace
 from forerun.trace.summary import MIN_PLAIN_STEPS, GroupSummary, MeasuredCycleCost, TraceSummary
 
-__all__ = ["COMMAND", "TraceOptions", "print_summary"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
@@ -50,7 +48,7 @@ def run(options: TraceOptions) -> int:
     if options.json:
         print(json.dumps(summary.to_dict()))
     else:
-        print_summary(summary)
+        _print_summary(summary)
     if options.plot is not None:
         from forerun.trace.summary import plot
 
@@ -67,7 +65,7 @@ LEGEND = (
 )
 
 
-def print_summary(summary: TraceSummary) -> None:
+def _print_summary(summary: TraceSummary) -> None:
     """Print the figures of a trace: run, acceptance by position, tags, time and damage."""
     console = SafeConsole()
     for header in summary.headers:
@@ -77,12 +75,12 @@ def print_summary(summary: TraceSummary) -> None:
     for line in figures(summary):
         console.print(escape(line), soft_wrap=True)
     if summary.overall.positions:
-        console.print("", positions_table(summary.overall))
+        console.print("", _positions_table(summary.overall))
     if summary.tags:
-        console.print("", tags_table(summary))
+        console.print("", _tags_table(summary))
     if summary.overall.positions:
         console.print(f"\n[dim]{LEGEND}[/]")
-    print_damage(console, summary)
+    _print_damage(console, summary)
 
 
 def figures(summary: TraceSummary) -> Iterator[str]:
@@ -99,7 +97,7 @@ def figures(summary: TraceSummary) -> Iterator[str]:
     if summary.median_ttft_s is not None:
         yield f"first token after {1000 * summary.median_ttft_s:.1f} ms (median)"
     yield from drafting(summary)
-    yield time_line(summary)
+    yield _time_line(summary)
 
 
 def drafting(summary: TraceSummary) -> Iterator[str]:
@@ -127,7 +125,7 @@ def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
     return f"{cost.estimate:.3f}, decoding {tau / cost.estimate:.2f}x{skipped}"
 
 
-def time_line(summary: TraceSummary) -> str:
+def _time_line(summary: TraceSummary) -> str:
     """Return a line with the time of each part of a step."""
     times = summary.times
     total_s = times.total_s or 1.0
@@ -145,7 +143,7 @@ def time_line(summary: TraceSummary) -> str:
     )
 
 
-def positions_table(group: GroupSummary) -> Table:
+def _positions_table(group: GroupSummary) -> Table:
     """Return the table of acceptance by position, with a bar for survival."""
     table = table_of(Column("position"), "drafted", "accepted", "beta (95%)", "survival")
     table.add_column("", no_wrap=True)
@@ -162,7 +160,7 @@ def positions_table(group: GroupSummary) -> Table:
     return table
 
 
-def tags_table(summary: TraceSummary) -> Table:
+def _tags_table(summary: TraceSummary) -> Table:
     """Return the table of figures by tag, one line each."""
     headings = ("requests", "tokens", "tau", "kappa", "wasted", "beta 1, 2, 3")
     table = table_of(Column("tag", overflow="fold"), *headings)
@@ -181,7 +179,7 @@ def tags_table(summary: TraceSummary) -> Table:
     return table
 
 
-def print_damage(console: SafeConsole, summary: TraceSummary) -> None:
+def _print_damage(console: SafeConsole, summary: TraceSummary) -> None:
     """Print which parts of the trace could not be read."""
     if not summary.num_damaged:
         return

@@ -20,8 +20,6 @@ from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import TokenSource
 from forerun.terminal_text import printable
 
-__all__ = ["ColouredText", "Writer", "choose_writer", "legend", "print_figures"]
-
 STYLES = MappingProxyType(
     {
         TokenSource.ACCEPTED: "green",
@@ -111,7 +109,7 @@ class PlainWriter:
             if not completion.text.endswith("\n"):
                 print()
             if completion.logprobs is not None:
-                SafeConsole().print(logprobs_table(completion.logprobs, self.tokenizer))
+                SafeConsole().print(_logprobs_table(completion.logprobs, self.tokenizer))
 
     def show(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> None:
         """Print the text of these tokens; on a terminal, control characters are escaped."""
@@ -119,7 +117,7 @@ class PlainWriter:
         print(shown, end="", flush=True)
 
 
-def logprobs_table(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Table:
+def _logprobs_table(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Table:
     """Return a table with one line per token: text, log probability, likeliest tokens."""
     table = table_of(Column("token"), "logprob")
     table.add_column("likeliest")
@@ -196,5 +194,4 @@ def as_json(completion: Completion) -> dict[str, object]:
 
 
 def print_figures(figures: Figures) -> None:
-    """Print the figures as one dim line to stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(figures.line, style="dim"))

@@ -19,8 +19,6 @@ from forerun.control.config import GoodputConfig
 from forerun.theory.budget import tree_survival
 from forerun.theory.record import StepRecord
 
-__all__ = ["AcceptanceCurve", "AcceptanceEstimates", "Positions"]
-
 MAX_REMEMBERED = 4096
 """Requests and groups of similar requests that are remembered; a bound on memory alone."""
 
@@ -218,17 +216,11 @@ class AcceptanceEstimates:
 
 
 def make_room(remembered: dict[Any, Any]) -> None:
-    """Forget the entry that came first if the bound on memory is reached."""
     if len(remembered) >= MAX_REMEMBERED:
         del remembered[next(iter(remembered))]
 
 
 def first_children(ranks: Sequence[int], children: Sequence[int]) -> tuple[int, int]:
-    """Return how many first children on a path were accepted, and how many were drafted.
-
-    Args:
-        ranks: of the accepted nodes among their siblings, from 1 on.
-        children: numbers of children at the last committed token and at each accepted node.
-    """
+    """Return how many first children on a path were accepted, and how many were drafted."""
     num_passed = next((at for at, rank in enumerate(ranks) if rank > 1), len(ranks))
     return num_passed, num_passed + (children[num_passed] > 0)

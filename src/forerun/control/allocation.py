@@ -18,15 +18,6 @@ from forerun.control.acceptance import AcceptanceCurve
 from forerun.control.costs import StepTimes
 from forerun.theory.budget import Node, ranked_nodes
 
-__all__ = [
-    "Allocation",
-    "RequestCandidate",
-    "TreeLevels",
-    "best_chains",
-    "best_trees",
-    "chain_values",
-]
-
 
 class RequestCandidate(NamedTuple):
     """One request that may draft.
@@ -73,13 +64,7 @@ class Allocation(NamedTuple):
 def chain_values(
     curve: AcceptanceCurve, times: StepTimes, batch: int = 1
 ) -> tuple[list[float], list[float]]:
-    """Return the expected tokens of a request and the seconds of a step, for K = 0, 1, 2, ...
-
-    Args:
-        curve: expected acceptance by depth.
-        times: of steps with the drafter.
-        batch: requests in the step, taken to be all like this one.
-    """
+    """Return the expected tokens of a request and the seconds of a step, for K = 0, 1, 2, ..."""
     tokens, steps_s = [1.0], [times.plain_s]
     depth, overhead_s = 0.0, 0.0
     for level, (survived, drafted) in enumerate(zip(*curve, strict=True)):
@@ -101,11 +86,6 @@ def best_chains(
     Speculation must not make a request miss its time limit: where one would, only allocations that
     make no request later than plain decoding are allowed. Where plain decoding itself exceeds a
     limit, only allocations that reduce the excess are allowed.
-
-    Args:
-        candidates: requests that may draft, at least one.
-        times: expected step times by method.
-        max_nodes: rows there are for drafted nodes.
     """
     batch = len(candidates)
     limits = limits_of(candidates)
@@ -130,7 +110,7 @@ def best_chains(
                 found = number, tokens, step_s
         if found is not None:
             number, tokens, step_s = found
-            best = Allocation(depths_of(within[:number], batch), tokens, step_s)
+            best = Allocation(_depths_of(within[:number], batch), tokens, step_s)
     return best
 
 
@@ -140,14 +120,7 @@ def best_trees(
     times: StepTimes,
     max_nodes: int,
 ) -> Allocation:
-    """Return the allocation of nodes to trees with the most expected tokens per second.
-
-    Args:
-        levels: drafter and depth of all trees.
-        survival: per request, P(accepted) of the nodes of its tree, the best first.
-        times: expected step times with the drafter.
-        max_nodes: rows there are for drafted nodes.
-    """
+    """Return the allocation of nodes to trees with the most expected tokens per second."""
     batch, draft_s = len(survival), times.tree_s(levels.depth)
     nodes = ranked_nodes(survival)[:max_nodes]
     best = Allocation((0,) * batch, float(batch), times.plain_s)
@@ -159,7 +132,7 @@ def best_trees(
         if tokens > best_rate * step_s:
             best_rate, num_best = tokens / step_s, num_nodes
             best = Allocation((), tokens, step_s, tree=levels)
-    return best._replace(depths=depths_of(nodes[:num_best], batch))
+    return best._replace(depths=_depths_of(nodes[:num_best], batch))
 
 
 Limit = tuple[int, float, list[float]]
@@ -207,7 +180,7 @@ def growing(
         yield tokens, draft_s + first.verify_nodes_s(rows)
 
 
-def depths_of(nodes: Sequence[Node], num_requests: int) -> tuple[int, ...]:
+def _depths_of(nodes: Sequence[Node], num_requests: int) -> tuple[int, ...]:
     """Return K of every request, given for each node the index of its request."""
     depths = [0] * num_requests
     for _, _, index in nodes:

@@ -11,8 +11,6 @@ from forerun.sampling.config import Verification
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
-__all__ = ["Capacity", "Chain", "Controller", "Plan", "RequestState", "Tree"]
-
 USUAL_WIDTH = 4
 """Most children of a node where no width is given; later ranks are seldom accepted."""
 
@@ -174,7 +172,6 @@ class Capacity:
     max_rows: int
 
     def nodes_each(self, num_requests: int) -> int:
-        """Return the draft nodes of each request if all have equally many; below 0 if none fit."""
         return self.max_rows // max(1, num_requests) - 1
 
 

@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["CONTROLLER_NAMES", "ControllerName", "GoodputConfig", "check_name"]
-
 ControllerName = Literal["auto", "fixed", "heuristic", "confidence", "goodput"]
 CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
 

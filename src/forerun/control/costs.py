@@ -20,8 +20,6 @@ from forerun.control.config import GoodputConfig
 from forerun.theory.cost import CostTable
 from forerun.theory.record import StepRecord
 
-__all__ = ["BatchCosts", "CostModel", "CostSource", "OperatingPoint", "StepTimes", "TimeFactor"]
-
 
 @runtime_checkable
 class CostSource(Protocol):
@@ -92,7 +90,6 @@ class StepTimes:
         )
 
     def chain_s(self, depth: int) -> float:
-        """Return the seconds beyond the target pass of a step in which all draft so many levels."""
         return depth * self.draft_s[-1] + self.overhead_s[depth]
 
     def tree_s(self, depth: int) -> float:
@@ -153,7 +150,6 @@ class TimeFactor:
         return (self.total + prior * strength) / (self.count + strength)
 
     def weaken(self) -> None:
-        """Reduce what was measured to the weight of one step."""
         share = 1.0 / max(1.0, self.count)
         self.count *= share
         self.total *= share
@@ -190,7 +186,6 @@ class BatchCosts:
         self.deepest: defaultdict[str, int] = defaultdict(int)
 
     def observe_pass(self, rows: int, measured_s: float, expected_s: float) -> None:
-        """Count one target pass with so many drafted rows per sequence."""
         self.target.observe(measured_s, expected_s)
         self.passes[rows].observe(measured_s, expected_s)
 
@@ -238,13 +233,11 @@ class CostModel:
         self._batches: dict[int, BatchCosts] = {}
 
     def largest_depth(self, method: str, batch: int) -> int:
-        """Return the largest K to plan; without a profile, one more than was measured."""
         if self._sources[method] is not None:
             return self.max_k
         return min(self.max_k, self._costs(batch).deepest[method] + 1)
 
     def largest_tree(self, method: str, batch: int) -> int:
-        """Return the most nodes of a tree to plan; without a profile, twice the most measured."""
         if self._sources[method] is not None:
             return self.max_nodes
         return min(self.max_nodes, 2 * max(self._costs(batch).passes, default=0) + 1)

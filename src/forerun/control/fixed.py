@@ -8,8 +8,6 @@ from dataclasses import replace
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.theory.record import StepRecord
 
-__all__ = ["FixedController"]
-
 
 class FixedController:
     """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all.

@@ -28,8 +28,6 @@ from forerun.control.config import GoodputConfig
 from forerun.control.costs import CostModel, CostSource, OperatingPoint, StepTimes
 from forerun.theory.record import StepRecord
 
-__all__ = ["GoodputController", "tpot_limit_s"]
-
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
@@ -143,7 +141,6 @@ class GoodputController:
             self._learn()
 
     def _learn(self) -> None:
-        """Update all estimates from the steps since the last decision."""
         for records, active in self._backlog:
             self._learn_step(records, active)
         self._backlog.clear()
@@ -198,7 +195,7 @@ class GoodputController:
         tree = self._best_tree(states, limits_s, times, max_nodes)
         if tree is not None and tree.tokens_per_s > allocation.tokens_per_s:
             allocation = tree
-        best = plans_of(candidates, allocation)
+        best = _plans_of(candidates, allocation)
         active = ActivePlan(
             names=[state.request_id for state in states],
             limits_s=limits_s,
@@ -225,12 +222,10 @@ class GoodputController:
 
     @property
     def _plain_run(self) -> int:
-        """Plain steps that are made in a row to measure them; the first ones find cold caches."""
         return max(1, 2 * self.config.num_cold)
 
     @property
     def _plain_gap(self) -> float:
-        """Drafting steps between two such runs."""
         return self._plain_run / self.config.probe_share
 
     def _probe(
@@ -324,7 +319,7 @@ class GoodputController:
         )
 
 
-def plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) -> list[Plan]:
+def _plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) -> list[Plan]:
     """Convert an allocation to plans."""
     tree = allocation.tree
     if tree is None:

@@ -10,8 +10,6 @@ from forerun.control.base import Capacity, Plan, RequestState
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
-__all__ = ["ConfidenceController", "HeuristicController"]
-
 
 class HeuristicController:
     """Raises K by 2 if all draft tokens were accepted and lowers it by 1 otherwise; at least 1.
@@ -89,11 +87,7 @@ class ConfidenceController:
 
 
 def best_threshold(seen: Sequence[tuple[float, bool]]) -> float:
-    """Return the confidence threshold that best separates accepted from rejected tokens.
-
-    Args:
-        seen: confidence of every token and whether it was accepted, at least one of either kind.
-    """
+    """Return the confidence threshold that best separates accepted from rejected tokens."""
     ranked = sorted(seen, reverse=True)
     right = list(accumulate(hit for _, hit in ranked))
     num_right, num_wrong = right[-1], len(ranked) - right[-1]

@@ -13,8 +13,6 @@ from forerun.control.goodput import GoodputController
 from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.errors import InvalidRequest
 
-__all__ = ["ControllerInputs", "build_controller", "check_controller"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerInputs:

@@ -19,8 +19,6 @@ from forerun.diagnose.evidence import Evidence
 from forerun.theory.record import Json
 from forerun.theory.speedup import constant_survival
 
-__all__ = ["Attribution", "Part", "attribute", "survival_of"]
-
 TOLERANCE = 1e-9
 
 
@@ -79,7 +77,6 @@ class Attribution:
 
     @property
     def step_cost_per_token(self) -> float:
-        """Sum of the parts: the actual time per token."""
         return sum(part.cost for part in self.parts)
 
     def share(self, kind: str) -> float | None:
@@ -114,8 +111,8 @@ def attribute(evidence: Evidence) -> Attribution | None:
         o = kappa - k * c - v  # whatever was measured apart, the parts must add up
     survival = survival_of(evidence, int(k), tau)
     parts = [Part(name="ideal: all accepted for one plain step", kind="ideal", cost=1 / (k + 1))]
-    parts += rejection_parts(survival, int(k), tau)
-    parts += cost_parts(tau, int(k), kappa, (c, v, o))
+    parts += _rejection_parts(survival, int(k), tau)
+    parts += _cost_parts(tau, int(k), kappa, (c, v, o))
     return Attribution(
         num_speculative_tokens=int(k),
         acceptance_length=tau,
@@ -148,7 +145,7 @@ def survival_of(evidence: Evidence, k: int, tau: float) -> tuple[float, ...]:
     return ((tau - 1.0) / k,) * k
 
 
-def rejection_parts(survival: Sequence[float], k: int, tau: float) -> list[Part]:
+def _rejection_parts(survival: Sequence[float], k: int, tau: float) -> list[Part]:
     """Return the cost of rejections by position: one at i loses the K - i + 1 tokens from i on."""
     return [
         Part(
@@ -163,7 +160,7 @@ def rejection_parts(survival: Sequence[float], k: int, tau: float) -> list[Part]
 Costs = tuple[float | None, float | None, float | None]
 
 
-def cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[Part]:
+def _cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[Part]:
     """Return the cost of drafting, pass and rest; one part where they are not known separately."""
     c, v, o = costs
     if kappa is None:

@@ -15,17 +15,6 @@ import msgspec
 from forerun.diagnose.evidence import FACTS, Evidence, Fact, load_table
 from forerun.diagnose.prediction import Effect
 
-__all__ = [
-    "CAUSES",
-    "MIN_ALSO",
-    "Experiment",
-    "Remedy",
-    "ScoredCause",
-    "best_experiment",
-    "experiment_for",
-    "score_causes",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -161,7 +150,6 @@ EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Exp
 
 
 def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
-    """Return the test with the most evidence on a cause per time; None if none tests it."""
     spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
     return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
 
@@ -227,7 +215,6 @@ class ScoredCause:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the evidence for the cause is sufficient and exceeds the evidence against it."""
         return self.reaches(MIN_SUPPORT)
 
     def reaches(self, support: float) -> bool:

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from forerun.diagnose.evidence import Evidence, Fact, Value
 from forerun.diagnose.rates import add_costs, add_rates, add_ratios
 
-__all__ = ["NO_GAIN", "add_changes", "derive"]
-
-
 MIN_DRAFTS = 30
 """Fewer drafts say nothing about what is never accepted."""
 
@@ -62,23 +59,23 @@ THRESHOLDS: tuple[Threshold, ...] = (
 )
 
 
-def add_observations(evidence: Evidence) -> None:
+def _add_observations(evidence: Evidence) -> None:
     """Add the yes-or-no observations that follow from figures, unless a source reports them."""
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
             evidence.note(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")
-    add_unplaced_rate(evidence)
-    add_nothing_accepted(evidence)
+    _add_unplaced_rate(evidence)
+    _add_nothing_accepted(evidence)
     gain = evidence.number("speedup")
     if gain is not None and "no_gain" not in evidence:
         least, most = NO_GAIN
         evidence.note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
-    add_not_drafted(evidence)
-    add_comparisons(evidence)
+    _add_not_drafted(evidence)
+    _add_comparisons(evidence)
 
 
-def add_unplaced_rate(evidence: Evidence) -> None:
+def _add_unplaced_rate(evidence: Evidence) -> None:
     """Add whether acceptance is high or low, from a draft acceptance rate at an unknown K."""
     fact, rate = (
         evidence.facts.get("draft_acceptance_rate"),
@@ -92,7 +89,7 @@ def add_unplaced_rate(evidence: Evidence) -> None:
         evidence.note("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
 
 
-def add_nothing_accepted(evidence: Evidence) -> None:
+def _add_nothing_accepted(evidence: Evidence) -> None:
     """Add whether almost nothing is accepted, if enough tokens were drafted to decide it."""
     fact, drafts = evidence.facts.get("draft_acceptance_rate"), evidence.number("num_drafts")
     drafted, tau = evidence.number("num_drafted"), evidence.number("acceptance_length")
@@ -117,7 +114,7 @@ NO_GAIN = (0.97, 1.05)
 timing of a short run does not show a gain of less than 5%."""
 
 
-def add_not_drafted(evidence: Evidence) -> None:
+def _add_not_drafted(evidence: Evidence) -> None:
     """Add whether anything was drafted at all."""
     drafts, steps = evidence.number("num_drafts"), evidence.number("num_steps")
     drafted = evidence.number("num_drafted")
@@ -131,7 +128,7 @@ def add_not_drafted(evidence: Evidence) -> None:
         evidence.note("drafts_absent", False, "acceptance was measured")
 
 
-def add_comparisons(evidence: Evidence) -> None:
+def _add_comparisons(evidence: Evidence) -> None:
     """Add observations that compare two figures, such as drafting time and step time."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
@@ -167,10 +164,10 @@ QUANTISED = re.compile(
 RECURRENT = re.compile(r"(?i)mamba|\bssm\b|\bgdn\b|rwkv|jamba|hybrid|delta-?net|recurrent")
 
 
-def add_name(evidence: Evidence, side: str, name: str) -> None:
+def _add_name(evidence: Evidence, side: str, name: str) -> None:
     """Add facts that follow from the name of one checkpoint."""
     source = f"name of the {side}: {name}"
-    if (size := billions_of(name)) is not None and f"{side}_parameters" not in evidence:
+    if (size := _billions_of(name)) is not None and f"{side}_parameters" not in evidence:
         evidence.note(f"{side}_parameters", size, source)
     if QUANTISED.search(name) and f"{side}_quantised" not in evidence:
         evidence.note(f"{side}_quantised", True, source)
@@ -182,7 +179,7 @@ def add_name(evidence: Evidence, side: str, name: str) -> None:
         evidence.note("target_recurrent", True, source)
 
 
-def billions_of(name: str) -> float | None:
+def _billions_of(name: str) -> float | None:
     """Billions of parameters read per token, from a name; None if it contains no size."""
     for pattern, factor in ((ACTIVE, 1.0), (BILLIONS, 1.0), (MILLIONS, 0.001)):
         if found := pattern.search(name):
@@ -210,11 +207,11 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
     changed: set[str] = set(given)
     same: set[str] = set()
     for part, names in SAMENESS.items():
-        pair = values_of_both(evidence, before, names)
+        pair = _values_of_both(evidence, before, names)
         if pair is not None:
             (changed if pair[0] != pair[1] else same).add(part)
     for part, names in DIFFERENCE.items():
-        pairs = [values_of_both(evidence, before, (name,)) for name in names]
+        pairs = [_values_of_both(evidence, before, (name,)) for name in names]
         if any(pair is not None and pair[0] != pair[1] for pair in pairs):
             changed.add(part)
     source = "both runs compared"
@@ -227,7 +224,7 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
         evidence.note("unchanged", sorted(same - changed), "both runs compared")
 
 
-def values_of_both(
+def _values_of_both(
     evidence: Evidence, before: Evidence, names: tuple[str, ...]
 ) -> tuple[Value, Value] | None:
     """Return both runs' values of the first named fact that both have; None without one."""
@@ -242,8 +239,8 @@ def derive(evidence: Evidence) -> None:
     """Add all facts that follow without an attribution; facts that were read are not changed."""
     for side in ("target", "draft"):
         for name in evidence.words(f"{side}_name"):
-            add_name(evidence, side, name)
+            _add_name(evidence, side, name)
     add_rates(evidence)
     add_costs(evidence)
     add_ratios(evidence)
-    add_observations(evidence)
+    _add_observations(evidence)

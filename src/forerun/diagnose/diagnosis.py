@@ -23,8 +23,6 @@ from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, ou
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 
-__all__ = ["Change", "Diagnosis", "RankedCause", "Verdict", "diagnose"]
-
 Verdict = Literal["healthy", "problem", "insufficient evidence"]
 MAX_CAUSES = 5
 
@@ -118,7 +116,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     """Derive facts, attribute the time, score all causes and predict the gains of remedies.
 
     Every figure of the result is a fact of the evidence: readers add those that a source states,
-    `derive`, `add_gap_shares` and `add_predictions` those that follow.
+    `derive`, `_add_gap_shares` and `add_predictions` those that follow.
 
     Args:
         evidence: facts of all sources; derived facts are added to it.
@@ -128,7 +126,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     attribution = attribute(evidence)
     outlook: Outlook | None = None
     if attribution is not None:
-        add_gap_shares(evidence, attribution)
+        _add_gap_shares(evidence, attribution)
         outlook = outlook_of(evidence, attribution, costs)
         add_predictions(evidence, attribution, outlook)
     scored = score_causes(evidence, CAUSES.values())
@@ -157,8 +155,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     )
 
 
-def add_gap_shares(evidence: Evidence, found: Attribution) -> None:
-    """Add the share of each part of the cost in the gap to the ideal speedup as a fact."""
+def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
     for kind in ("rejection", "draft", "verify", "overhead"):
         evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
 

@@ -15,24 +15,10 @@ import msgspec
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
-__all__ = [
-    "FACTS",
-    "MAX_LIST",
-    "MAX_WORD",
-    "Evidence",
-    "Fact",
-    "FactKind",
-    "Reading",
-    "Value",
-    "load_table",
-    "shown",
-]
-
 FOLDER = Path(__file__).with_name("tables")
 
 
 def load_table(name: str) -> dict[str, Any]:
-    """Read a table of definitions from a data file of the package."""
     return tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
 
 
@@ -171,7 +157,7 @@ class Evidence:
         if value is None:
             return
         name = FORMER_NAMES.get(name, name)
-        fact = Fact(name=name, value=checked_value(name, value), source=source, interval=interval)
+        fact = Fact(name=name, value=_checked_value(name, value), source=source, interval=interval)
         known = self.facts.setdefault(name, fact)
         if known is not fact and not alike(known.value, fact.value):
             self.disagreements.append(fact)
@@ -231,30 +217,26 @@ class Evidence:
         return None if fact is None else fact.value
 
 
-def checked_value(name: str, value: object) -> Value:
-    """Check a value against the definition of its fact and convert it.
-
-    Raises:
-        ValueError: there is no such fact, or no such value of it.
-    """
+def _checked_value(name: str, value: object) -> Value:
+    """Check a value against the definition of its fact and convert it."""
     kind = FACTS.get(name)
     if kind is None:
-        raise ValueError(f"there is no fact {name[:MAX_WORD]!r}; {similar_facts(name)}")
+        raise ValueError(f"there is no fact {name[:MAX_WORD]!r}; {_similar_facts(name)}")
     if kind.type == "flag":
-        return checked_flag(name, value)
+        return _checked_flag(name, value)
     if kind.type == "number":
         return checked_number(name, value)
     if kind.type == "word":
-        return checked_word(name, value)
+        return _checked_word(name, value)
     entries = value if isinstance(value, list | tuple) else [value]
     if len(entries) > MAX_LIST:
         raise ValueError(f"{name} has {len(entries)} entries; at most {MAX_LIST} are read")
     if kind.type == "numbers":
         return tuple(checked_number(name, entry) for entry in entries)
-    return tuple(checked_word(name, entry) for entry in entries)
+    return tuple(_checked_word(name, entry) for entry in entries)
 
 
-def similar_facts(name: str) -> str:
+def _similar_facts(name: str) -> str:
     """Return a hint that lists facts with similar names, or how to list all facts."""
     words = {word for word in name.lower().split("_") if len(word) > 3}
     near = get_close_matches(name.lower(), FACTS, n=4, cutoff=0.6)
@@ -274,7 +256,7 @@ def shown(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def checked_flag(name: str, value: object) -> bool:
+def _checked_flag(name: str, value: object) -> bool:
     """Check an observation and convert it to a bool."""
     known: Mapping[object, bool] = {"yes": True, "true": True, "no": False, "false": False}
     found = known.get(value.lower()) if isinstance(value, str) else value
@@ -297,7 +279,7 @@ def checked_number(name: str, value: object) -> float:
     return found
 
 
-def checked_word(name: str, value: object) -> str:
+def _checked_word(name: str, value: object) -> str:
     """Check a short text, which must be one of the fact's choices if it has any."""
     kind = FACTS[name]
     if not isinstance(value, str) or len(value) > MAX_WORD:

@@ -14,8 +14,6 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.words import figure_words, headline, sections
 from forerun.theory.speedup import constant_survival
 
-__all__ = ["page_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
@@ -62,7 +60,7 @@ class Curves:
     high: str
 
 
-def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
+def _charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
     """Return the charts for which the evidence contains data."""
     found, series = diagnosis.attribution, diagnosis.evidence.series
     bars, curves = [], []
@@ -74,14 +72,14 @@ def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...
     if series.get("tag"):
         bars.append(by_tag(diagnosis.evidence))
     if series.get("K"):
-        bars.append(k_histogram(diagnosis.evidence))
+        bars.append(_k_histogram(diagnosis.evidence))
     return tuple(bars), tuple(curves)
 
 
 def waterfall(found: Attribution) -> Bars:
     """Return the waterfall chart from the ideal time per token to the actual one."""
     places, at = [], 0.0
-    for part in parts_shown(found):
+    for part in _parts_shown(found):
         places.append((part, min(at, at + part.cost), abs(part.cost)))
         at += part.cost
     width = max(start + length for _, start, length in places) or 1.0
@@ -108,7 +106,7 @@ MAX_POSITIONS = 8
 MAX_BARS = 24
 
 
-def parts_shown(found: Attribution) -> list[Part]:
+def _parts_shown(found: Attribution) -> list[Part]:
     """Return the bars of the waterfall, with the rejections at late positions merged."""
     rejections = [part for part in found.parts if part.kind == "rejection"]
     late = rejections[MAX_POSITIONS:]
@@ -168,7 +166,7 @@ def by_tag(evidence: Evidence) -> Bars:
     )
 
 
-def k_histogram(evidence: Evidence) -> Bars:
+def _k_histogram(evidence: Evidence) -> Bars:
     """Return a histogram of steps by K."""
     common = sorted(evidence.series["K"], key=lambda point: -point[1])[:MAX_BARS]
     counts = sorted((float(k), n) for k, n, _ in common)
@@ -208,7 +206,7 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 def page_of(diagnosis: Diagnosis) -> str:
     """Render the report page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    bars, curves = charts_of(diagnosis)
+    bars, curves = _charts_of(diagnosis)
     every = list(sections(diagnosis))
     facts = [
         (fact.name, figure_words(fact), fact.definition)

@@ -11,8 +11,6 @@ from forerun.diagnose.evidence import Evidence
 from forerun.theory.cost import CostTable
 from forerun.theory.speedup import best_k, constant_acceptance_length
 
-__all__ = ["Effect", "Outlook", "Prediction", "add_predictions", "predict"]
-
 MAX_K = 16
 Effect = Literal[
     "best_k",
@@ -98,7 +96,7 @@ def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None =
         slope, basis = max(0.0, v - 1.0) / k, "costs measured in steps"
         o = o + min(0.0, v - 1.0)
     else:
-        c = typical_draft_cost(evidence)
+        c = _typical_draft_cost(evidence)
         slope, o = TYPICAL_VERIFY_SLOPE, TYPICAL_OVERHEAD
         basis = f"assumed costs c = {c:.3g}, {slope:g} per row, o = {o:g}"
         if found.cycle_cost is not None:
@@ -117,7 +115,7 @@ def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None =
     )
 
 
-def typical_draft_cost(evidence: Evidence) -> float:
+def _typical_draft_cost(evidence: Evidence) -> float:
     """Return c computed from the sizes of both models, or the typical c for this kind of draft."""
     if (ratio := evidence.number("draft_size_ratio")) is not None:
         return max(0.01, ratio)
@@ -170,19 +168,18 @@ def predict(
         speedup=after,
         gain=after / now,
         basis="measured before" if measured else outlook.basis,
-        num_speculative_tokens=best_drafting_k(outlook) if effect == "best_k" else None,
+        num_speculative_tokens=_best_drafting_k(outlook) if effect == "best_k" else None,
     )
 
 
 Rule = Callable[[Evidence, Attribution, Outlook], float | None]
 
 
-def best_drafting_k(outlook: Outlook) -> int:
-    """Return the best K above 0; the choice K = 0 is reported separately."""
+def _best_drafting_k(outlook: Outlook) -> int:
     return max(range(1, MAX_K + 1), key=outlook.speedup)
 
 
-def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+def _with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
     """Predict the speedup with the reference run's tau, at the current cost of its K."""
     k = int(evidence.number("reference_k") or found.num_speculative_tokens)
     rate = evidence.number("reference_acceptance_rate")
@@ -190,27 +187,25 @@ def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> 
     if tau is None:
         return None
     same = k == found.num_speculative_tokens
-    return tau / (kappa_now(found, outlook) if same else outlook.cycle_cost(k))
+    return tau / (_kappa_now(found, outlook) if same else outlook.cycle_cost(k))
 
 
 def as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """Return the reference run's measured speedup, or predict it from its tau at current costs."""
     known = evidence.number("reference_speedup")
-    return with_reference(evidence, found, outlook) if known is None else known
+    return _with_reference(evidence, found, outlook) if known is None else known
 
 
-def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+def _halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
     """Predict the speedup with the reference's tau, or with half the rejections without one."""
-    if (known := with_reference(evidence, found, outlook)) is not None:
+    if (known := _with_reference(evidence, found, outlook)) is not None:
         return known
     alpha, k = evidence.number("alpha"), found.num_speculative_tokens
     if alpha is None:
         return None
-    return constant_acceptance_length((1.0 + alpha) / 2.0, k) / kappa_now(found, outlook)
+    return constant_acceptance_length((1.0 + alpha) / 2.0, k) / _kappa_now(found, outlook)
 
 
-def kappa_now(found: Attribution, outlook: Outlook) -> float:
-    """Return the current cycle cost, measured if known and assumed otherwise."""
+def _kappa_now(found: Attribution, outlook: Outlook) -> float:
     return found.cycle_cost or outlook.cycle_cost(found.num_speculative_tokens)
 
 
@@ -219,24 +214,24 @@ def less(saved: Callable[[int, Outlook], float]) -> Rule:
 
     def rule(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
         k = found.num_speculative_tokens
-        cost = kappa_now(found, outlook) - saved(k, outlook)
+        cost = _kappa_now(found, outlook) - saved(k, outlook)
         return found.acceptance_length / cost if cost > 0.0 else None
 
     return rule
 
 
 EFFECTS: dict[Effect, Rule] = {
-    "best_k": lambda evidence, found, outlook: outlook.speedup(best_drafting_k(outlook)),
+    "best_k": lambda evidence, found, outlook: outlook.speedup(_best_drafting_k(outlook)),
     "off": lambda evidence, found, outlook: 1.0,
-    "reference_acceptance": with_reference,
+    "reference_acceptance": _with_reference,
     "as_before": as_before,
-    "fewer_rejections": halved_rejections,
+    "fewer_rejections": _halved_rejections,
     "cheaper_draft": less(lambda k, outlook: k * outlook.draft_cost / 2.0),
     "parallel_verify": less(
         lambda k, outlook: k * max(0.0, outlook.verify_slope - TYPICAL_VERIFY_SLOPE)
     ),
     "no_overhead": less(lambda k, outlook: max(0.0, outlook.overhead)),
     "all_accepted": lambda evidence, found, outlook: (
-        (found.num_speculative_tokens + 1) / kappa_now(found, outlook)
+        (found.num_speculative_tokens + 1) / _kappa_now(found, outlook)
     ),
 }

@@ -10,9 +10,6 @@ from forerun.diagnose.evidence import Evidence
 from forerun.theory.intervals import Interval, normal_interval, wilson_interval
 from forerun.theory.speedup import break_even_alpha
 
-__all__ = ["add_costs", "add_rates", "add_ratios"]
-
-
 MIN_REACHED = 20
 """Least number of steps that must reach a position for its conditional acceptance to be used."""
 MIN_RATE = 1e-6
@@ -21,16 +18,16 @@ MIN_RATE = 1e-6
 
 def add_rates(evidence: Evidence) -> None:
     """Add acceptance rates, tau and K, computed from the figures that are known."""
-    add_positions(evidence)
-    add_k(evidence)
-    add_length(evidence)
-    add_draft_rate(evidence)
-    add_constant(evidence)
-    add_first_position(evidence)
-    add_conditional(evidence)
+    _add_positions(evidence)
+    _add_k(evidence)
+    _add_length(evidence)
+    _add_draft_rate(evidence)
+    _add_constant(evidence)
+    _add_first_position(evidence)
+    _add_conditional(evidence)
 
 
-def add_positions(evidence: Evidence) -> None:
+def _add_positions(evidence: Evidence) -> None:
     """Add beta from accepted counts per position over drafted counts or the number of drafts."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
@@ -42,7 +39,7 @@ def add_positions(evidence: Evidence) -> None:
         evidence.note("acceptance_rate_per_position", rates, "accepted / drafted per position")
 
 
-def add_k(evidence: Evidence) -> None:
+def _add_k(evidence: Evidence) -> None:
     """Add K, from the number of positions or the mean number of drafted tokens."""
     if "k" in evidence:
         return
@@ -56,7 +53,7 @@ def add_k(evidence: Evidence) -> None:
         )
 
 
-def add_length(evidence: Evidence) -> None:
+def _add_length(evidence: Evidence) -> None:
     """Add tau from counts, else from beta, else from the draft acceptance rate at a fixed K."""
     if "acceptance_length" in evidence:
         return
@@ -66,7 +63,7 @@ def add_length(evidence: Evidence) -> None:
     name = "acceptance_length"
     if accepted is not None and drafts:
         tau = 1.0 + accepted / drafts
-        evidence.note(name, tau, "1 + accepted / drafts", length_interval(tau, rates, drafts))
+        evidence.note(name, tau, "1 + accepted / drafts", _length_interval(tau, rates, drafts))
     elif rates:
         evidence.note(name, 1.0 + sum(rates), "1 + sum of beta")
     elif rate is not None and k:
@@ -75,7 +72,7 @@ def add_length(evidence: Evidence) -> None:
         )
 
 
-def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
+def _length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
     """Return the 95% interval of tau, assuming that steps are independent."""
     if not rates or drafts < 2:
         return None
@@ -84,7 +81,7 @@ def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interv
     return normal_interval(tau, error, least=1.0)
 
 
-def add_draft_rate(evidence: Evidence) -> None:
+def _add_draft_rate(evidence: Evidence) -> None:
     """Add the draft acceptance rate: accepted / drafted tokens."""
     accepted, drafted = evidence.number("num_accepted"), evidence.number("num_drafted")
     tau, k = evidence.number("acceptance_length"), evidence.number("k")
@@ -96,7 +93,7 @@ def add_draft_rate(evidence: Evidence) -> None:
         evidence.note(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
 
 
-def add_constant(evidence: Evidence) -> None:
+def _add_constant(evidence: Evidence) -> None:
     """Add the acceptance probability that gives this tau if it is the same at every position."""
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
@@ -122,7 +119,7 @@ def mean_drafted(evidence: Evidence) -> float | None:
     return k or None
 
 
-def add_first_position(evidence: Evidence) -> None:
+def _add_first_position(evidence: Evidence) -> None:
     """Add alpha_1, the acceptance at the first drafted position."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
@@ -137,7 +134,7 @@ def add_first_position(evidence: Evidence) -> None:
         evidence.note("alpha_1", evidence.number("alpha"), "taken as constant over positions")
 
 
-def add_conditional(evidence: Evidence) -> None:
+def _add_conditional(evidence: Evidence) -> None:
     """Add conditional acceptance, and its largest decline after the first position."""
     rates = evidence.numbers("acceptance_rate_per_position")
     name = "conditional_acceptance_per_position"
@@ -161,7 +158,7 @@ def add_conditional(evidence: Evidence) -> None:
 def add_costs(evidence: Evidence) -> None:
     """Add kappa, its parts and the speedup, from timers or from two rates."""
     add_times(evidence)
-    add_parts(evidence)
+    _add_parts(evidence)
     with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
     if with_s and plain:
         evidence.note("speedup", with_s / plain, "tokens/s with over without speculation")
@@ -175,7 +172,7 @@ def add_costs(evidence: Evidence) -> None:
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
-    add_linearity(evidence)
+    _add_linearity(evidence)
 
 
 def add_times(evidence: Evidence) -> None:
@@ -190,7 +187,7 @@ def add_times(evidence: Evidence) -> None:
         evidence.note("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
 
 
-def add_parts(evidence: Evidence) -> None:
+def _add_parts(evidence: Evidence) -> None:
     """Add the measured costs of drafting, of the target pass and of the rest of a step."""
     plain_s, k = evidence.number("plain_step_s"), evidence.number("k")
     if not plain_s:
@@ -210,14 +207,14 @@ def add_parts(evidence: Evidence) -> None:
         evidence.note("draft_cost", token_s / plain_s, "drafted token / plain step time")
 
 
-def add_linearity(evidence: Evidence) -> None:
+def _add_linearity(evidence: Evidence) -> None:
     """Add the total draft cost, the rows of a pass, and how pass time grows with them."""
     k, batch = evidence.number("k"), evidence.number("batch")
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
         evidence.note("draft_cost_total", k * c, "K c")
     if k and batch:
-        add_rows(evidence, k, batch)
+        _add_rows(evidence, k, batch)
     rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")
     if len(rows) > 1 and len(rows) == len(costs) and rows[-1] > rows[0]:
         slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
@@ -233,7 +230,7 @@ MIN_GROWTH = 0.05
 """Of a pass: less is not told from nothing."""
 
 
-def add_rows(evidence: Evidence, k: float, batch: float) -> None:
+def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
     """Add the rows of a pass, whether they are many for the device, and whether the batch is why.
 
     Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
@@ -271,9 +268,9 @@ def add_ratios(evidence: Evidence) -> None:
         evidence.note("tokens_per_s_server", rate, "the rate that was measured at the engine")
     k, before = evidence.number("k"), evidence.number("reference_k")
     if k and before and k != before:  # tau grows with K, whatever the draft
-        add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")
+        _add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")
     for name, over, under in RATIOS:
-        add_ratio(evidence, name, over, under)
+        _add_ratio(evidence, name, over, under)
     with_rate = evidence.number("prefix_hit_rate")
     without = evidence.number("prefix_hit_rate_plain")
     if with_rate is not None and without is not None:
@@ -281,8 +278,7 @@ def add_ratios(evidence: Evidence) -> None:
         evidence.note("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")
 
 
-def add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
-    """Add the ratio of two figures, if both are known and the ratio is not."""
+def _add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
     above, below = evidence.number(over), evidence.number(under)
     if above is not None and below and name not in evidence:
         evidence.note(name, above / below, f"{over} / {under}")

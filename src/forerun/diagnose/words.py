@@ -10,8 +10,6 @@ from forerun.diagnose.diagnosis import Change, Diagnosis, RankedCause
 from forerun.diagnose.evidence import FACTS, Evidence, Fact
 from forerun.terminal_text import printable
 
-__all__ = ["change_line", "figure_words", "headline", "sections"]
-
 MAX_EVIDENCE = 5
 MAX_CHANGES = 4
 MAX_NOTES = 8
@@ -43,14 +41,14 @@ def headline(diagnosis: Diagnosis) -> str:
     """Return the verdict in one sentence, and one more if a controller switched drafting off."""
     off = diagnosis.evidence.number("off_share") or 0.0
     if off < MIN_OFF_SHARE:
-        return verdict_words(diagnosis)
+        return _verdict_words(diagnosis)
     return (
-        f"{verdict_words(diagnosis)} The controller planned plain decoding for {off:.0%} of the "
+        f"{_verdict_words(diagnosis)} The controller planned plain decoding for {off:.0%} of the "
         "steps."
     )
 
 
-def verdict_words(diagnosis: Diagnosis) -> str:
+def _verdict_words(diagnosis: Diagnosis) -> str:
     """Return the verdict in one sentence."""
     if diagnosis.verdict == "insufficient evidence":
         speedup = diagnosis.evidence.number("speedup")
@@ -77,13 +75,13 @@ def verdict_words(diagnosis: Diagnosis) -> str:
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """Return all sections after the headline, with unsafe terminal characters escaped."""
-    for section in raw_sections(diagnosis):
+    for section in _raw_sections(diagnosis):
         yield Section(
             heading=printable(section.heading), lines=tuple(map(printable, section.lines))
         )
 
 
-def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
+def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """Return the sections before unsafe terminal characters are escaped."""
     if changes := changes_of(diagnosis):
         lines = tuple(change_line(change) for change in changes)
@@ -95,11 +93,11 @@ def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     for number, ranked in enumerate(diagnosis.causes, start=1):
         scored = ranked.scored
         heading = f"{number}. {scored.cause.label} (score {scored.score:.2f})"
-        yield Section(heading=heading, lines=tuple(cause_words(ranked)))
+        yield Section(heading=heading, lines=tuple(_cause_words(ranked)))
     found = diagnosis.attribution
     if found is not None:
-        yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
-        yield Section(heading="Why", lines=tuple(interplay(found, diagnosis.evidence)))
+        yield Section(heading="What happens in a step", lines=tuple(_step_words(found)))
+        yield Section(heading="Why", lines=tuple(_interplay(found, diagnosis.evidence)))
         yield Section(heading=WATERFALL, lines=tuple(waterfall(found)))
         if found.counterfactuals:
             yield Section(heading="If one thing were ideal", lines=tuple(what_if(found)))
@@ -108,10 +106,10 @@ def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
             heading="What happens in a step",
             lines=("tau or K is not known, so the time per token cannot be split.",),
         )
-    yield Section(heading="Evidence", lines=tuple(evidence_words(diagnosis.evidence)))
+    yield Section(heading="Evidence", lines=tuple(_evidence_words(diagnosis.evidence)))
 
 
-def step_words(found: Attribution) -> Iterator[str]:
+def _step_words(found: Attribution) -> Iterator[str]:
     """Explain the roles of draft and target, with this run's figures."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     c = "" if found.draft_cost is None else f", each for {found.draft_cost:.3f} of a plain step"
@@ -133,7 +131,7 @@ def step_words(found: Attribution) -> Iterator[str]:
     )
 
 
-def interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
+def _interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
     """Explain why verification in one parallel pass does not guarantee a speedup."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     first, kept = evidence.number("alpha_1"), tau - 1.0
@@ -177,7 +175,7 @@ def what_if(found: Attribution) -> Iterator[str]:
         yield f"{other.speedup:5.2f}x  if {other.name}"
 
 
-def cause_words(ranked: RankedCause) -> Iterator[str]:
+def _cause_words(ranked: RankedCause) -> Iterator[str]:
     """Describe a cause and the evidence for and against it."""
     yield ranked.scored.cause.what
     yield ranked.scored.cause.why
@@ -212,7 +210,7 @@ def change_line(change: Change) -> str:
     return f"{change.remedy.change}: {gain}. Price: {change.remedy.price}."
 
 
-def evidence_words(evidence: Evidence) -> Iterator[str]:
+def _evidence_words(evidence: Evidence) -> Iterator[str]:
     """List the sources that were read, and facts on which they disagree."""
     for reading in evidence.readings:
         kinds = ", ".join(sorted(reading.kinds)) or "nothing that is known"

@@ -15,8 +15,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
-__all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome", "TopTokensDrafter", "TreeDrafter"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRequest:

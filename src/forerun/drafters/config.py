@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from forerun.errors import Range, check_ranges
 
-__all__ = ["DRAFTER_NAMES", "DrafterName", "NamedDrafter", "SuffixConfig", "parse_drafter"]
-
 DrafterName = Literal["suffix", "self", "recycling"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
@@ -61,7 +59,6 @@ class SuffixConfig:
     store_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, by name."""
         costs = Range("step_cost", 0), Range("row_cost", 0)
         integers = Range("store_tokens", 0, integer=True)
         check_ranges(self, Range("tokens_per_match", 0), *costs, integers)

@@ -30,8 +30,6 @@ from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["DraftModel", "SelfDraft"]
-
 PREFILL_CHUNK = 256
 
 
@@ -93,7 +91,6 @@ class DraftModel:
         return sequence
 
     def _open(self, request: DraftRequest) -> Context:
-        """Reserve a slot of the draft's own KV cache."""
         return Context(self.model.store, request.ids, request.scope)
 
     def _draft(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
@@ -106,15 +103,15 @@ class DraftModel:
             stops = any(sequence.stop is not None for sequence in sequences)
             if choices == {Choice.DETERMINISTIC} and not stops:
                 chains = self.model.greedy_chain(batch, depth, self.vocab_size).unbind()
-                note_fed_rows(sequences, depth)
+                _note_fed_rows(sequences, depth)
                 return [
-                    greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)
+                    _greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)
                 ]
             if self._drafts_in_one_call and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
                 levels = self._sampled_chains(sequences, batch, depth, Choice.COUPLED in choices)
-                note_fed_rows(sequences, num_levels(sequences, levels))
-                return proposals_of(sequences, levels)
-        return proposals_of(sequences, draft_levels(self.model, sequences, batch, self.vocab_size))
+                _note_fed_rows(sequences, num_levels(sequences, levels))
+                return _proposals_of(sequences, levels)
+        return _proposals_of(sequences, draft_levels(self.model, sequences, batch, self.vocab_size))
 
     def _draft_trees(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
         """Draft trees for a whole batch; plans for chains share the passes of the trees."""
@@ -127,7 +124,7 @@ class DraftModel:
             ]
             temperatures = [sequence.tree_params.temperature for sequence in sequences]
             trees = self.model.likely_trees(batch, shapes, temperatures, self.vocab_size)
-            return [tree_proposal(s, tree) for s, tree in zip(sequences, trees, strict=True)]
+            return [_tree_proposal(s, tree) for s, tree in zip(sequences, trees, strict=True)]
         return draft_trees(self.model, sequences, batch, self.vocab_size)
 
     def _sampled_chains(
@@ -220,8 +217,7 @@ def check_ids(sequences: Sequence[DraftSequence], vocab_size: int) -> None:
             )
 
 
-def note_fed_rows(sequences: Sequence[DraftSequence], depth: int) -> None:
-    """Record that the KV of all drafted tokens but the last was staged by a call of that depth."""
+def _note_fed_rows(sequences: Sequence[DraftSequence], depth: int) -> None:
     for sequence in sequences:
         sequence.num_fed = depth - 1
 
@@ -233,13 +229,12 @@ def measured(values: Tensor) -> list[list[float]]:
 
 
 def num_levels(sequences: Sequence[DraftSequence], levels: Levels) -> int:
-    """Return the number of levels drafted: all of them unless every sequence has a stop rule."""
     if not levels.stop_values or any(sequence.stop is None for sequence in sequences):
         return len(levels.tokens)
     return max(map(len, levels.stop_values))
 
 
-def greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
+def _greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
     """Return a chain of most likely tokens, cut to the budget."""
     tokens = chain[: sequence.budget] if sequence.budget < len(chain) else chain
     return Proposal(
@@ -252,12 +247,8 @@ def greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
     )
 
 
-def tree_proposal(sequence: DraftSequence, found: LikelyTree) -> Proposal:
-    """Return a tree of most probable paths, and note which of its nodes were fed.
-
-    Raises:
-        DrafterError: the first distribution is not valid.
-    """
+def _tree_proposal(sequence: DraftSequence, found: LikelyTree) -> Proposal:
+    """Return a tree of most probable paths, and note which of its nodes were fed."""
     paths: list[Path] = []
     for parent, token in zip(found.tree.parents, found.tokens, strict=True):
         paths.append((*paths[parent], token) if parent >= 0 else (token,))
@@ -270,7 +261,7 @@ def tree_proposal(sequence: DraftSequence, found: LikelyTree) -> Proposal:
     return built.proposal(sequence.stop_reason, is_assured=True)
 
 
-def proposals_of(sequences: Sequence[DraftSequence], levels: Levels) -> list[Proposal]:
+def _proposals_of(sequences: Sequence[DraftSequence], levels: Levels) -> list[Proposal]:
     """Return the finished chains, each up to the first distribution that contains NaN.
 
     Where the draft fails may depend on the tokens it drew before. To drop the whole chain would
@@ -281,22 +272,22 @@ def proposals_of(sequences: Sequence[DraftSequence], levels: Levels) -> list[Pro
         sequence.apply_stop_rule(values)
     if levels.draft_probs is None:
         chains = levels.tokens.t().unbind()
-        return [greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)]
+        return [_greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)]
     failed = [*zip(*failed_rows(levels.draft_probs).tolist(), strict=True)]
     return [
-        sampled_proposal(sequence, levels, index, failed[index])
+        _sampled_proposal(sequence, levels, index, failed[index])
         for index, sequence in enumerate(sequences)
     ]
 
 
-def sampled_proposal(
+def _sampled_proposal(
     sequence: DraftSequence, levels: Levels, index: int, failed: Sequence[bool]
 ) -> Proposal:
     """Return a chain with its draft distributions, which a greedily chosen chain does not have."""
     assert levels.draft_probs is not None
     tokens = levels.tokens[: sequence.budget, index]
     if sequence.choice is Choice.DETERMINISTIC:
-        return greedy_proposal(sequence, tokens)
+        return _greedy_proposal(sequence, tokens)
     num_valid = next((n for n in range(sequence.budget) if failed[n]), sequence.budget)
     length = max(1, num_valid)
     tokens, draft_probs = tokens[:length], levels.draft_probs[:length, index]

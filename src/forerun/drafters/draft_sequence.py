@@ -14,8 +14,6 @@ from forerun.sampling.proposal import Proposal
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree
 
-__all__ = ["DraftSequence"]
-
 ONE_NODE = Tree(num_nodes=1, depth=1, width=1)
 
 
@@ -73,7 +71,7 @@ class DraftSequence:
             request=request,
             context=context,
             params=params,
-            tree_params=ranking_params(params),
+            tree_params=_ranking_params(params),
             choice=Choice.DETERMINISTIC if params.greedy else choice,
         )
 
@@ -125,9 +123,6 @@ class DraftSequence:
 
         A NaN value comes from invalid probabilities; drafting ends before them, as it does where a
         token would be drawn from them. The first node is kept in any case; its NaN is not reported.
-
-        Args:
-            values: what the rule measured before each node.
         """
         if self.stop is None:
             return
@@ -149,7 +144,6 @@ class DraftSequence:
 
     @property
     def grows_in_one_call(self) -> bool:
-        """Whether only a temperature ranks the nodes of the tree, which are all deterministic."""
         is_shaped = self.request.history is not None or self.tree_params.has_processors
         return self.tree_choice is Choice.DETERMINISTIC and not is_shaped
 
@@ -161,18 +155,12 @@ class DraftSequence:
         return self.context.span(self.num_chain)
 
     def next_span(self) -> Span:
-        """Return the row of one more draft token."""
         span = self.context.span(1, num_staged=self.num_chain + self.num_fed)
         self.num_fed += 1
         return span
 
     def tree_span(self, tree: TokenTree, rows: Mapping[tuple[int, ...], int]) -> Span:
-        """Return a span that repeats the row of the last committed token and adds a tree after it.
-
-        Args:
-            tree: the nodes to feed.
-            rows: their paths.
-        """
+        """Return a span of the last committed token's row and a tree after it."""
         self.tree_rows = rows
         return self.context.span(1, tree, num_staged=self.num_chain - 1)
 
@@ -192,7 +180,6 @@ class DraftSequence:
 
     @property
     def first_acceptance(self) -> float:
-        """Share of cases in this request in which the first drawn sibling was accepted."""
         return self.num_first / self.num_tried
 
     def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
@@ -214,7 +201,7 @@ class DraftSequence:
         self.context.close(self.context.num_cached if self.kv_verified else 0)
 
 
-def ranking_params(params: SamplingParams) -> SamplingParams:
+def _ranking_params(params: SamplingParams) -> SamplingParams:
     """Return the sampling parameters of the distributions that rank the nodes of a tree.
 
     For a greedy request these are the probabilities at temperature 1, which rank the paths.

@@ -18,8 +18,6 @@ from forerun.sampling.noise import Purpose, draw, position_key, step_key, unifor
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.walk import target_tokens
 
-__all__ = ["Levels", "draft_keys", "draft_levels", "fit_vocabulary", "race_keys"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
@@ -41,14 +39,7 @@ class Levels:
 def draft_levels(
     model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> Levels:
-    """Draft every sequence to its budget, or until the stop rules have ended all chains.
-
-    Args:
-        model: the draft.
-        sequences: those that go deepest first, so that the ones going on are always the first.
-        batch: feeds all they have pending, and wants the last row of each.
-        vocab_size: of the target.
-    """
+    """Draft every sequence to its budget, or until the stop rules have ended all chains."""
     num_levels, device = sequences[0].budget, model.device
     chooser = Chooser(sequences, num_levels, device)
     params = pack_params([sequence.params for sequence in sequences], device)

@@ -24,10 +24,9 @@ from forerun.drafters.tree_builder import Candidates, build_tree
 from forerun.drafters.tree_builder import Path as TokenPath
 from forerun.errors import IncompatibleDraft
 from forerun.models.base import LanguageModel, StoredModel
+from forerun.sampling.config import Choice
 from forerun.sampling.kernels import on_host
-from forerun.sampling.proposal import Assurance, Choice, Proposal
-
-__all__ = ["MedusaDrafter", "load_medusa"]
+from forerun.sampling.proposal import Assurance, Proposal
 
 logger = logging.getLogger("forerun.drafting")
 
@@ -81,7 +80,6 @@ class MedusaDrafter:
     def _log_probs(
         self, hidden: Float[Tensor, "requests width"], depth: int
     ) -> Float[Tensor, "depth requests vocab"]:
-        """Return the log-probabilities of the first heads."""
         normed = self.target.final_norm(hidden)
         logits: Tensor = self.heads(normed, self.target.head, depth)
         return logits.float().log_softmax(-1)
@@ -121,14 +119,7 @@ def shape_of(plan: Plan, num_heads: int) -> Tree:
 def proposal_of(
     candidates: Sequence[Candidates], entropies: Sequence[float], shape: Tree, plan: Plan
 ) -> Proposal:
-    """Return the most probable paths, or a chain up to the plan's stop rule.
-
-    Args:
-        candidates: of every level.
-        entropies: of every level's distribution.
-        shape: the largest tree.
-        plan: gives the stop rule, which ends chains alone.
-    """
+    """Return the most probable paths, or a chain up to the plan's stop rule."""
     values: tuple[float, ...] | None = None
     reason = "budget"
     if plan.stop is not None and shape.width == 1:

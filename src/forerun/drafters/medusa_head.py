@@ -28,15 +28,6 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
 from forerun.models.tensor_files import check_tensors, write_files
 
-__all__ = [
-    "VLLM_NOTE",
-    "MedusaConfig",
-    "MedusaHeads",
-    "read_medusa",
-    "write_medusa",
-    "write_medusa_vllm",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
@@ -58,11 +49,7 @@ class MedusaConfig:
     own_heads: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a checkpoint without heads.
-
-        Raises:
-            InvalidModel: a number is below 1.
-        """
+        """Refuse a checkpoint without heads."""
         if min(self.hidden_size, self.vocab_size, self.num_heads, self.num_blocks) < 1:
             raise InvalidModel(f"Medusa heads need positive sizes, not {self}")
 
@@ -166,7 +153,7 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
         InvalidModel: a file is missing or damaged, or tensors are missing, unknown or misshapen.
     """
     settings = read_object(folder / "config.json")
-    tensors = read_heads(folder)
+    tensors = _read_heads(folder)
     linear = {match for name in tensors if (match := LINEAR.fullmatch(name))}
     if not linear:
         raise InvalidModel(
@@ -194,12 +181,8 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
     return heads.eval()
 
 
-def read_heads(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of Medusa heads under the names of the reference code.
-
-    Raises:
-        InvalidModel: there is no file of a known name, or it is damaged.
-    """
+def _read_heads(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of Medusa heads under the names of the reference code."""
     path = next((p for n in (WEIGHTS, VLLM_WEIGHTS) if (p := folder / n).is_file()), None)
     if path is None:
         raise InvalidModel(
@@ -243,7 +226,7 @@ def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
         "medusa_num_layers": config.num_blocks,
         "base_model_name_or_path": target,
     }
-    write_files(folder, settings | dtype_of(heads), WEIGHTS, heads.state_dict())
+    write_files(folder, settings | _dtype_of(heads), WEIGHTS, heads.state_dict())
 
 
 def write_medusa_vllm(
@@ -284,9 +267,8 @@ def write_medusa_vllm(
         "medusa_fc_bias": True,
         "original_lm_head": not config.own_heads,
     }
-    write_files(folder, settings | dtype_of(heads), VLLM_WEIGHTS, tensors)
+    write_files(folder, settings | _dtype_of(heads), VLLM_WEIGHTS, tensors)
 
 
-def dtype_of(heads: MedusaHeads) -> dict[str, str]:
-    """Return the field of config.json that names the dtype of the weights."""
+def _dtype_of(heads: MedusaHeads) -> dict[str, str]:
     return {"torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch.")}

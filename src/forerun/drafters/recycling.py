@@ -21,8 +21,6 @@ from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.tree_builder import Candidates, Path, build_tree
 from forerun.sampling.proposal import Proposal
 
-__all__ = ["RecyclingDrafter"]
-
 NUM_KEPT = 8
 PRIOR = (12.0, 3.6, 1.8, 1.2, 0.9, 0.6, 0.5, 0.4)
 """Hits of each rank before anything is known, of PRIOR_TOTAL tries."""
@@ -85,7 +83,7 @@ class RecyclingDrafter:
             if outcome.verdict is None:
                 end = outcome.first_row + outcome.num_rows
                 for at in range(max(1, outcome.first_row), min(end + 1, len(ids))):
-                    put_first(table, ids[at - 1], ids[at])
+                    _put_first(table, ids[at - 1], ids[at])
                 continue
             for at in range(len(ids) - len(outcome.verdict.tokens), len(ids)):
                 self._learn(table.get(ids[at - 1]), ids[at])
@@ -104,7 +102,7 @@ class RecyclingDrafter:
         self._own.pop(request_id, None)
 
 
-def put_first(table: Table, token: int, successor: int) -> None:
+def _put_first(table: Table, token: int, successor: int) -> None:
     """Move a token that followed another to the front of the latter's table entry."""
     known = table.setdefault(token, [])
     if successor in known:

@@ -22,16 +22,6 @@ from forerun.errors import InvalidRequest
 from forerun.models.base import LanguageModel, LayeredModel
 from forerun.models.checkpoint import read_object
 
-__all__ = [
-    "DRAFTERS",
-    "CheckpointLoader",
-    "CheckpointTest",
-    "build_drafter",
-    "find_checkpoint",
-    "is_head",
-    "register_checkpoint",
-]
-
 CheckpointTest = Callable[[Mapping[str, Any]], bool]
 """Returns whether a loader can read a checkpoint, from the contents of its config.json."""
 CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
@@ -44,27 +34,19 @@ def suffix(argument: str, target: LanguageModel) -> Drafter:
     Raises:
         InvalidRequest: the argument is not a whole number.
     """
-    return SuffixDrafter(SuffixConfig(store_tokens=whole_number(f"suffix:{argument}", argument)))
+    return SuffixDrafter(SuffixConfig(store_tokens=_whole_number(f"suffix:{argument}", argument)))
 
 
 def recycling(argument: str, target: LanguageModel) -> Drafter:
-    """Build `recycling`, which drafts from the target's own most likely tokens.
-
-    Raises:
-        InvalidRequest: there is an argument.
-    """
+    """Build `recycling`, which drafts from the target's own most likely tokens."""
     if argument:
         raise InvalidRequest(f"recycling:{argument}: this drafter takes no argument")
     return RecyclingDrafter()
 
 
-def self_draft(argument: str, target: LanguageModel) -> Drafter:
-    """Build `self:N`, which drafts with the target's first N layers.
-
-    Raises:
-        InvalidRequest: the target cannot run its first layers alone, or N is out of range.
-    """
-    num_layers = whole_number(f"self:{argument}", argument)
+def _self_draft(argument: str, target: LanguageModel) -> Drafter:
+    """Build `self:N`, which drafts with the target's first N layers."""
+    num_layers = _whole_number(f"self:{argument}", argument)
     if not isinstance(target, LayeredModel):
         raise InvalidRequest(
             f"self:{argument} needs the target's first layers alone, which {type(target).__name__} "
@@ -79,7 +61,7 @@ def self_draft(argument: str, target: LanguageModel) -> Drafter:
 
 
 DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = MappingProxyType(
-    {"suffix": suffix, "self": self_draft, "recycling": recycling}
+    {"suffix": suffix, "self": _self_draft, "recycling": recycling}
 )
 """Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 
@@ -93,12 +75,8 @@ def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
     return DRAFTERS[wanted.name](wanted.argument, target)
 
 
-def whole_number(text: str, argument: str) -> int:
-    """Return the number after the colon, or 0 if there is none.
-
-    Raises:
-        InvalidRequest: the argument is not a whole number.
-    """
+def _whole_number(text: str, argument: str) -> int:
+    """Return the number after the colon, or 0 if there is none."""
     if not argument:
         return 0
     if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
@@ -124,8 +102,7 @@ def medusa(folder: Path, target: LanguageModel) -> Drafter:
     return load_medusa(folder, target)
 
 
-def is_medusa(config: Mapping[str, Any]) -> bool:
-    """Whether the contents of a config.json describe Medusa heads."""
+def _is_medusa(config: Mapping[str, Any]) -> bool:
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
@@ -137,12 +114,12 @@ def is_head(folder: Path) -> bool:
     """
     path = folder / "config.json"
     config = read_object(path) if path.is_file() else {}
-    return is_eagle3(config) or is_medusa(config)
+    return is_eagle3(config) or _is_medusa(config)
 
 
 _checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [
     (is_eagle3, eagle3),
-    (is_medusa, medusa),
+    (_is_medusa, medusa),
 ]
 
 
@@ -151,10 +128,6 @@ def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None
 
     Types that were registered later are tried first. A folder that no registered type matches is
     loaded as a draft model.
-
-    Args:
-        matches: whether the contents of a config.json describe a checkpoint of this type.
-        load: loads the drafter from its folder for a loaded target.
     """
     _checkpoints.insert(0, (matches, load))
 

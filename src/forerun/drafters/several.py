@@ -19,8 +19,6 @@ from forerun.drafters.tree_builder import merged
 from forerun.errors import DrafterError
 from forerun.sampling.proposal import Proposal
 
-__all__ = ["SeveralDrafters", "named_by_method", "tree_methods"]
-
 
 class SeveralDrafters:
     """Passes every request on to the drafter that its plan names.
@@ -73,7 +71,7 @@ class SeveralDrafters:
         for request, parts in zip(requests, answers, strict=True):
             self._proposed[request.request_id] = parts
         return [
-            united([p for p in parts.values() if p is not None and p.num_drafted], plan)
+            _united([p for p in parts.values() if p is not None and p.num_drafted], plan)
             for parts, plan in zip(answers, plans, strict=True)
         ]
 
@@ -114,7 +112,7 @@ class SeveralDrafters:
                 others.callback(drafter.forget, request_id)
 
 
-def united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
+def _united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
     """Merge the trees with `log_probs`, if two or more have them; otherwise take the first part."""
     ranked = [part for part in parts if part.log_probs is not None]
     if len(ranked) > 1 and isinstance(plan.shape, Tree):

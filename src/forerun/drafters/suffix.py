@@ -40,8 +40,6 @@ from forerun.sampling.config import Choice
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["OutputStore", "SuffixDrafter", "branches_on", "most_valuable"]
-
 MAX_SUFFIXES = 4
 """Suffixes of a match whose continuations are looked at, the longest first."""
 Suffixes = list[tuple[int, int]]
@@ -49,16 +47,7 @@ Suffixes = list[tuple[int, int]]
 
 
 def branches_on(matches: Sequence[Match], shape: Tree, config: SuffixConfig) -> BuiltTree | None:
-    """Return the tree of copied tokens whose every node is expected to make the step faster.
-
-    Args:
-        matches: of the text's end, in every text to copy from.
-        shape: the largest tree.
-        config: budget and costs.
-
-    Returns:
-        The tree; None where plain decoding is expected to be as fast.
-    """
+    """Return the tree of copied tokens whose every node is expected to make the step faster."""
     longest = max(match.place[1] for match in matches)
     depth = min(shape.depth, int(config.tokens_per_match * longest))
     if depth < 1:
@@ -101,7 +90,7 @@ class Lookup:
     def __init__(self, matches: Sequence[Match], width: int) -> None:
         self.matches = matches
         self.width = width
-        self._suffixes: dict[Path, list[Suffixes]] = {(): [suffixes_of(m) for m in matches]}
+        self._suffixes: dict[Path, list[Suffixes]] = {(): [_suffixes_of(m) for m in matches]}
 
     def expand(self, path: Path) -> Candidates:
         """Return the most probable continuations of a path; see `tree_builder.build_tree`."""
@@ -119,7 +108,7 @@ class Lookup:
         return [token for token, _ in best], [math.log(prob) for _, prob in best]
 
 
-def suffixes_of(match: Match) -> Suffixes:
+def _suffixes_of(match: Match) -> Suffixes:
     """Return the longest match and those of its shorter suffixes that occur in further places."""
     state, length = match.place
     found: Suffixes = []

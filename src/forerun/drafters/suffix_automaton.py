@@ -16,21 +16,6 @@ from heapq import nlargest
 
 from forerun.drafters.config import SuffixConfig
 
-__all__ = [
-    "NONE",
-    "NOTHING",
-    "ROOT",
-    "SEPARATOR",
-    "Copy",
-    "HitRates",
-    "Match",
-    "OwnMatch",
-    "StoredMatch",
-    "SuffixAutomaton",
-    "copy_on",
-]
-
-
 NONE = -1
 """No state, no token."""
 ROOT = 0
@@ -83,7 +68,6 @@ class SuffixAutomaton:
         return self._length[state]
 
     def link(self, state: int) -> int:
-        """Return the state of the longest suffix that occurs more often; NONE for the root."""
         return self._link[state]
 
     def follow(self, state: int, token: int) -> int:
@@ -95,16 +79,10 @@ class SuffixAutomaton:
 
     @property
     def repeated(self) -> int:
-        """Return the state of the longest suffix of the text that also occurs earlier."""
         return max(ROOT, self._link[self.last])
 
     def favourite(self, state: int) -> tuple[int, float]:
-        """Return the most frequent continuation of `state`, the latest among equals, and its share.
-
-        Returns:
-            The token, NONE where nothing followed yet; and of the occurrences something followed,
-            how many it did.
-        """
+        """Return the most frequent, then latest, continuation of `state` and its share."""
         child = self._child[state]
         if child == NONE:
             return NONE, 0.0
@@ -115,12 +93,7 @@ class SuffixAutomaton:
         return self._token[state], min(1.0, self._count[child] / max(1, num_followed))
 
     def followers(self, state: int, most: int) -> list[tuple[int, float]]:
-        """Return the most frequent continuations of `state` and their shares, in descending order.
-
-        Args:
-            state: one that occurs in the text.
-            most: how many to return.
-        """
+        """Return the most frequent continuations of `state` and their shares, descending."""
         branches = self._branches.get(state)
         if branches is None:
             token, share = self.favourite(state)
@@ -338,14 +311,6 @@ def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
     kappa = 1 + step_cost + n row_cost. The next token, accepted with all before it with
     probability p, raises (1 + S) / kappa where p kappa > (1 + S) row_cost. p falls with every
     token, so the first that does not pay is the end.
-
-    Args:
-        match: where to copy from.
-        most: K.
-        config: budget and costs.
-
-    Returns:
-        The draft; nothing where plain decoding is expected to be as fast.
     """
     automaton, rates = match.automaton, match.rates
     state, length = match.place

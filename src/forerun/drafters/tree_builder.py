@@ -29,8 +29,6 @@ from forerun.sampling.config import Choice
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["BuiltTree", "Candidates", "Expand", "Path", "build_tree", "merged"]
-
 Path = tuple[int, ...]
 """Tokens from the first draft token down to a node; () is the last committed token."""
 Candidates = tuple[Sequence[int], Sequence[float]]
@@ -117,15 +115,6 @@ def build_tree(
 
     Nodes enter in the order of their paths' probabilities, a parent before its children where they
     are equal.
-
-    Args:
-        expand: called first for the empty path, then once for every node that enters the tree above
-            the last level.
-        shape: the most nodes (the last committed token not counted), levels and children of a node.
-        keeps_greedy: take in the chain of most likely candidates first, as deep as the shape
-            allows. Best-first order alone may prefer siblings to the end of this chain.
-        min_gain: leave out nodes whose path has a probability below it: what a node adds to the
-            expected number of accepted tokens must be worth its cost.
     """
     lowest = math.log(min_gain) if min_gain > 0 else -sys.float_info.max
     most, depth, width = shape.num_nodes, shape.depth, shape.width
@@ -145,7 +134,7 @@ def build_tree(
                 key = -math.inf if node == greedy else -first
                 heappush(heap, (key, num_pushed, node, log_prob, 0, candidates))
         if not heap or len(parents) == most:
-            return depth_first(parents, paths, log_probs)
+            return _depth_first(parents, paths, log_probs)
         key, _, parent, base, rank, candidates = heappop(heap)
         tokens, values = candidates
         node, log_prob = len(parents), base + values[rank]
@@ -161,7 +150,7 @@ def build_tree(
             heappush(heap, (-base - values[rank], num_pushed, parent, base, rank, candidates))
 
 
-def depth_first(parents: list[int], paths: list[Path], log_probs: list[float]) -> BuiltTree:
+def _depth_first(parents: list[int], paths: list[Path], log_probs: list[float]) -> BuiltTree:
     """Number nodes depth-first; siblings keep their order."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node in range(len(parents) - 1, -1, -1):

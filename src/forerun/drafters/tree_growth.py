@@ -30,17 +30,6 @@ from forerun.sampling.walk import race
 from forerun.theory.static_tree import static_tree
 from forerun.theory.tree import TokenTree
 
-__all__ = [
-    "MAX_WIDTH",
-    "BestFirst",
-    "Drawings",
-    "Drawn",
-    "draw_behind_top",
-    "draw_siblings",
-    "invalid_probs",
-    "race_siblings",
-]
-
 LATER_RANKS = (0.4, 0.18, 0.1, 0.06, 0.04, 0.03, 0.02)
 """Of drawn siblings whose first is not accepted, how often the second, third, ... is."""
 MAX_WIDTH = 1 + len(LATER_RANKS)
@@ -104,7 +93,6 @@ class BestFirst:
         ]
 
     def read_paths(self) -> list[Path]:
-        """Return the nodes that the next pass reads, in depth-first order."""
         assert self._built is not None
         frontier = {*self.frontier}
         return [p for p in self._built.paths if p in self._candidates or p in frontier]
@@ -179,7 +167,6 @@ class Drawn:
         self.frontier = [self._paths[node] for node in level if self.template.children(node)]
 
     def read_paths(self) -> list[Path]:
-        """Return the nodes that the next pass reads, in depth-first order."""
         drawn = sorted(self._paths)
         return [self._paths[n] for n in drawn if n >= 0 and self.template.children(n)]
 
@@ -209,7 +196,6 @@ class Drawn:
 
 
 def invalid_probs(sequence: DraftSequence) -> DrafterError:
-    """Return the error for draft probabilities after the committed tokens that are not valid."""
     return DrafterError(f"the draft's probabilities for request {sequence.name} are not valid")
 
 
@@ -255,13 +241,7 @@ def draw_behind_top(
     keys: Int64[Tensor, "rows siblings"],
     counts: Int64[Tensor, " rows"],
 ) -> Drawings:
-    """Return the most likely tokens of every row and one more, drawn from the other tokens.
-
-    Args:
-        probs: distributions.
-        keys: of the noise of every sibling; the last one's is used.
-        counts: siblings of every row; fewer come where fewer tokens are possible.
-    """
+    """Return the most likely tokens of every row and one more, drawn from the other tokens."""
     num_ranks = min(keys.shape[1], probs.shape[1])
     values, tokens = probs.topk(num_ranks, dim=-1)
     last = torch.minimum(counts, (values > 0).sum(-1)).clamp(min=1)[:, None] - 1

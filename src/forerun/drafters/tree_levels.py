@@ -32,30 +32,18 @@ from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["draft_trees"]
-
 
 def draft_trees(
     model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> list[Proposal]:
-    """Draft a tree per sequence; the shapes may differ.
-
-    Args:
-        model: the draft.
-        sequences: a chain is the tree of width 1.
-        batch: feeds all they have pending, and wants the last row of each.
-        vocab_size: of the target.
-
-    Raises:
-        DrafterError: the distribution after the committed tokens of a sequence is not valid.
-    """
+    """Draft a tree per sequence; the shapes may differ."""
     growths: list[BestFirst | Drawn] = [
         BestFirst(s) if s.tree_choice is Choice.DETERMINISTIC else Drawn(s) for s in sequences
     ]
     going = growths
     while going:
         logits = fit_vocabulary(model.forward(batch).logits, vocab_size)
-        add_level(going, frontier_probs(going, logits))
+        _add_level(going, _frontier_probs(going, logits))
         going = [growth for growth in going if growth.frontier]
         if going:
             batch = next_pass(going, model.device)
@@ -78,7 +66,7 @@ def next_pass(growths: Sequence[BestFirst | Drawn], device: torch.device) -> Row
     return pack(spans, tokens, wanted, device)
 
 
-def frontier_probs(
+def _frontier_probs(
     growths: Sequence[BestFirst | Drawn], logits: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
     """Return the distribution after every path of the frontiers, with penalties for its history."""
@@ -94,7 +82,7 @@ def frontier_probs(
     return target_probs(logits, params, histories)
 
 
-def add_level(growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows vocab"]) -> None:
+def _add_level(growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows vocab"]) -> None:
     """Add the children of the frontier to every tree; this waits for the device once."""
     members: dict[Choice, list[BestFirst | Drawn]] = {}
     rows: dict[Choice, list[int]] = {}
@@ -110,7 +98,7 @@ def add_level(growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows v
     ]
     columns = on_host(*[column.flatten() for c in chosen for column in (c.tokens, c.chances)])
     for group, found in zip(members.values(), chosen, strict=True):
-        tokens, chances = (row_lists(columns.pop(0), found.tokens.shape[1]) for _ in range(2))
+        tokens, chances = (_row_lists(columns.pop(0), found.tokens.shape[1]) for _ in range(2))
         row = 0
         for growth in group:
             num_rows = len(growth.frontier)
@@ -122,8 +110,7 @@ def add_level(growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows v
             row += num_rows
 
 
-def row_lists(column: list[Any], width: int) -> Iterator[list[Any]]:
-    """Yield the rows of a matrix that was flattened."""
+def _row_lists(column: list[Any], width: int) -> Iterator[list[Any]]:
     for start in range(0, len(column), width):
         yield column[start : start + width]
 

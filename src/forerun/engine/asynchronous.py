@@ -17,8 +17,6 @@ from forerun.engine.thread import EngineThread, Ticket
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
-__all__ = ["AsyncEngine"]
-
 
 class AsyncEngine(EngineThread):
     """Runs an engine on its own thread, with an interface for callers in an event loop.
@@ -58,7 +56,7 @@ class AsyncEngine(EngineThread):
         try:
             return await asyncio.shield(queueing)
         except asyncio.CancelledError:
-            queueing.add_done_callback(abort_unused)
+            queueing.add_done_callback(_abort_unused)
             raise
 
     async def generate(
@@ -92,7 +90,6 @@ class AsyncEngine(EngineThread):
         return self.engine.capabilities()
 
 
-def abort_unused(queueing: asyncio.Future[Ticket]) -> None:
-    """Abort a request if its caller was cancelled while it was being queued."""
+def _abort_unused(queueing: asyncio.Future[Ticket]) -> None:
     if not queueing.cancelled() and queueing.exception() is None:
         queueing.result().abort()

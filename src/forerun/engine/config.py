@@ -14,8 +14,6 @@ from forerun.control.config import ControllerName, check_name
 from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.models.architecture import RUNNERS, Runner
 
-__all__ = ["EngineConfig", "RequestTerms", "Sharing"]
-
 Sharing = Literal["tenant", "all", "none"]
 
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(

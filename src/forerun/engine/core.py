@@ -34,8 +34,6 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
-__all__ = ["EngineCore", "EngineGuard"]
-
 SIGINT = int(signal.SIGINT)
 
 
@@ -106,7 +104,6 @@ class EngineGuard:
             raise KeyboardInterrupt from error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Defer the first interrupt; raise the second."""
         if self._interrupted:
             signal.default_int_handler(number, frame)
         self._interrupted = True
@@ -167,11 +164,7 @@ class EngineCore:
         check_features(self.stepper.feature_layers, target)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise an error, because an engine cannot be copied or pickled.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise an error, because an engine cannot be copied or pickled."""
         raise TypeError(
             "an Engine holds weights and threads of this process and cannot be copied or pickled: "
             "load it again, or use with_draft for another engine over the same target"
@@ -222,11 +215,7 @@ class EngineCore:
         return request_id
 
     def enlist(self, samples: list[Sequence]) -> None:
-        """Queue the samples of a request, created by `intake.sequences`.
-
-        Raises:
-            InvalidRequest: their id is in use.
-        """
+        """Queue the samples of a request, created by `intake.sequences`."""
         request_id, keys = samples[0].request_id, {sample.key for sample in samples}
         with self._guard:
             if request_id in self._requests or keys & self._keys:

@@ -25,10 +25,7 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.proposal import Proposal
-from forerun.sampling.tree_rules import expanded
-from forerun.theory.tree import TokenTree
-
-__all__ = ["GuardedDrafter", "check_proposals"]
+from forerun.theory.tree import TokenTree, expanded
 
 logger = logging.getLogger("forerun.drafting")
 
@@ -180,41 +177,31 @@ def request_of(sequence: Sequence) -> DraftRequest:
 def check_proposals(
     entries: Seq[ScheduledSequence], proposals: Seq[Proposal | None], vocab_size: int
 ) -> None:
-    """Refuse proposals that cannot be verified, or cannot be verified exactly.
-
-    Args:
-        entries: what was asked for.
-        proposals: what the drafter returned.
-        vocab_size: of the target.
-
-    Raises:
-        DrafterError: one is malformed.
-        InvalidRequest: the verifier a request asks for is not exact for its proposal.
-    """
+    """Refuse proposals that cannot be verified, or cannot be verified exactly."""
     filled: list[Proposal] = []
     for entry, proposal in zip(entries, proposals, strict=True):
         if proposal is not None:
-            check_structure(entry, proposal, vocab_size)
+            _check_structure(entry, proposal, vocab_size)
             if proposal.num_drafted:
                 filled.append(proposal)
     check_ids([p.tokens for p in filled if p.tokens.is_cpu or not p.is_assured], vocab_size)
-    check_probs([p for p in filled if p.draft_probs is not None and not p.is_assured])
+    _check_probs([p for p in filled if p.draft_probs is not None and not p.is_assured])
 
 
-def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: int) -> None:
+def _check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: int) -> None:
     """Check plan, shapes and dtypes of a proposal, but not its values."""
     num_nodes, most = proposal.num_drafted, entry.plan.num_speculative_tokens
     if num_nodes > most:
         raise DrafterError(f"{num_nodes} nodes, but K is {most}")
     if isinstance(entry.plan.shape, Tree):
-        check_tree(entry.plan.shape, proposal.tree)
+        _check_tree(entry.plan.shape, proposal.tree)
     if proposal.tokens.shape != (num_nodes,) or proposal.tokens.dtype != torch.int64:
         raise DrafterError(
             f"{num_nodes} nodes, but tokens of shape {tuple(proposal.tokens.shape)} and dtype "
             f"{proposal.tokens.dtype}; there must be one int64 id per node"
         )
     if proposal.draft_probs is not None:
-        check_shape(proposal, proposal.draft_probs, vocab_size)
+        _check_shape(proposal, proposal.draft_probs, vocab_size)
     if num_nodes == 0:
         return
     resolve_verification(entry.params, proposal.choice, is_chain=proposal.tree.is_chain)
@@ -222,7 +209,7 @@ def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: in
         raise DrafterError("a sampled proposal needs the draft_probs it was drawn from")
 
 
-def check_tree(shape: Tree, tree: TokenTree) -> None:
+def _check_tree(shape: Tree, tree: TokenTree) -> None:
     """Refuse a tree that is deeper or wider than planned."""
     depth, width = max(tree.depths, default=0), tree.width
     if depth > shape.depth or width > shape.width:
@@ -232,7 +219,7 @@ def check_tree(shape: Tree, tree: TokenTree) -> None:
         )
 
 
-def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> None:
+def _check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> None:
     """Refuse draft_probs without one row per expanded parent over the target's vocabulary."""
     num_rows = len(set(proposal.tree.parents))
     if draft_probs.shape != (num_rows, vocab_size):
@@ -253,7 +240,7 @@ def check_ids(tokens: Seq[Tensor], vocab_size: int) -> None:
         raise DrafterError(f"token id {low if low < 0 else high} is outside 0..{vocab_size - 1}")
 
 
-def check_probs(proposals: Seq[Proposal]) -> None:
+def _check_probs(proposals: Seq[Proposal]) -> None:
     """Refuse draft_probs that are not distributions, or give a drawn token probability 0."""
     if not proposals:
         return

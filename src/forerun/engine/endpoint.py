@@ -22,8 +22,6 @@ from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.sampling.config import SamplingParams
 from forerun.terminal_text import printable
 
-__all__ = ["BrokenReply", "Endpoint", "client_for", "sampling_fields"]
-
 logger = logging.getLogger("forerun.engine")
 
 API_KEY = "OPENAI_API_KEY"
@@ -173,7 +171,7 @@ class Endpoint:
         """
         reply = self._tried(lambda: self._opened(body, where))
         try:
-            yield from events_of(reply, self.url)
+            yield from _events_of(reply, self.url)
         except httpx.TransportError as error:
             raise ServerUnavailable(
                 f"{self.url} broke off its answer: {printable(error) or type(error).__name__}"
@@ -262,42 +260,28 @@ class BusyReply(BrokenReply):
 
 
 def check_encoding(reply: httpx.Response, url: str) -> None:
-    """Refuse content encodings that httpx would decompress without a size limit.
-
-    Raises:
-        UnreadableInput: the body has one.
-    """
+    """Refuse content encodings that httpx would decompress without a size limit."""
     encoding = reply.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ENCODINGS:
         raise UnreadableInput(f"{url} sends a body of content encoding {encoding!r}")
 
 
 def read_whole(reply: httpx.Response, url: str, max_seconds: float) -> None:
-    """Read the body of a response into `reply.extensions`, within size and time limits.
-
-    Raises:
-        UnreadableInput: it is over a limit.
-    """
+    """Read the body of a response into `reply.extensions`, within size and time limits."""
     limits = ReadLimits(max_bytes=MAX_BODY_BYTES, max_seconds=max_seconds)
     reply.extensions["body"] = collected(reply.iter_bytes(), url, limits)
 
 
-def start_of(reply: httpx.Response) -> str:
-    """Return the start of a response body with unsafe terminal characters escaped."""
+def _start_of(reply: httpx.Response) -> str:
     body: bytes = reply.extensions["body"]
     return printable(body[:600].decode(errors="replace"), max_length=300)
 
 
 def check_status(reply: httpx.Response, url: str, where: str) -> None:
-    """Raise an error unless a response has status 200 to 299.
-
-    Raises:
-        BusyReply: a retry may help.
-        InvalidRequest: it will not.
-    """
+    """Raise an error unless a response has status 200 to 299."""
     if reply.is_success:
         return
-    problem = f"status {reply.status_code}: {start_of(reply)}"
+    problem = f"status {reply.status_code}: {_start_of(reply)}"
     if reply.status_code >= 500 or reply.status_code in BUSY:
         raise BusyReply(problem, reply.headers.get("retry-after"))
     if reply.status_code in UNAUTHORIZED:
@@ -314,16 +298,11 @@ def parsed(reply: httpx.Response) -> Any:
     try:
         return parse_json(reply.extensions["body"], "the answer")
     except UnreadableInput as error:
-        raise BrokenReply(f"{error}; it begins with {start_of(reply)}") from error
+        raise BrokenReply(f"{error}; it begins with {_start_of(reply)}") from error
 
 
-def events_of(reply: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a server-sent event stream until its end marker.
-
-    Raises:
-        ServerUnavailable: the stream is over the limit on bytes, ends early, holds an error, or
-            something that is no JSON object.
-    """
+def _events_of(reply: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a server-sent event stream until its end marker."""
     num_bytes, rest = 0, b""
     for chunk in reply.iter_bytes():
         num_bytes += len(chunk)
@@ -335,16 +314,12 @@ def events_of(reply: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
             if data == b"[DONE]":
                 return
             if data:
-                yield event_of(data, url)
+                yield _event_of(data, url)
     raise ServerUnavailable(f"{url} ended its answer before it was complete")
 
 
-def event_of(data: bytes, url: str) -> dict[str, Any]:
-    """Parse the JSON object of one server-sent event.
-
-    Raises:
-        ServerUnavailable: it is an error, or no JSON object.
-    """
+def _event_of(data: bytes, url: str) -> dict[str, Any]:
+    """Parse the JSON object of one server-sent event."""
     try:
         event = parse_json(data, "an event")
     except UnreadableInput as error:

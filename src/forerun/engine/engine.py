@@ -20,8 +20,6 @@ from forerun.engine.loading import Source, as_sources, check_card, load_drafters
 from forerun.engine.results import BackendStats, Capabilities, RequestOutput, StreamChunk
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Engine"]
-
 
 class Engine(EngineCore):
     """Speculative decoding with one target; all methods must be called from one thread.

@@ -36,8 +36,6 @@ from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["HttpBackend"]
-
 MAX_CONCURRENT = 64
 SEED_MASK = (1 << 31) - 1
 """Seeds that every server takes."""
@@ -143,7 +141,7 @@ class HttpBackend:
             self.client.close()
             raise
         self.model: str = card["id"]
-        self._capabilities = capabilities_of(card)
+        self._capabilities = _capabilities_of(card)
         self._lock = threading.Lock()
         self._num_requests = 0
         self._ended: dict[str, threading.Event] = {}
@@ -152,11 +150,9 @@ class HttpBackend:
         self._acceptance = AcceptanceCounts()
 
     def __enter__(self) -> HttpBackend:
-        """Return the backend, whose connections are closed at the end of the block."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the connections."""
         self.close()
 
     def close(self) -> None:
@@ -327,7 +323,7 @@ class HttpBackend:
         """Return the chunks of an event, and store the token counts of its `usage` object."""
         try:
             if event.get("usage"):
-                note_usage(event["usage"], arriving)
+                _note_usage(event["usage"], arriving)
             return [chunk_of(choice, request_id) for choice in event.get("choices") or ()]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerUnavailable(
@@ -335,7 +331,7 @@ class HttpBackend:
             ) from error
 
 
-def capabilities_of(card: Mapping[str, Any]) -> Capabilities:
+def _capabilities_of(card: Mapping[str, Any]) -> Capabilities:
     """Return the features that the server's entry in `/v1/models` names."""
     length = card.get("max_model_len")
     methods = card.get("drafters")
@@ -361,7 +357,7 @@ def chunk_of(choice: Mapping[str, Any], request_id: str) -> StreamChunk:
     )
 
 
-def note_usage(usage: Mapping[str, Any], arriving: Arriving) -> None:
+def _note_usage(usage: Mapping[str, Any], arriving: Arriving) -> None:
     """Store the token counts of a response's `usage` object."""
     arriving.num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
     tokens = usage.get("completion_tokens")

@@ -19,8 +19,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, TokenMask, problem_of_allowed
 from forerun.sampling.noise import request_key
 
-__all__ = ["Intake", "Prompt", "as_prompts", "params_for"]
-
 Prompt = str | Seq[int]
 
 
@@ -137,11 +135,7 @@ class Intake:
             )
 
     def check_terms(self, terms: RequestTerms | None) -> RequestTerms:
-        """Return the scheduling settings of a request after a check, or the default ones.
-
-        Raises:
-            InvalidRequest: they are something else than RequestTerms.
-        """
+        """Return the scheduling settings of a request after a check, or the default ones."""
         if terms is None:
             return RequestTerms()
         if not isinstance(terms, RequestTerms):
@@ -151,11 +145,7 @@ class Intake:
         return terms
 
     def check_open(self, n: int, num_unfinished: int) -> None:
-        """Refuse `n` more sequences if too many are running and waiting.
-
-        Raises:
-            QueueFull: there is no place for all of them.
-        """
+        """Refuse `n` more sequences if too many are running and waiting."""
         if num_unfinished + n > self.max_unfinished:
             raise QueueFull(
                 f"{num_unfinished} sequences run and wait, at most {self.max_unfinished} may "
@@ -164,7 +154,7 @@ class Intake:
             )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(ids) >= self.max_context:
@@ -234,17 +224,13 @@ class Intake:
 
 
 def as_prompts(prompts: object) -> list[Prompt]:
-    """Return prompts as a list; a single text becomes a list of one.
-
-    Raises:
-        InvalidRequest: it is one prompt of token ids, or no list at all.
-    """
+    """Return prompts as a list; a single text becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
         raise InvalidRequest(f"prompts is {prompts!r}; it must be a text or a list of prompts")
     batch = list(prompts)
-    if any(is_id(prompt) for prompt in batch):
+    if any(_is_id(prompt) for prompt in batch):
         raise InvalidRequest(
             f"prompts holds token ids ({batch[:8]!r}); it must hold prompts: for one prompt of "
             "token ids put them into a list of their own, as in [[1, 2, 3]]"
@@ -255,11 +241,7 @@ def as_prompts(prompts: object) -> list[Prompt]:
 def params_for(
     batch: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
 ) -> Seq[SamplingParams]:
-    """Return one set of parameters per prompt.
-
-    Raises:
-        InvalidRequest: they are something else, or not as many as the prompts.
-    """
+    """Return one set of parameters per prompt."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -271,33 +253,29 @@ def params_for(
     return params
 
 
-def as_ids(prompt: object) -> list[int]:
-    """Return the token ids of a prompt as plain integers.
-
-    Raises:
-        InvalidRequest: it is no list, or holds something else.
-    """
+def _as_ids(prompt: object) -> list[int]:
+    """Return the token ids of a prompt as plain integers."""
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
         raise InvalidRequest(
-            f"the prompt is {prompt!r}; it must be a text or a list of token ids{chat_hint(prompt)}"
+            f"the prompt is {prompt!r}; it must be a text or a list of token ids"
+            f"{_chat_hint(prompt)}"
         )
     tokens = list(prompt)
-    wrong = next((token for token in tokens if not is_id(token)), None)
+    wrong = next((token for token in tokens if not _is_id(token)), None)
     if wrong is not None:
         raise InvalidRequest(
             f"the prompt holds {wrong!r}; it must be a text or a list of token ids"
-            f"{chat_hint(wrong)}"
+            f"{_chat_hint(wrong)}"
         )
     return [index(token) for token in tokens]
 
 
-def chat_hint(value: object) -> str:
-    """Return a hint for errors on how to pass conversations; empty for other values."""
+def _chat_hint(value: object) -> str:
     is_message = isinstance(value, Mapping) and "role" in value
     return "; for the messages of a conversation call chat" if is_message else ""
 
 
-def is_id(value: object) -> bool:
+def _is_id(value: object) -> bool:
     """Whether a value is an integer, including those of numpy and torch."""
     try:
         index(value)  # type: ignore[arg-type]  # whether it may be one is the question

@@ -29,21 +29,6 @@ from forerun.models.tokenizers import Tokenizer, check_vocabularies
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "Source",
-    "as_sources",
-    "check_card",
-    "check_features",
-    "check_head_card",
-    "default_controller",
-    "eos_token_ids",
-    "load_drafter",
-    "load_drafters",
-    "load_pair_member",
-    "load_target",
-    "tree_method",
-]
-
 logger = logging.getLogger("forerun.loading")
 
 Loaded = tuple[LanguageModel, Tokenizer]
@@ -52,13 +37,12 @@ Source: TypeAlias = "str | Path | PreTrainedModel"
 
 
 def as_sources(drafts: Source | Sequence[Source]) -> Sequence[Source]:
-    """Return a list of drafts from one draft or several."""
     if isinstance(drafts, Sequence) and not isinstance(drafts, str):
         return drafts
     return [drafts]
 
 
-def is_source(value: object) -> TypeGuard[Source]:
+def _is_source(value: object) -> TypeGuard[Source]:
     """Whether a value is a loaded model or the name of a model."""
     # A loaded model implies that transformers was imported, which takes seconds.
     transformers = sys.modules.get("transformers")
@@ -76,7 +60,7 @@ def load_target(
         InvalidRequest: a loaded model without a tokenizer, or something that is no model.
         InvalidModel: as `load_model`.
     """
-    if not is_source(source):
+    if not _is_source(source):
         raise InvalidRequest(
             f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
             "of transformers"
@@ -84,28 +68,24 @@ def load_target(
     if isinstance(source, str | Path):
         model, own = load_pair_member(source, dtype=dtype, device=device, config=config)
         if tokenizer is not None:
-            own = as_tokenizer(tokenizer)
+            own = _as_tokenizer(tokenizer)
         return model, own, eos_token_ids(source, own)
     if tokenizer is None:
         raise InvalidRequest(
             "a target that is already loaded needs its tokenizer: "
             "Engine.load(model, tokenizer=AutoTokenizer.from_pretrained(...))"
         )
-    own = as_tokenizer(tokenizer)
+    own = _as_tokenizer(tokenizer)
     listed = [own.eos_token_id]
     for settings in (source.generation_config, source.config):
         found = getattr(settings, "eos_token_id", None)
         listed += found if isinstance(found, list) else [found]
     ends = frozenset(token for token in listed if token is not None)
-    return adapt_loaded(source, config), own, ends
+    return _adapt_loaded(source, config), own, ends
 
 
-def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
-    """Wrap a model that transformers loaded, with a KV store for the configured batch.
-
-    Raises:
-        InvalidModel: its architecture is not supported.
-    """
+def _adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
+    """Wrap a model that transformers loaded, with a KV store for the configured batch."""
     model = share_loaded(
         network,
         max_batch=config.num_slots,
@@ -116,13 +96,8 @@ def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageMode
     return model
 
 
-def as_tokenizer(tokenizer: object) -> Tokenizer:
-    """Return a forerun tokenizer for a transformers tokenizer, a folder or a name.
-
-    Raises:
-        InvalidRequest: the argument is something else.
-        InvalidModel: the tokenizer is of an unsupported kind.
-    """
+def _as_tokenizer(tokenizer: object) -> Tokenizer:
+    """Return a forerun tokenizer for a transformers tokenizer, a folder or a name."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
@@ -196,8 +171,8 @@ def load_drafter(
             return load(folder, target)
         loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
     else:  # the tokenizer it was trained with is unknown and taken to be the target's
-        loaded = adapt_loaded(draft, config), tokenizer
-    check_pair(target, tokenizer, loaded)
+        loaded = _adapt_loaded(draft, config), tokenizer
+    _check_pair(target, tokenizer, loaded)
     return DraftModel(loaded[0], vocab_size=target.vocab_size)
 
 
@@ -209,11 +184,7 @@ def load_drafters(
     dtype: str,
     config: EngineConfig,
 ) -> Drafter:
-    """Load one drafter per name and combine them into one drafter that plans choose from.
-
-    Raises:
-        InvalidRequest: the list is empty, or as for `load_drafter`.
-    """
+    """Load one drafter per name and combine them into one drafter that plans choose from."""
     if not drafts:
         raise InvalidRequest("the list of drafts is empty; name one, or None for plain decoding")
     loaded = [load_drafter(d, target, tokenizer, dtype=dtype, config=config) for d in drafts]
@@ -236,12 +207,8 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token for token in found if token is not None)
 
 
-def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> None:
-    """Refuse a draft with another vocabulary, and warn if it is as large as the target.
-
-    Raises:
-        IncompatibleDraft: some token id means different text to the two.
-    """
+def _check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> None:
+    """Refuse a draft with another vocabulary, and warn if it is as large as the target."""
     check_vocabularies(tokenizer, draft[1])
     if draft[0].num_parameters >= target.num_parameters:
         logger.warning(
@@ -252,11 +219,7 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
 
 
 def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:
-    """Refuse a drafter that reads layers beyond those of the target.
-
-    Raises:
-        UnsupportedFeatures: naming the first such layer.
-    """
+    """Refuse a drafter that reads layers beyond those of the target."""
     for layer in layers:
         if not 0 <= layer <= target.num_layers:
             raise UnsupportedFeatures(
@@ -285,7 +248,7 @@ def default_controller(
         return FixedController(0)
     if config.tree is not None:
         return FixedController(config.tree, tree_method(drafter, config.tree))
-    methods = method_names(drafter)
+    methods = _method_names(drafter)
     inputs = ControllerInputs(
         methods=methods,
         num_speculative_tokens=k,
@@ -296,8 +259,7 @@ def default_controller(
     return build_controller(config.controller, inputs)
 
 
-def method_names(drafter: Drafter) -> tuple[str, ...]:
-    """Return the method of a drafter, or the methods of all drafters that it combines."""
+def _method_names(drafter: Drafter) -> tuple[str, ...]:
     return tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
 
 
@@ -307,7 +269,7 @@ def tree_method(drafter: Drafter, tree: Tree) -> str:
     Raises:
         InvalidRequest: a drafter proposes chains only; the message names it.
     """
-    methods = method_names(drafter)
+    methods = _method_names(drafter)
     for method in methods:
         if method not in tree_methods(drafter):
             raise InvalidRequest(
@@ -338,7 +300,7 @@ def check_card(draft: Source, target: Source) -> None:
         return
     folder, target_folder = model_folder(draft), model_folder(target)
     try:
-        if is_unproven_head(folder) and read_card(folder) is None:
+        if _is_unproven_head(folder) and read_card(folder) is None:
             logger.warning(
                 "the head in %s has neither golden rows nor a card: whether it was trained for "
                 "this target, and on the layers that it reads, cannot be checked",
@@ -363,7 +325,7 @@ def check_head_card(folder: Path, target: Path) -> None:
         InvalidModel: the card or the target cannot be read.
         IncompatibleDraft: the weights are others.
     """
-    card = read_card(folder) if is_unproven_head(folder) else None
+    card = read_card(folder) if _is_unproven_head(folder) else None
     if card is not None and "weights" in changes_of_target(card, target):
         raise IncompatibleDraft(
             f"the head in {folder} was trained for {card.target}, and the weights in {target} are "
@@ -373,6 +335,5 @@ def check_head_card(folder: Path, target: Path) -> None:
         )
 
 
-def is_unproven_head(folder: Path) -> bool:
-    """Whether a draft is a head without golden rows to check it against the target."""
+def _is_unproven_head(folder: Path) -> bool:
     return not (folder / GOLDEN_FILE).is_file() and is_head(folder)

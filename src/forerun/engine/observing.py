@@ -9,8 +9,6 @@ from typing import Protocol, runtime_checkable
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.theory.record import StepRecord
 
-__all__ = ["EmittedRecords", "ObservedStep", "StepObserver"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObservedStep:

@@ -15,23 +15,6 @@ from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, RequestRecord
 
-__all__ = [
-    "Backend",
-    "BackendStats",
-    "Capabilities",
-    "Completion",
-    "FinishReason",
-    "RequestOutput",
-    "Stop",
-    "StreamChunk",
-    "TokenLogprobs",
-    "TokenStops",
-    "find_stop_string",
-    "held_back",
-    "request_records",
-    "sample_key",
-]
-
 FinishReason = Literal["stop", "length", "deadline", "abort"]
 
 
@@ -65,16 +48,7 @@ class TokenStops:
 
 
 def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return position and text of the earliest stop string that ends after `start`.
-
-    Args:
-        text: output so far.
-        start: length of the text already searched.
-        stops: stop strings; on equal begin the longer one wins.
-
-    Returns:
-        None where there is none.
-    """
+    """Return position and text of the earliest stop string that ends after `start`."""
     best: tuple[int, str] | None = None
     for stop in stops:
         begin = text.find(stop, max(0, start - len(stop) + 1))
@@ -97,7 +71,6 @@ def held_back(text: str, stops: tuple[str, ...]) -> int:
 
 
 def sample_key(request_id: str, index: int, num_samples: int) -> str:
-    """Return the name of one sample for drafters and traces."""
     return request_id if num_samples == 1 else f"{request_id}/{index}"
 
 

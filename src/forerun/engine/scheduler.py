@@ -34,8 +34,6 @@ from forerun.sampling.kernels import raw_logprobs
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["PLAIN", "Rule", "ScheduledSequence", "Scheduler"]
-
 Rule = Literal["greedy", "walk", "block", "token", "traversal", "greedy_coupling"]
 """Names of the verifiers in `engine.verification`, which `ScheduledSequence.rule` chooses from.
 
@@ -98,13 +96,11 @@ class ScheduledSequence:
 
     @property
     def prefills(self) -> bool:
-        """Whether the sequence feeds its prompt, or its output again after a preemption."""
         # The last chunk of a prompt may be one row, as decoding always is.
         return self.num_chain > 1 or self.sequence.num_output == self.num_emitted
 
     @property
     def completes(self) -> bool:
-        """Whether all pending tokens are fed in this step, so that the pass yields tokens."""
         return self.num_chain == self.num_pending
 
     @property
@@ -256,7 +252,6 @@ class Scheduler:
 
     @property
     def may_change_batch(self) -> bool:
-        """Whether a sequence can be admitted or preempted before the next step."""
         return bool(self.waiting) or self.config.max_kv_tokens is not None
 
     def add(self, sequence: Sequence) -> None:
@@ -287,7 +282,6 @@ class Scheduler:
         return most is not None and len(self.running) > 1 and self._num_kv_tokens() > most
 
     def _outranks(self, last: Sequence, num_free_slots: int) -> bool:
-        """Whether the next waiting sequence must and may preempt the running sequence `last`."""
         if not self.waiting or self.waiting[0].rank[0] >= last.rank[0]:
             return False
         return not self._has_room(self.waiting[0], num_free_slots)
@@ -318,7 +312,6 @@ class Scheduler:
         return self._num_kv_tokens() + self._kv_tokens(sequence) <= most
 
     def _kv_tokens(self, sequence: Sequence) -> int:
-        """Number of KV rows that a sequence may have after the next pass."""
         return len(sequence.ids) + self.config.max_nodes
 
     def _num_kv_tokens(self) -> int:
@@ -347,14 +340,7 @@ class Scheduler:
         return finished
 
     def assign_rows(self, scheduled: Seq[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Decide how many pending tokens each running sequence feeds in this pass.
-
-        Args:
-            scheduled: all running sequences, with proposals already within the budget.
-
-        Returns:
-            Those that have rows in the pass.
-        """
+        """Decide how many pending tokens each running sequence feeds in this pass."""
         budget = self.config.max_step_rows
         for entry in scheduled:
             if entry.decodes:

@@ -24,8 +24,6 @@ from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.sampling.history import History
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["Sequence", "output_of"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DraftState:
@@ -101,7 +99,6 @@ class Sequence:
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set the name of this sample for drafters and traces."""
         self.key = sample_key(self.request_id, self.index, self.params.n)
 
     @property
@@ -111,7 +108,6 @@ class Sequence:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the drafter is not paused for this sequence."""
         return self.draft.paused_until <= len(self.ids)
 
     @property

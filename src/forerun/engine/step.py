@@ -29,8 +29,6 @@ from forerun.models.base import LanguageModel, RowBatch, pack
 from forerun.sampling.proposal import Verdict
 from forerun.theory.record import StepRecord
 
-__all__ = ["StepClock", "StepEvent", "Stepper"]
-
 StepEvent = Literal["draft_start", "draft_end", "pass_start", "pass_end"]
 """Moments of a step at which its clock is read: around drafting, and around the target pass."""
 
@@ -177,7 +175,6 @@ class Stepper:
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
 
     def _propose(self, scheduled: Seq[ScheduledSequence]) -> None:
-        """Request proposals from the drafter within the limits of the plans."""
         drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
         if self.drafter is not None and drafting:
             self.drafter.propose(drafting)
@@ -205,7 +202,7 @@ class Stepper:
                 entry.logits = output.logits[row : row + entry.num_logit_rows]
             row += entry.num_logit_rows
         if self.drafter is not None and (top_k := self.drafter.required_top_k):
-            note_top_tokens(emitting, output.logits, tokens, min(top_k, output.logits.shape[1]))
+            _note_top_tokens(emitting, output.logits, tokens, min(top_k, output.logits.shape[1]))
 
     def _batch(self, fed: Seq[ScheduledSequence]) -> RowBatch:
         """Return the rows of the pass, with logits requested where tokens are emitted."""
@@ -217,7 +214,7 @@ class Stepper:
             if entry.completes:
                 wanted += range(row - 1, row + entry.num_drafted)
                 row += entry.num_drafted
-        batch = pack([entry.span() for entry in fed], tokens_of(fed, device), wanted, device)
+        batch = pack([entry.span() for entry in fed], _tokens_of(fed, device), wanted, device)
         return replace(batch, feature_layers=self.feature_layers) if self.feature_layers else batch
 
     def _stage_features(
@@ -265,7 +262,7 @@ class Stepper:
             )
             for entry in emitting
             if (verdict := entry.verdict) is not None
-            for ranks, children in [path_in_tree(entry, verdict)]
+            for ranks, children in [_path_in_tree(entry, verdict)]
         ]
 
     def _count(self, emitting: Seq[ScheduledSequence]) -> None:
@@ -299,7 +296,7 @@ class Stepper:
                 logger.warning("observer %s failed and was removed: %r", name, error)
 
 
-def note_top_tokens(
+def _note_top_tokens(
     emitting: Seq[ScheduledSequence],
     logits: Float[Tensor, "rows vocab"],
     tokens: Int64[Tensor, " rows"],
@@ -330,7 +327,7 @@ def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
     return replace(plan, shape=Chain(num_tokens=min(num_nodes, depth)))
 
 
-def path_in_tree(
+def _path_in_tree(
     entry: ScheduledSequence, verdict: Verdict
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return `path_ranks` and `path_children` of a step's record; None twice for a chain."""
@@ -356,7 +353,7 @@ def state_of(sequence: Sequence, now_s: float) -> RequestState:
     )
 
 
-def tokens_of(fed: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
+def _tokens_of(fed: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
     """Return the input tokens of a pass: for each entry its pending tokens, then its draft nodes.
 
     Nodes that are on a device are copied there without waiting for them.

@@ -24,8 +24,6 @@ from forerun.errors import EngineStopped, ForerunError, InvalidRequest, Numerica
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
-__all__ = ["EngineThread", "Ticket"]
-
 Call = Callable[[], None]
 
 
@@ -64,7 +62,7 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         """Yield chunks until the request ends, without blocking the event loop."""
         ready = asyncio.Event()
-        self._wake = waker(ready)
+        self._wake = _waker(ready)
         while True:
             ready.clear()  # before the queue is emptied: what comes later sets it again
             with contextlib.suppress(Empty):
@@ -84,7 +82,7 @@ class Ticket:
             EngineStopped: the engine ended before the request did.
         """
         ready = asyncio.Event()
-        self._wake_at_end = waker(ready)
+        self._wake_at_end = _waker(ready)
         if not self._ended.is_set():
             await ready.wait()
         return self.result()
@@ -130,7 +128,7 @@ class Ticket:
                 wake()
 
 
-def waker(ready: asyncio.Event) -> Callable[[], None]:
+def _waker(ready: asyncio.Event) -> Callable[[], None]:
     """Return a function that sets an event of the running event loop from any thread."""
     loop = asyncio.get_running_loop()
 

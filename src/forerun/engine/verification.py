@@ -36,8 +36,6 @@ from forerun.sampling.walk import (
     walk,
 )
 
-__all__ = ["verify"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifyBatch:
@@ -80,7 +78,7 @@ def verify(
     for index, entry in enumerate(entries):
         by_rule.setdefault(entry.rule, []).append(index)
     if len(by_rule) == 1:
-        return verify_batch(
+        return _verify_batch(
             entries[0].rule, VerifyBatch(entries=entries, logits=logits, tokens=tokens)
         )
     ends = list(accumulate(entry.num_logit_rows for entry in entries))
@@ -93,19 +91,19 @@ def verify(
         batch = VerifyBatch(
             entries=[entries[i] for i in indices], logits=logits[rows], tokens=tokens[rows]
         )
-        verdicts |= zip(indices, verify_batch(rule, batch), strict=True)
+        verdicts |= zip(indices, _verify_batch(rule, batch), strict=True)
     return [verdicts[i] for i in range(len(entries))]
 
 
-def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
+def _verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
     """Verify the sequences of a batch with one method and return their verdicts."""
     if rule == "greedy":
-        return verify_greedy(batch)
+        return _verify_greedy(batch)
     if rule == "walk":
-        return verify_walked(batch)
+        return _verify_walked(batch)
     if rule == "traversal" or rule == "greedy_coupling":
-        return verify_drawn_trees(batch, rule)
-    return verify_sampled(batch, rule)
+        return _verify_drawn_trees(batch, rule)
+    return _verify_sampled(batch, rule)
 
 
 def refuse(entry: ScheduledSequence) -> None:
@@ -117,8 +115,7 @@ def refuse(entry: ScheduledSequence) -> None:
     )
 
 
-def check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[bool]) -> None:
-    """Refuse a sequence if a token was drawn from a row with invalid probabilities."""
+def _check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[bool]) -> None:
     if failed[0] or any(failed[node + 1] for node in path):
         refuse(entry)
 
@@ -140,7 +137,7 @@ def verdict_of(
 # ------------------------------------------------------------------------------------------- walked
 
 
-def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
+def _verify_greedy(batch: VerifyBatch) -> list[Verdict]:
     """Accept nodes that equal the raw argmax, so that expected_accepted equals num_accepted.
 
     A row whose largest logit is not finite has no valid probabilities, as in `target_probs`.
@@ -151,12 +148,12 @@ def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
     for entry, rows in batch.rows():
         drafted = fed[rows][1:]
         path, final = walk(entry.tree, drafted, targets[rows])
-        check_visited(entry, path, [not math.isfinite(score) for score in highest[rows]])
+        _check_visited(entry, path, [not math.isfinite(score) for score in highest[rows]])
         verdicts.append(verdict_of(entry, path, (*(drafted[n] for n in path), final), len(path)))
     return verdicts
 
 
-def verify_walked(batch: VerifyBatch) -> list[Verdict]:
+def _verify_walked(batch: VerifyBatch) -> list[Verdict]:
     """Draw a target token at every row, and follow the tree while its nodes match.
 
     A row without valid probabilities matters only on the walked path: plain decoding would never
@@ -169,19 +166,19 @@ def verify_walked(batch: VerifyBatch) -> list[Verdict]:
         for key in target_keys(entry.sequence.noise_key, len(entry.sequence.ids), entry.tree)
     ]
     drawn = target_tokens(probs, torch.tensor(keys, device=probs.device))
-    columns = on_host(drawn, batch.tokens, failed_rows(probs), match_probs(batch, probs))
+    columns = on_host(drawn, batch.tokens, failed_rows(probs), _match_probs(batch, probs))
     targets, fed, failed, matches = columns
     verdicts = []
     for entry, rows in batch.rows():
         drafted = fed[rows][1:]
         path, final = walk(entry.tree, drafted, targets[rows])
-        check_visited(entry, path, failed[rows])
+        _check_visited(entry, path, failed[rows])
         expected = expected_accepted(entry.tree, matches[rows][1:])
         verdicts.append(verdict_of(entry, path, (*(drafted[n] for n in path), final), expected))
     return verdicts
 
 
-def match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
+def _match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
     """Return the probability that each node is accepted given its parent; 0 for the first row."""
     matches = []
     for entry, rows in batch.rows():
@@ -214,11 +211,11 @@ def probabilities(batch: VerifyBatch) -> Float[Tensor, "rows vocab"]:
 # ------------------------------------------------------------------------------------------ sampled
 
 
-def verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
+def _verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
     """Verify sampled chains by block or token-level verification."""
     assert rule in ("block", "token")
     found = verify_chain_batch(
-        probabilities(batch), batch.tokens, [drawn_chain(entry) for entry in batch.entries], rule
+        probabilities(batch), batch.tokens, [_drawn_chain(entry) for entry in batch.entries], rule
     )
     verdicts = []
     for index, (entry, rows) in enumerate(batch.rows()):
@@ -234,7 +231,7 @@ def verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
     return verdicts
 
 
-def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
+def _drawn_chain(entry: ScheduledSequence) -> DrawnChain:
     """Return the drafted chain of a sequence with its noise keys; empty for a plain step."""
     sequence, proposal = entry.sequence, entry.proposal
     return DrawnChain(
@@ -246,7 +243,7 @@ def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
 # -------------------------------------------------------------------------------------------- trees
 
 
-def verify_drawn_trees(
+def _verify_drawn_trees(
     batch: VerifyBatch, rule: Literal["traversal", "greedy_coupling"]
 ) -> list[Verdict]:
     """Verify trees whose nodes were drawn from the draft, one tree after another."""

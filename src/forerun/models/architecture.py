@@ -9,18 +9,6 @@ from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidModel
 
-__all__ = [
-    "ROPE_TYPES",
-    "RUNNERS",
-    "SUPPORTED",
-    "Architecture",
-    "Runner",
-    "check_layer_count",
-    "checked_size",
-    "optional_size",
-    "read_architecture",
-]
-
 SUPPORTED = (
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
@@ -107,9 +95,9 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     """
     if name not in SUPPORTED:
         raise InvalidModel(f"{name} is not supported; supported are {', '.join(SUPPORTED)}")
-    refuse_quantised(settings)
-    refuse_settings(name, settings)
-    refuse_rope(name, settings)
+    _refuse_quantised(settings)
+    _refuse_settings(name, settings)
+    _refuse_rope(name, settings)
     num_heads = size(settings, "num_attention_heads", "n_head")
     hidden_size = size(settings, "hidden_size", "n_embd")
     given = {} if name in MULTI_HEAD else settings
@@ -129,7 +117,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         vocab_size=size(settings, "vocab_size", "vocab_size"),
         max_positions=size(settings, "max_position_embeddings", "n_positions"),
         learned_positions=name in LEARNED_POSITIONS,
-        windows=windows_of(name, settings),
+        windows=_windows_of(name, settings),
     )
 
 
@@ -166,17 +154,13 @@ def checked_size(value: Any, name: str) -> int:
 
 
 def check_layer_count(settings: Mapping[str, Any]) -> None:
-    """Refuse a configuration whose number of layers transformers could not handle.
-
-    Raises:
-        InvalidModel: it is no integer from 1 to MAX_LAYERS.
-    """
+    """Refuse a configuration whose number of layers transformers could not handle."""
     for name in LAYER_COUNTS:
         if name in settings:
             checked_size(settings[name], name)
 
 
-def windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the distinct attention windows of the layers."""
     window = settings.get("sliding_window")
     kinds = settings.get("layer_types")
@@ -191,7 +175,7 @@ def windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]
     return tuple(dict.fromkeys(window if kind == "sliding_attention" else None for kind in kinds))
 
 
-def refuse_quantised(settings: Mapping[str, Any]) -> None:
+def _refuse_quantised(settings: Mapping[str, Any]) -> None:
     """Refuse quantised weights, for which there are no kernels here."""
     quantisation = settings.get("quantization_config")
     if quantisation:
@@ -202,7 +186,7 @@ def refuse_quantised(settings: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
+def _refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Refuse options that the attention implemented here does not have."""
     for setting, meaning in REFUSED.items():
         if settings.get(setting):
@@ -211,9 +195,9 @@ def refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
+def _refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
     """Refuse rotary embeddings that depend on the other tokens of a pass."""
-    for kind in rope_types(settings.get("rope_parameters") or {}):
+    for kind in _rope_types(settings.get("rope_parameters") or {}):
         if kind not in ROPE_TYPES:
             raise InvalidModel(
                 f"{name} with rope_type {kind!r} is not supported; "
@@ -221,8 +205,7 @@ def refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the rope types, of one set of parameters or of one set per layer type."""
+def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in nested or [parameters]:
         yield rope.get("rope_type", "default")

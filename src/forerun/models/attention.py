@@ -24,17 +24,6 @@ from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = [
-    "ATTENTION_NAME",
-    "AttentionPass",
-    "attend",
-    "attend_blocks",
-    "hidden_rows",
-    "pieces_of",
-    "plan_pass",
-    "register",
-]
-
 # Long chains attend in blocks: the mask stays small, and keys after a block are not even read.
 BLOCK_ROWS = 64
 
@@ -60,19 +49,13 @@ class Piece:
     causal: bool = True
 
     def num_seen(self, window: int | None) -> int:
-        """Return the number of last keys that include every key visible to at least one row."""
         if window is None:
             return self.num_keys
         return min(self.num_keys, window - 1 + self.num_rows)
 
 
 def pieces_of(span: Span, first: int) -> Iterator[Piece]:
-    """Cut a span into blocks of BLOCK_ROWS chain rows; a tree joins the last block of its chain.
-
-    Args:
-        span: rows of one sequence.
-        first: their first row in the pass.
-    """
+    """Cut a span into blocks of BLOCK_ROWS chain rows; a tree joins the last block of its chain."""
     if not span.causal:
         num_rows, num_keys = span.num_rows, span.start + span.num_rows
         yield Piece(first=first, num_rows=num_rows, slot=span.slot, num_keys=num_keys, causal=False)
@@ -146,7 +129,7 @@ class Biases:
             hidden = hidden_rows(num_rows, tree).to(device)
             bias[:, :, num_keys - num_rows :].masked_fill_(hidden, -torch.inf)
         if self.window is not None:
-            far = far_keys(num_rows, num_keys, tree or NO_TREE, self.window)
+            far = _far_keys(num_rows, num_keys, tree or NO_TREE, self.window)
             bias.masked_fill_(far.to(device), -torch.inf)
         return bias.view(-1, num_keys)
 
@@ -163,17 +146,15 @@ def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "r
     return hidden
 
 
-def far_keys(
+def _far_keys(
     num_rows: int, num_keys: int, tree: TokenTree, window: int
 ) -> Bool[Tensor, "rows keys"]:
-    """Mask those of the last `num_keys` keys that lie `window` or more positions before a row."""
     rows = positions_in(num_rows, tree)
     keys = torch.cat([torch.arange(num_rows - num_keys, 0), rows])
     return rows[:, None] - keys >= window
 
 
 def positions_in(num_rows: int, tree: TokenTree) -> Int64[Tensor, " rows"]:
-    """Positions of a block's rows relative to its first row; tree nodes of one depth share one."""
     num_chain = num_rows - len(tree.parents)
     depths = torch.tensor(tree.depths, dtype=torch.int64)
     return torch.cat([torch.arange(num_chain), num_chain - 1 + depths])
@@ -291,11 +272,7 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     sliding_window: int | None = None,
     **_: object,  # transformers' calling convention: dropout, position_ids, use_cache and others
 ) -> tuple[Float[Tensor, "1 rows heads head_dim"], None]:
-    """Store this layer's keys and values, then attend.
-
-    Returns:
-        The heads' outputs, and no attention weights.
-    """
+    """Store this layer's keys and values, then attend."""
     attention_pass.write(module.layer_idx, key, value)
     blocks = attention_pass.blocks(sliding_window)
     return attend_blocks(module.layer_idx, query, blocks, scaling).flatten(2, 3), None

@@ -17,18 +17,6 @@ from forerun.models.kv_store import ContiguousKVStore, KVStore
 from forerun.models.slots import Prefix
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = [
-    "Context",
-    "LanguageModel",
-    "LayeredModel",
-    "ModelOutput",
-    "RowBatch",
-    "Span",
-    "StoredModel",
-    "chain_by_forward",
-    "pack",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -56,7 +44,6 @@ class Span:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a draft tree whose preceding rows are not a causal chain."""
         if not self.causal and self.tree.parents:
             raise ValueError("a span with causal=False cannot have a tree")
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from forerun.errors import InvalidModel
 
-__all__ = ["PREFIX", "ZOO", "HeldOutPrompt", "edit_prompts", "held_out_prompts", "zoo_path"]
-
 PREFIX = "zoo:"
 ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
 # Names of release 0.1; each works for one release more, with a notice.

@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TemplateProcess", "TemplateRefused", "without_none"]
-
 MAX_SECONDS = 5
 MAX_BYTES = 1 << 30
 MAX_CHARACTERS = 8 << 20
@@ -172,7 +170,6 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def without_none(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages without fields that are None, as transformers does."""
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 

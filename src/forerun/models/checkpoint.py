@@ -16,17 +16,6 @@ from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import SUPPORTED
 
-__all__ = [
-    "Checkpoint",
-    "read_checkpoint",
-    "read_object",
-    "template_hash",
-    "tokenizer_hash",
-    "weight_files",
-    "weights_hash",
-    "weights_sample_hash",
-]
-
 SAMPLE_BYTES = 4096
 """Bytes from the middle of every tensor that its sample hash covers."""
 INDEX = "model.safetensors.index.json"
@@ -75,7 +64,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     architectures = settings.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
-    refuse_own_code(folder, settings, str(architectures[0]))
+    _refuse_own_code(folder, settings, str(architectures[0]))
     files = weight_files(folder)
     elements: Counter[str] = Counter()
     for file in files:
@@ -94,7 +83,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
+def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
     """Refuse models that need their own Python code, which is never run.
 
     Some still name the code they came with before transformers had their class, Phi-3 for one;
@@ -146,7 +135,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         InvalidModel: there are none, or the index names one that is missing.
     """
     check_folder(folder)
-    names = indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
+    names = _indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
         return tuple(folder / name for name in names)
@@ -159,12 +148,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
 
 
-def indexed_files(index: Path) -> list[str]:
-    """Return the weight files named by an index, which must lie in its folder.
-
-    Raises:
-        InvalidModel: its weight_map is no object of file names.
-    """
+def _indexed_files(index: Path) -> list[str]:
+    """Return the weight files named by an index, which must lie in its folder."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidModel(f"{index} has no weight_map from tensors to files")
@@ -179,19 +164,14 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def count_elements(path: Path) -> Counter[str]:
-    """Count the elements per data type in a safetensors file, from its header.
-
-    Raises:
-        InvalidModel: the header cannot be read or contradicts itself, or the file's size is not
-            what it declares.
-    """
+    """Count the elements per data type in a safetensors file, from its header."""
     size_bytes = path.stat().st_size
-    header, header_bytes = read_header(path, size_bytes)
+    header, header_bytes = _read_header(path, size_bytes)
     header.pop("__metadata__", None)
     elements: Counter[str] = Counter()
     ranges = []
     for name, entry in header.items():
-        start, end, num_elements = tensor_range(path, name, entry)
+        start, end, num_elements = _tensor_range(path, name, entry)
         elements[entry["dtype"]] += num_elements
         ranges.append((start, end, name))
     declared_bytes = header_bytes
@@ -207,19 +187,15 @@ def count_elements(path: Path) -> Counter[str]:
     return elements
 
 
-def tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
-    """First byte, byte after the last and number of elements of a tensor in a header.
-
-    Raises:
-        InvalidModel: the entry is malformed, or its size is not that of its shape.
-    """
+def _tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
+    """First byte, byte after the last and number of elements of a tensor in a header."""
     if not isinstance(entry, dict):
         raise malformed(path, f"tensor {name!r} is described by {entry!r:.60}")
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(is_size(number) for number in numbers):
+        if not isinstance(numbers, list) or not all(_is_size(number) for number in numbers):
             raise malformed(path, f"tensor {name!r} has shape {shape!r:.60}, bytes {offsets!r:.60}")
     if not isinstance(dtype, str) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
         raise malformed(path, f"tensor {name!r} has dtype {dtype!r:.20}, bytes {offsets!r:.60}")
@@ -230,8 +206,7 @@ def tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
     return offsets[0], offsets[1], num_elements
 
 
-def is_size(number: Any) -> bool:
-    """Whether a value from JSON is a size: an integer from 0 to 2**63 - 1."""
+def _is_size(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63
 
 
@@ -240,12 +215,8 @@ def malformed(path: Path, reason: str) -> InvalidModel:
     return InvalidModel(f"{path} has a malformed safetensors header: {reason}")
 
 
-def read_header(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON.
-
-    Raises:
-        InvalidModel: it cannot be read, is longer than `MAX_HEADER_BYTES`, or is no JSON object.
-    """
+def _read_header(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -281,19 +252,10 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
 
     For a warning at every start, where reading hundreds of gigabytes twice is too much. Training
     moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
-
-    Args:
-        weight_files: as in `Checkpoint.weight_files`.
-
-    Returns:
-        The first 16 hexadecimal digits of a SHA-256.
-
-    Raises:
-        InvalidModel: a header cannot be read.
     """
     total = hashlib.sha256()
     for path in sorted(weight_files):
-        header, data_starts = read_header(path, path.stat().st_size)
+        header, data_starts = _read_header(path, path.stat().st_size)
         header.pop("__metadata__", None)
         total.update(json.dumps(header, sort_keys=True).encode())
         with path.open("rb") as file:

@@ -18,19 +18,6 @@ from torch import Tensor
 
 from forerun.models.architecture import Architecture
 
-__all__ = [
-    "Decoder",
-    "EndWeights",
-    "LayerWeights",
-    "ReadTensor",
-    "parameter_shapes",
-    "read_decoder",
-    "read_ends",
-    "read_layer",
-    "rotation",
-    "unsupported",
-]
-
 ReadTensor = Callable[[str], Tensor]
 """A parameter by its name in the checkpoint, in the dtype and on the device wanted."""
 
@@ -148,12 +135,7 @@ def unsupported(
 
 
 def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
-    """Read the sizes and constants of a decoder for which `unsupported` returns None.
-
-    Args:
-        architecture: its sizes.
-        settings: its configuration, as for `unsupported`.
-    """
+    """Read the sizes and constants of a decoder for which `unsupported` returns None."""
     variant = ATTENTION_VARIANTS[architecture.name]
     inv_freq, rope_scale = rotation(architecture, settings)
     return Decoder(

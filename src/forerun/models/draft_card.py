@@ -26,18 +26,6 @@ from forerun.models.checkpoint import (
 )
 from forerun.theory.intervals import Interval
 
-__all__ = [
-    "CARD_FILE",
-    "CardFigures",
-    "DraftCard",
-    "TargetIdentity",
-    "changes_of_target",
-    "identify",
-    "read_card",
-    "staleness",
-    "write_card",
-]
-
 CARD_FILE = "forerun.json"
 FORMAT = 1
 

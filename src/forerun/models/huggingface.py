@@ -23,18 +23,6 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 
-__all__ = [
-    "MODULE_NAMES",
-    "HuggingFaceModel",
-    "ModuleNames",
-    "adapt",
-    "captured",
-    "quiet_transformers",
-    "read_weights",
-    "sharing",
-]
-
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -173,7 +161,7 @@ class HuggingFaceModel(StoredModel):
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
         """Return the model cut after its first layers; weights and store are shared."""
         return HuggingFaceModel(
-            network=without_upper_layers(
+            network=_without_upper_layers(
                 self.network, MODULE_NAMES[self.architecture.name].layers, num_layers
             ),
             store=self.store,
@@ -216,7 +204,7 @@ def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[in
             handle.remove()
 
 
-def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
+def _without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
     """Return a copy of a network's module tree with only its first layers, sharing all tensors."""
     shorter = sharing(network)
     kept: Any = shorter.get_submodule(layers)
@@ -232,19 +220,7 @@ def adapt(
     max_staged_rows: int = 64,
     freeze: bool = True,
 ) -> HuggingFaceModel:
-    """Wrap a transformers model as a LanguageModel; its attention is replaced in place.
-
-    Args:
-        model: a model of a supported architecture, on its device and in its dtype.
-        num_slots: sequences at once.
-        max_context: tokens a sequence may have.
-        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
-        freeze: whether its parameters stop requiring gradients.
-
-    Raises:
-        InvalidModel: the model is not supported.
-        InvalidRequest: its table of positions ends before `max_context`.
-    """
+    """Wrap a transformers model as a LanguageModel; its attention is replaced in place."""
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
     if architecture.learned_positions and max_context > architecture.max_positions:
         raise InvalidRequest(

@@ -22,8 +22,6 @@ from forerun.errors import NotEnoughMemory
 from forerun.models.memory import KVGeometry, available_bytes, bytes_needed, readable
 from forerun.models.slots import Prefix, SlotTable, num_in_place
 
-__all__ = ["ContiguousKVStore", "FeatureRows", "KVPrefix", "KVStore"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVPrefix:
@@ -72,7 +70,6 @@ class FeatureRows:
         self._num_valid = [0] * num_slots
 
     def invalidate(self, slot: int, start: int) -> None:
-        """Mark the features of rows from `start` on as missing."""
         self._num_valid[slot] = min(self._num_valid[slot], start)
 
     def stage(
@@ -98,11 +95,7 @@ class FeatureRows:
         self._num_valid[slot] = end
 
     def check_commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
-        """Refuse a commit of rows without features.
-
-        Raises:
-            ValueError: features of one of the rows, offsets from `start`, were not staged.
-        """
+        """Refuse a commit of rows without features."""
         if rows and start + rows[-1] >= self._num_valid[slot]:
             raise ValueError(
                 f"row {rows[-1]} of slot {slot} is to be committed without features; the store "

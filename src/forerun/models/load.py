@@ -32,17 +32,6 @@ from forerun.models.tokenizers import Tokenizer, read_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "choose_device",
-    "choose_dtype",
-    "load_model",
-    "load_tokenizer",
-    "model_folder",
-    "read_config",
-    "read_settings",
-    "share_loaded",
-]
-
 
 def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
     """Return the configuration with all defaults filled in, in the form of `config.to_dict()`.
@@ -155,7 +144,7 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     geometry = geometry_of(
         architecture,
         num_slots=max_batch,
-        capacity=choose_context(max_context, architecture),
+        capacity=_choose_context(max_context, architecture),
         max_staged_rows=max_staged_rows,
         dtype=choose_dtype(dtype, checkpoint),
     )
@@ -209,11 +198,11 @@ def share_loaded(
     if not isinstance(model, PreTrainedModel):
         raise InvalidModel(f"{type(model).__name__} is no transformers model")
     name = type(model).__name__
-    architecture = checked_architecture(name, model.config.to_dict(), f"the loaded {name}")
+    architecture = _checked_architecture(name, model.config.to_dict(), f"the loaded {name}")
     geometry = geometry_of(
         architecture,
         num_slots=max_batch,
-        capacity=choose_context(max_context, architecture),
+        capacity=_choose_context(max_context, architecture),
         max_staged_rows=max_staged_rows,
         dtype=model.dtype,
     )
@@ -273,11 +262,7 @@ def model_folder(source: str | Path) -> Path:
 
 
 def fetched(name: str) -> Path:
-    """The local copy of a model of the Hugging Face hub, fetched if it is not there yet.
-
-    Raises:
-        InvalidModel: it cannot be fetched, or has no weights that are supported.
-    """
+    """The local copy of a model of the Hugging Face hub, fetched if it is not there yet."""
     # Imported when needed: it costs a third of a second of every start.
     from huggingface_hub import snapshot_download
 
@@ -307,20 +292,11 @@ def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
     """
     settings = read_settings(checkpoint)
     where = f"config.json in {checkpoint.folder}"
-    return settings, checked_architecture(checkpoint.architecture, settings, where)
+    return settings, _checked_architecture(checkpoint.architecture, settings, where)
 
 
-def checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
-    """Read the sizes of a configuration, turning any malformed value into InvalidModel.
-
-    Args:
-        name: class of the model in transformers.
-        settings: its configuration.
-        where: it stands, for the message.
-
-    Raises:
-        InvalidModel: the model is not supported, or a value is of a wrong kind.
-    """
+def _checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
+    """Read the sizes of a configuration, turning any malformed value into InvalidModel."""
     try:
         return read_architecture(name, settings)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -343,13 +319,13 @@ def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
 def choose_device(device: str) -> torch.device:
     """Return the requested device; "auto" is a GPU if there is one."""
     if device != "auto":
-        return named_device(device)
+        return _named_device(device)
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def named_device(name: str) -> torch.device:
+def _named_device(name: str) -> torch.device:
     """Return the device of that name, if this machine has it."""
     try:
         device = torch.device(name)
@@ -365,7 +341,7 @@ def named_device(name: str) -> torch.device:
     return device
 
 
-def choose_context(max_context: int | None, architecture: Architecture) -> int:
+def _choose_context(max_context: int | None, architecture: Architecture) -> int:
     """Return the tokens per sequence, at most as many as the model supports."""
     if max_context is None:
         return architecture.max_positions

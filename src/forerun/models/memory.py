@@ -10,17 +10,6 @@ import torch
 from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import Architecture
 
-__all__ = [
-    "KVGeometry",
-    "MemoryEstimate",
-    "available_bytes",
-    "bytes_needed",
-    "check_fits",
-    "estimate",
-    "geometry_of",
-    "readable",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
@@ -75,7 +64,6 @@ def geometry_of(
 
 
 def bytes_needed(geometry: KVGeometry) -> int:
-    """Bytes a store of this geometry allocates."""
     return torch.Size(geometry.shape).numel() * geometry.dtype.itemsize
 
 
@@ -121,17 +109,7 @@ def available_bytes(device: torch.device) -> int:
 def check_fits(
     name: str, needed: MemoryEstimate, geometry: KVGeometry, device: torch.device
 ) -> None:
-    """Refuse a model that does not fit into the available memory.
-
-    Args:
-        name: of the model, for the message.
-        needed: the estimate for it.
-        geometry: the KV store it contains.
-        device: where it is to live.
-
-    Raises:
-        NotEnoughMemory: it does not fit; the message has the numbers and what would fit.
-    """
+    """Refuse a model that does not fit into the available memory."""
     available = available_bytes(device)
     if needed.total_bytes <= available:
         return

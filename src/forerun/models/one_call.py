@@ -12,8 +12,6 @@ from forerun.models.base import RowBatch
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree
 
-__all__ = ["DraftsInOneCall", "LikelyTree", "SampledTokens"]
-
 
 class SampledTokens(NamedTuple):
     """Token chains drawn in one call.

@@ -13,16 +13,6 @@ from itertools import pairwise
 
 from forerun.errors import NotEnoughMemory
 
-__all__ = [
-    "MIN_SHARED_TOKENS",
-    "Match",
-    "Prefix",
-    "SlotTable",
-    "common_length",
-    "longest_match",
-    "num_in_place",
-]
-
 MIN_SHARED_TOKENS = 16
 """A shorter match is not worth a copy: the rows it saves are nearly free in the pass."""
 
@@ -60,7 +50,7 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return low
 
 
-def longest_match(
+def _longest_match(
     wanted: Prefix,
     kept: Mapping[int, Prefix],
     shared: Mapping[int, Prefix],
@@ -69,15 +59,6 @@ def longest_match(
     """Find the slot that shares the most tokens with a new sequence.
 
     The last token of a sequence always has to be fed, for its logits are wanted.
-
-    Args:
-        wanted: the sequence to begin.
-        kept: what slots without a sequence hold.
-        shared: sequences that have a slot.
-        committed: how many of their tokens are in it.
-
-    Returns:
-        None where no slot of that scope shares `MIN_SHARED_TOKENS` tokens or more.
     """
     best: Match | None = None
     least = MIN_SHARED_TOKENS
@@ -163,7 +144,7 @@ class SlotTable:
         Raises:
             NotEnoughMemory: every slot is taken.
         """
-        match = longest_match(wanted, self._kept, self._shared, self._committed)
+        match = _longest_match(wanted, self._kept, self._shared, self._committed)
         if match is None:
             slot = self.reserve()
         elif match.num_tokens >= self._least_to_take_over(match.slot):
@@ -201,11 +182,7 @@ class SlotTable:
         self._kept[slot] = Prefix(ids=shared.ids[:num_tokens], scope=shared.scope)
 
     def check_prefix(self, slot: int, num_tokens: int) -> None:
-        """Refuse a prefix with more tokens than a reserved or kept slot holds.
-
-        Raises:
-            ValueError: it holds fewer, or nothing.
-        """
+        """Refuse a prefix with more tokens than a reserved or kept slot holds."""
         kept = self._kept.get(slot)
         held = self.length(slot) if kept is None else len(kept.ids)
         if not 0 <= num_tokens <= held:
@@ -232,11 +209,7 @@ class SlotTable:
         return self._written[slot]
 
     def forget_kept(self) -> None:
-        """Discard every kept prefix.
-
-        Raises:
-            ValueError: a slot is reserved.
-        """
+        """Discard every kept prefix."""
         if self._committed:
             raise ValueError(f"slots {sorted(self._committed)} are reserved; free them first")
         self._free += self._kept
@@ -279,7 +252,7 @@ class SlotTable:
         """
         committed = self.length(slot)
         num_staged = self._written[slot] - committed
-        if rows and not is_ascending(rows):
+        if rows and not _is_ascending(rows):
             raise ValueError(f"rows {list(rows)} to commit are not ascending from 0")
         if rows and rows[-1] >= num_staged:
             raise ValueError(f"row {rows[-1]} of slot {slot} is not among its {num_staged} staged")
@@ -305,7 +278,7 @@ class SlotTable:
         self.commit(slot, range(num_tokens))
 
 
-def is_ascending(rows: Sequence[int]) -> bool:
+def _is_ascending(rows: Sequence[int]) -> bool:
     """Whether `rows` is strictly ascending from 0 or more; constant time for a plain range."""
     if rows[0] < 0:
         return False
@@ -315,7 +288,6 @@ def is_ascending(rows: Sequence[int]) -> bool:
 
 
 def num_in_place(rows: Sequence[int]) -> int:
-    """Return how many leading rows already have their committed position and need no move."""
     if not rows or rows[-1] == len(rows) - 1:
         return len(rows)
     return next(index for index, row in enumerate(rows) if row != index)

@@ -12,9 +12,6 @@ from forerun.errors import UnsupportedFeatures
 from forerun.models.base import ModelOutput, RowBatch, Span, chain_by_forward
 from forerun.models.kv_store import KVPrefix, KVStore
 
-__all__ = ["TabularModel", "TokenStore"]
-
-
 NUM_LAYERS = 3
 FEATURE_WIDTH = 4
 # A prime below 2**23: every feature is an integer that fp32 represents exactly.
@@ -22,22 +19,14 @@ HASH_MODULUS = 8_388_593
 
 
 def tabular_features(ids: Sequence[int], layer: int) -> tuple[float, ...]:
-    """Features of a row of a TabularModel, which differ between rows with different prefixes.
-
-    Args:
-        ids: the tokens up to and including the row's own.
-        layer: from 0 to NUM_LAYERS.
-
-    Returns:
-        The layer, the number of tokens, the last token, and a hash of all tokens.
-    """
+    """Features of a row of a TabularModel, which differ between rows with different prefixes."""
     digest = layer + 1
     for token in ids:
         digest = (digest * 31_337 + token + 1) % HASH_MODULUS
     return (float(layer), float(len(ids)), float(ids[-1]), float(digest))
 
 
-def stacked_features(
+def _stacked_features(
     rows: Sequence[Sequence[int]], batch: RowBatch
 ) -> Float32[Tensor, "rows layers width"] | None:
     """Features of all rows of a pass; None when the pass requests no layers."""
@@ -146,16 +135,7 @@ class TabularModel:
         max_context: int = 256,
         scale: float = 1.5,
     ) -> TabularModel:
-        """Create a random table; the same seed and sizes give the same table.
-
-        Args:
-            seed: of the table.
-            vocab_size: tokens; the table has (vocab_size + 1) ** order rows.
-            order: tokens that matter.
-            num_slots: sequences at once.
-            max_context: tokens a sequence may have.
-            scale: standard deviation of the logits; more makes the distributions less uniform.
-        """
+        """Create a random table; the same seed and sizes give the same table."""
         generator = torch.Generator().manual_seed(seed)
         logits = torch.empty((vocab_size + 1) ** order, vocab_size, dtype=torch.float64)
         log_probs = logits.normal_(0.0, scale, generator=generator).log_softmax(-1)
@@ -200,7 +180,7 @@ class TabularModel:
             first += span.num_rows
         wanted = torch.tensor(states, device=self.device)[batch.logit_rows]
         logits = self.log_probs[wanted].to(self.dtype)
-        return ModelOutput(logits=logits, features=stacked_features(rows_seen, batch))
+        return ModelOutput(logits=logits, features=_stacked_features(rows_seen, batch))
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
         """Raise an error: a table has no embedding."""

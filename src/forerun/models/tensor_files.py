@@ -18,15 +18,6 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import ReadTensor
 
-__all__ = [
-    "check_parameters",
-    "check_tensors",
-    "has_own_head",
-    "tensor_reader",
-    "write_files",
-    "writing_tensors",
-]
-
 # Constants some checkpoints carry along, which every implementation computes itself.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -68,9 +59,9 @@ def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
     The file is mapped only while it is read from, so what has been read does not stay in memory.
     """
     files = {
-        full_name(name): (path, name)
+        _full_name(name): (path, name)
         for path in checkpoint.weight_files
-        for name in shapes_in(path)
+        for name in _shapes_in(path)
     }
 
     def read(name: str) -> Tensor:
@@ -86,19 +77,11 @@ def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse files whose parameters are not exactly those of the model.
-
-    Args:
-        checkpoint: where they are.
-        expected: shape per name.
-
-    Raises:
-        InvalidModel: parameters are missing, unknown or have the wrong shape.
-    """
+    """Refuse files whose parameters are not exactly those of the model."""
     found = {
-        full_name(name): shape
+        _full_name(name): shape
         for path in checkpoint.weight_files
-        for name, shape in shapes_in(path).items()
+        for name, shape in _shapes_in(path).items()
         if not name.endswith(IGNORED_SUFFIXES)
     }
     tied_head = {HEAD} if HEAD not in expected else set()
@@ -151,13 +134,13 @@ def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
 
     transformers then takes it, even where the configuration says that the two are tied.
     """
-    if not any(HEAD in shapes_in(path) for path in checkpoint.weight_files):
+    if not any(HEAD in _shapes_in(path) for path in checkpoint.weight_files):
         return False
     read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
     return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
 
 
-def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a file, from its header."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -167,7 +150,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
 
 
-def full_name(name: str) -> str:
+def _full_name(name: str) -> str:
     """The name of a parameter in the whole model.
 
     A checkpoint of the decoder alone, without its head, leaves the prefix "model." out.

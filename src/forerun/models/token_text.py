@@ -16,12 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from forerun.errors import InvalidModel
 
-__all__ = ["TokenDecoder", "from_byte_level", "token_decoder"]
-
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def byte_level_alphabet() -> dict[str, int]:
+def _byte_level_alphabet() -> dict[str, int]:
     """Return the alphabet of byte-level BPE: printable bytes, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
@@ -29,7 +27,7 @@ def byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_LEVEL: Mapping[str, int] = MappingProxyType(byte_level_alphabet())
+BYTE_LEVEL: Mapping[str, int] = MappingProxyType(_byte_level_alphabet())
 
 
 def from_byte_level(piece: str) -> bytes:
@@ -123,12 +121,10 @@ class PieceRules:
         return piece
 
     def byte_of(self, piece: str) -> int | None:
-        """Return the value of a byte token; None for any other token."""
         found = BYTE_PIECE.fullmatch(piece) if self.has_bytes else None
         return None if found is None else int(found[1], 16)
 
     def to_bytes(self, piece: str) -> bytes:
-        """Return the bytes that any token except the first adds to the text."""
         byte = self.byte_of(piece)
         return self.text_of(piece).encode() if byte is None else bytes([byte])
 
@@ -179,22 +175,15 @@ class PieceStream:
 
 
 def token_decoder(tokenizer_json: str) -> TokenDecoder:
-    """Return the decoder of a tokenizer.json.
-
-    Args:
-        tokenizer_json: its definition, as in tokenizer.json.
-
-    Raises:
-        InvalidModel: its decoder is of another kind, or has a step that cannot be streamed.
-    """
-    steps = list(decoder_steps(json.loads(tokenizer_json).get("decoder")))
+    """Return the decoder of a tokenizer.json."""
+    steps = list(_decoder_steps(json.loads(tokenizer_json).get("decoder")))
     kinds = {step["type"] for step in steps}
     if not steps:
         return TokenDecoder(to_bytes=lambda piece: b" " + piece.encode(), open_stream=WordStream)
     if "ByteLevel" in kinds:
         return TokenDecoder(to_bytes=from_byte_level, open_stream=ByteLevelStream)
     if kinds & {"ByteFallback", "Metaspace"}:
-        rules = piece_rules(steps)
+        rules = _piece_rules(steps)
         return TokenDecoder(to_bytes=rules.to_bytes, open_stream=lambda: PieceStream(rules))
     raise InvalidModel(
         f"a tokenizer that decodes by {', '.join(sorted(kinds))} is not supported; supported are "
@@ -202,12 +191,8 @@ def token_decoder(tokenizer_json: str) -> TokenDecoder:
     )
 
 
-def piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
-    """Return the rules that correspond to a list of decoder steps.
-
-    Raises:
-        InvalidModel: a step is of another kind, or cannot be streamed.
-    """
+def _piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
+    """Return the rules that correspond to a list of decoder steps."""
     rules: dict[str, Any] = {"replaced": ()}
     for step in steps:
         pattern = step.get("pattern", {})
@@ -230,12 +215,12 @@ def piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
     return PieceRules(**rules)
 
 
-def decoder_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
+def _decoder_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
     """Return the steps of a decoder, with nested sequences flattened."""
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:
-            yield from decoder_steps(step)
+            yield from _decoder_steps(step)
     else:
         yield decoder

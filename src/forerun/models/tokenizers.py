@@ -24,19 +24,6 @@ from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
 from forerun.models.token_text import TextStream, token_decoder
 
-__all__ = [
-    "Detokenizer",
-    "Messages",
-    "Renderer",
-    "Tokenizer",
-    "TokenizerDefinition",
-    "VocabularyComparison",
-    "adopt",
-    "check_vocabularies",
-    "compare_vocabularies",
-    "read_tokenizer",
-]
-
 SURROGATE = re.compile("[\ud800-\udfff]")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Messages = list[dict[str, Any]]
@@ -158,7 +145,6 @@ class Tokenizer:
         return {token: (added.content, added.special) for token, added in tokens.items()}
 
     def open_stream(self) -> TextStream:
-        """Open a stream that turns written forms of tokens into text."""
         return self._decoder.open_stream()
 
     def piece(self, token: int) -> str | None:
@@ -276,22 +262,14 @@ SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 
 
 def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
-    """Read the tokenizer of a model folder, or its serialised copy in the cache.
-
-    Args:
-        folder: where its files are.
-        cache: folder to use instead of `cache_folder()`.
-
-    Raises:
-        InvalidModel: there is none, or it is of an unsupported kind.
-    """
+    """Read the tokenizer of a model folder, or its serialised copy in the cache."""
     kept = cached_json(
         cache or cache_folder(),
         f"tokenizer-with-template-{key_of(folder)}",
-        lambda: asdict(definition_of(by_transformers(folder))),
+        lambda: asdict(_definition_of(by_transformers(folder))),
     )
     return Tokenizer(
-        TokenizerDefinition(**kept), lambda template: renderer(by_transformers(folder), template)
+        TokenizerDefinition(**kept), lambda template: _renderer(by_transformers(folder), template)
     )
 
 
@@ -301,15 +279,11 @@ def adopt(backend: Any) -> Tokenizer:
     Raises:
         InvalidModel: it is of an unsupported kind.
     """
-    return Tokenizer(definition_of(backend), lambda template: renderer(backend, template))
+    return Tokenizer(_definition_of(backend), lambda template: _renderer(backend, template))
 
 
-def definition_of(backend: Any) -> TokenizerDefinition:
-    """Return the definition of a tokenizer that transformers has read.
-
-    Raises:
-        InvalidModel: it does not run on the `tokenizers` library.
-    """
+def _definition_of(backend: Any) -> TokenizerDefinition:
+    """Return the definition of a tokenizer that transformers has read."""
     if not backend.is_fast:
         raise InvalidModel(f"{type(backend).__name__} has no tokenizer.json; convert it to one")
     return TokenizerDefinition(
@@ -320,7 +294,7 @@ def definition_of(backend: Any) -> TokenizerDefinition:
     )
 
 
-def renderer(backend: Any, template: str = "") -> Renderer:
+def _renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
     template = template or backend.get_chat_template()
     process = TemplateProcess()
@@ -342,11 +316,7 @@ def renderer(backend: Any, template: str = "") -> Renderer:
 
 
 def by_transformers(folder: Path) -> Any:
-    """Read the tokenizer of a folder with transformers.
-
-    Raises:
-        InvalidModel: it makes none.
-    """
+    """Read the tokenizer of a folder with transformers."""
     from transformers import AutoTokenizer
 
     try:

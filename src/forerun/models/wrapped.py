@@ -12,8 +12,6 @@ from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.one_call import DraftsInOneCall, LikelyTree, SampledTokens
 from forerun.theory.stop_rule import StopRule
 
-__all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]
-
 
 class WrappedModel:
     """A LanguageModel that passes every call on to another one.

@@ -25,22 +25,6 @@ from forerun.cache import cache_folder, find_cached, hash_of, write_cached
 from forerun.errors import RunnerUnavailable
 from forerun.theory.stop_rule import Measure
 
-__all__ = [
-    "ELEMENTS",
-    "MEASURES",
-    "ChainProbsStruct",
-    "Kernels",
-    "MatrixKind",
-    "PassStruct",
-    "Sizes",
-    "StopsStruct",
-    "StoreStruct",
-    "VectorKind",
-    "compiled_kernels",
-    "load_kernels",
-    "open_library",
-]
-
 logger = logging.getLogger("forerun.preparation")
 
 SOURCES = Path(__file__).parent / "kernels"
@@ -53,23 +37,12 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
 
 
 def compiled_kernels(folder: Path | None = None) -> ctypes.CDLL:
-    """Load the kernels from the cache, or compile them.
-
-    Args:
-        folder: cache to use instead of `cache_folder()`.
-
-    Raises:
-        RunnerUnavailable: there is no compiler, or it fails.
-    """
+    """Load the kernels from the cache, or compile them."""
     return _load(folder or cache_folder(), find_compiler())
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the path of a C++ compiler: CXX, or the first of the usual names.
-
-    Raises:
-        RunnerUnavailable: none is installed.
-    """
+    """Return the path of a C++ compiler: CXX, or the first of the usual names."""
     names = [environment["CXX"]] if environment.get("CXX") else list(COMPILERS)
     for name in names:
         if found := shutil.which(name):
@@ -84,7 +57,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
     stem = f"kernels-{fingerprint(compiler)}"
     with suppress(OSError):  # reported where the library is to be kept
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    danger = unsafe_folder(folder)
+    danger = _unsafe_folder(folder)
     if danger:
         logger.warning(
             "compiled kernels are neither loaded from %s nor kept there: %s; they are compiled at "
@@ -117,7 +90,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
     return library
 
 
-def unsafe_folder(folder: Path) -> str | None:
+def _unsafe_folder(folder: Path) -> str | None:
     """Return why another user could place a library in a folder; None if only root could.
 
     A folder that does not exist is safe: only its own user could create it here.
@@ -131,12 +104,7 @@ def unsafe_folder(folder: Path) -> str | None:
 
 
 def unsafe(path: Path, *, is_above: bool = False) -> str | None:
-    """Return why another user could replace a file or a folder's content; None if none could.
-
-    Args:
-        path: exists.
-        is_above: it is a folder above: one with the sticky bit may be written by all, as /tmp is.
-    """
+    """Return why another user could replace a file or a folder's content; None if none could."""
     found = path.stat()
     if found.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user (uid {found.st_uid})"
@@ -147,11 +115,7 @@ def unsafe(path: Path, *, is_above: bool = False) -> str | None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Create a temporary folder to compile in.
-
-    Raises:
-        RunnerUnavailable: there is no place for one.
-    """
+    """Create a temporary folder to compile in."""
     try:
         scratch = tempfile.TemporaryDirectory(prefix="forerun-")
     except OSError as error:
@@ -161,14 +125,10 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def compile_to(path: Path, compiler: str) -> None:
-    """Compile the kernels for this processor.
-
-    Raises:
-        RunnerUnavailable: the compiler fails; the message has its last line.
-    """
+    """Compile the kernels for this processor."""
     logger.info("compiling the CPU kernels with %s, once for this machine ...", compiler)
     start_s = time.monotonic()
-    done = run_compiler(compiler, *FLAGS, native_flag(), str(SOURCES / MAIN), "-o", str(path))
+    done = _run_compiler(compiler, *FLAGS, _native_flag(), str(SOURCES / MAIN), "-o", str(path))
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"exit code {done.returncode}"
@@ -190,12 +150,8 @@ def opened(library: Path, compiler: str) -> ctypes.CDLL:
         raise RunnerUnavailable(f"what {compiler} made cannot be loaded: {error}") from error
 
 
-def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run the compiler and return its exit code and output.
-
-    Raises:
-        RunnerUnavailable: it cannot be started.
-    """
+def _run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run the compiler and return its exit code and output."""
     try:
         return subprocess.run([compiler, *arguments], capture_output=True, check=False)
     except OSError as error:
@@ -204,16 +160,15 @@ def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[
 
 def fingerprint(compiler: str) -> str:
     """Hash the sources, compiler, flags and processor that determine the library."""
-    parts = [run_compiler(compiler, "--version").stdout]
-    for part in (compiler, *FLAGS, native_flag(), platform.platform(), processor()):
+    parts = [_run_compiler(compiler, "--version").stdout]
+    for part in (compiler, *FLAGS, _native_flag(), platform.platform(), processor()):
         parts.append(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         parts.append(source.name.encode() + b"\0" + source.read_bytes())
     return hash_of(b"".join(parts))
 
 
-def native_flag() -> str:
-    """Return the compiler flag that allows all instructions of this processor."""
+def _native_flag() -> str:
     return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
 

@@ -19,8 +19,6 @@ from forerun.theory.speedup import (
     survival,
 )
 
-__all__ = ["MIN_ALLOWED", "Acceptance", "Drafting", "counted", "given", "improved"]
-
 MIN_ALLOWED = 20
 """Least number of steps allowed to draft a depth for a plan to use that depth."""
 
@@ -153,10 +151,6 @@ def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]
     """Return the standard error of tau; requests are independent, steps of one request are not.
 
     The variance is therefore that of the requests' first-order influence on tau.
-
-    Args:
-        requests: counts of each.
-        alphas: of all of them together, P(position accepted | all before it accepted).
 
     Source: the delta method, clustered by request (Huber 1967).
     """

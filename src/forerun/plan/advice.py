@@ -11,8 +11,6 @@ from forerun.plan.costs import with_batches
 from forerun.plan.option import DraftCandidate, Option, option_at, tree_options
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 
-__all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
@@ -95,7 +93,6 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
 
 
 def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> list[DraftCandidate]:
-    """Return the candidates with cost tables extended to larger batch sizes than were measured."""
     return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 

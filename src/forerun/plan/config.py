@@ -7,8 +7,6 @@ from itertools import pairwise
 
 from forerun.errors import InvalidRequest, Range, check_ranges
 
-__all__ = ["PlanConfig"]
-
 RANGES = (
     Range("context", 0, integer=True),
     Range("temperature", 0),

@@ -10,8 +10,6 @@ from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["DraftCosts", "with_batches", "with_draft_cost"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["Drafts"]
-
 
 @dataclass(slots=True)
 class Drafts:

@@ -14,8 +14,6 @@ from forerun.theory.budget import tree_survival
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 
-__all__ = ["DraftCandidate", "Option", "option_at", "tree_options"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCandidate:
@@ -73,11 +71,7 @@ class Option:
 def option_at(
     candidate: DraftCandidate, num_speculative_tokens: int, *, batch: int, context: int
 ) -> Option:
-    """Return the predicted speed of a drafter at K, a batch size and a context.
-
-    Raises:
-        InvalidProfile: the table is too rough to bound the speedup from above.
-    """
+    """Return the predicted speed of a drafter at K, a batch size and a context."""
     k, table = num_speculative_tokens, candidate.table
     tau = candidate.acceptance.length(k)
     kappa = cycle_cost(table, candidate.acceptance.at(k).drafted, context, batch)
@@ -85,7 +79,7 @@ def option_at(
         raise InvalidProfile(
             f"the profile with {candidate.name} is too rough at batch {batch}: a cycle at K={k} "
             f"takes {kappa.low:.2f} to {kappa.high:.2f} plain steps; "
-            + advice_on(table.contexts[-1], context)
+            + _advice_on(table.contexts[-1], context)
         )
     tpot_s = table.plain_step_s(context, batch) * kappa.estimate / tau.estimate
     return Option(
@@ -108,15 +102,7 @@ def tree_options(
     batch: int,
     context: int,
 ) -> Iterator[Option]:
-    """Yield the predicted speed of a drafter's best tree for every size and depth.
-
-    Args:
-        candidate: the drafter, of which acceptance by position is that of first children.
-        sibling_acceptance: P(a further child is accepted | those before it are not).
-        max_nodes: of the largest tree.
-        batch: sequences at once.
-        context: committed tokens of every sequence.
-    """
+    """Yield the predicted speed of a drafter's best tree for every size and depth."""
     table, survival = candidate.table, candidate.acceptance.survival
     plain_s = table.plain_step_s(context, batch)
     first = [after / before if before else 0.0 for before, after in pairwise((1.0, *survival))]
@@ -146,7 +132,7 @@ def tree_options(
             )
 
 
-def advice_on(measured: int, context: int) -> str:
+def _advice_on(measured: int, context: int) -> str:
     """Return advice for a cost whose error is too large."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"

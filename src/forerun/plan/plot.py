@@ -11,8 +11,6 @@ from forerun.plan.advice import Advice
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot"]
-
 
 def plot(advice: Advice, path: Path) -> None:
     """Draw the speedup over K at the batch of the plan, with its 95% interval.

@@ -17,8 +17,6 @@ from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 
-__all__ = ["PRESETS", "Machine", "ModelSize", "cost_table", "preset"]
-
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
 RANGES = (
     Range("flops_per_s", 0, above_low=True),
@@ -60,7 +58,6 @@ class Machine:
     memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse figures that are not positive."""
         check_ranges(self, *RANGES)
 
 
@@ -82,11 +79,10 @@ class ModelSize:
     kv_token_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse figures that are not positive."""
         check_ranges(self, *SIZE_RANGES)
 
 
-def data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
+def _data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
     """Return a machine with the rates of its data sheet and assumed overheads."""
     return Machine(
         name=name,
@@ -101,14 +97,14 @@ PRESETS: Mapping[str, Machine] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            data_sheet("a100-80gb", 312, 2039, 80),
-            data_sheet("b200", 2250, 8000, 180),
-            data_sheet("h100-sxm", 989, 3350, 80),
-            data_sheet("h200-sxm", 989, 4800, 141),
-            data_sheet("l4", 121, 300, 24),
-            data_sheet("l40s", 362, 864, 48),
-            data_sheet("mi300x", 1307, 5300, 192),
-            data_sheet("rtx-4090", 165, 1008, 24),
+            _data_sheet("a100-80gb", 312, 2039, 80),
+            _data_sheet("b200", 2250, 8000, 180),
+            _data_sheet("h100-sxm", 989, 3350, 80),
+            _data_sheet("h200-sxm", 989, 4800, 141),
+            _data_sheet("l4", 121, 300, 24),
+            _data_sheet("l40s", 362, 864, 48),
+            _data_sheet("mi300x", 1307, 5300, 192),
+            _data_sheet("rtx-4090", 165, 1008, 24),
         )
     }
 )
@@ -153,7 +149,7 @@ def cost_table(
     Raises:
         InvalidRequest: the models do not fit into the memory of the machine.
     """
-    check_memory(machine, target, draft, batch=min(batches), context=min(contexts))
+    _check_memory(machine, target, draft, batch=min(batches), context=min(contexts))
 
     def line(batch: int, context: int) -> CostLine:
         verify_s = tuple(pass_s(machine, target, rows, batch, context) for rows in ROWS)
@@ -170,14 +166,10 @@ def cost_table(
     return CostTable(lines=tuple(line(b, c) for b in sorted(batches) for c in sorted(contexts)))
 
 
-def check_memory(
+def _check_memory(
     machine: Machine, target: ModelSize, draft: ModelSize | None, *, batch: int, context: int
 ) -> None:
-    """Refuse models that do not fit, with keys and values of `batch` sequences of `context` tokens.
-
-    Raises:
-        InvalidRequest: they need more memory than the machine has.
-    """
+    """Refuse models that do not fit with the KV of `batch` sequences of `context` tokens."""
     models = [target] if draft is None else [target, draft]
     weights = sum(model.weight_bytes for model in models)
     needed = weights + batch * context * sum(model.kv_token_bytes for model in models)

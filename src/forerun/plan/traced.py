@@ -11,8 +11,6 @@ from forerun.plan.drafts import Drafts
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.schema import Item
 
-__all__ = ["TracedDraft", "TracedDrafts", "drafts_in"]
-
 
 @dataclass(slots=True, kw_only=True)
 class TracedDraft:
@@ -53,12 +51,10 @@ class TracedDraft:
 
     @property
     def has_drafted(self) -> bool:
-        """Return whether any step drafted."""
         return any(depth for drafts in self.requests.values() for _, depth, _ in drafts.steps)
 
     @property
     def pauses(self) -> bool:
-        """Return whether the drafter may propose nothing in a step, as copying drafters may."""
         return parse_drafter(self.name) is not None
 
     def add(self, record: StepRecord) -> None:
@@ -75,7 +71,6 @@ class TracedDraft:
                 self.num_cycles += 1
 
     def add_plain(self, record: StepRecord) -> None:
-        """Count a plain step of a request as a step without a proposal if the drafter may pause."""
         if self.pauses and not record.num_prefill_rows:
             self.requests[record.request_id].add(self.most_allowed[record.request_id], 0, 0)
 
@@ -136,7 +131,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
         elif isinstance(item, StepRecord):
             num_steps += 1
             if item.k_budget:
-                header = header_of(item, headers, where)
+                header = _header_of(item, headers, where)
                 draft = found.drafts.setdefault(str(header.draft), TracedDraft(header=header))
                 draft.add(item)
                 drafters[item.request_id] = draft
@@ -152,7 +147,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
     return found
 
 
-def header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
+def _header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
     """Return the header of the drafter that a step used."""
     drafts = [header for header in headers if header.draft is not None]
     named = [h for h in drafts if str(h.draft).partition(":")[0] == record.method]

@@ -11,8 +11,6 @@ from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_draft_cost
 from forerun.plan.option import DraftCandidate, Option
 
-__all__ = ["BATCH_FACTORS", "CONTEXT_FACTORS", "Scenario", "scenarios"]
-
 FEWER_REJECTIONS = (0.25, 0.5)
 DRAFT_FACTORS = (0.5, 0.0)
 BATCH_FACTORS = (2, 8, 32)

@@ -10,22 +10,6 @@ from types import MappingProxyType
 
 from forerun.errors import InvalidRequest
 
-__all__ = [
-    "OVERHEAD_OF",
-    "QUICK",
-    "THOROUGH",
-    "EvidenceConfig",
-    "ProbeConfig",
-    "ProfileCell",
-    "Quantity",
-    "chain_cells",
-    "pass_cells",
-    "read_cells",
-    "sizes",
-    "step_cells",
-    "without",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeConfig:
@@ -178,7 +162,6 @@ class ProfileCell:
     size: int
 
     def __str__(self) -> str:
-        """Return a description of the cell for messages."""
         name = self.quantity.replace("_", " ")
         return f"{name} of size {self.size} at batch {self.batch}, context {self.context}"
 
@@ -194,14 +177,7 @@ def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
 def chain_cells(
     config: ProbeConfig, context: int, *, catches_up: bool = False
 ) -> Iterator[ProfileCell]:
-    """Yield draft chains at one context, and the single pass that sampled drafting repeats.
-
-    Args:
-        config: of the profile.
-        context: committed tokens.
-        catches_up: measure a pass over more rows too, for a draft that reads all tokens of a step
-            again before it drafts.
-    """
+    """Yield draft chains at one context, and the single pass that sampled drafting repeats."""
     rows = (1, 1 + config.drafted[-1]) if catches_up else (1,)
     for batch in config.batches:
         for size in rows:
@@ -211,7 +187,6 @@ def chain_cells(
 
 
 def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[ProfileCell]:
-    """Yield passes of one model over prompt rows, at the shortest context."""
     for size in config.read:
         yield ProfileCell(quantity, 1, config.contexts[0], size)
 

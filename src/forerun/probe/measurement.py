@@ -37,9 +37,6 @@ from forerun.theory.cost_line import CostLine, CostReading, interpolate
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["cost_table", "measure_pair"]
-
-
 Estimates = Mapping[ProfileCell, Interval]
 
 
@@ -60,29 +57,29 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
     places = {(c.batch, c.context) for c in found if c.quantity is Quantity.TARGET_PASS}
     (shortest,) = {c.context for c in found if c.quantity is Quantity.GREEDY_STEP}
     lines = {
-        place: without_overhead(found, *place, shortest, sampled=sampled)
+        place: _without_overhead(found, *place, shortest, sampled=sampled)
         for place in sorted(places)
     }
     return CostTable(
         lines=tuple(
-            with_overhead(line, lines[batch, shortest], found, sampled=sampled)
+            _with_overhead(line, lines[batch, shortest], found, sampled=sampled)
             for (batch, _), line in lines.items()
         )
     )
 
 
-def without_overhead(
+def _without_overhead(
     found: Estimates, batch: int, context: int, shortest: int, *, sampled: bool
 ) -> CostLine:
     """Return the costs at one batch size and context, without the overhead outside both models."""
-    plain, steps = whole_steps(found, batch, shortest, sampled=sampled)
+    plain, steps = _whole_steps(found, batch, shortest, sampled=sampled)
     passes = readings(found, Quantity.TARGET_PASS, batch, context)
     short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
     if context != shortest:
         plain = total(plain, passes[1], less(short_passes[1]))
     chain = drafting(found, batch, shortest, steps, sampled=sampled)
     beyond = {
-        k: total(step, less(chain[k]), less(at_size(short_passes, k + 1)))
+        k: total(step, less(chain[k]), less(_at_size(short_passes, k + 1)))
         for k, step in steps.items()
     }
     chains = drafting(found, batch, context, steps, sampled=sampled)
@@ -100,7 +97,7 @@ def without_overhead(
     )
 
 
-def with_overhead(
+def _with_overhead(
     line: CostLine, shortest: CostLine, found: Estimates, *, sampled: bool
 ) -> CostLine:
     """Return the costs at one context with the overhead outside both models added.
@@ -110,12 +107,12 @@ def with_overhead(
     steps were measured on arbitrary tokens, of which none is accepted; a head that reads accepted
     tokens again is charged for half of K.
     """
-    _, steps = whole_steps(found, line.batch, shortest.context, sampled=sampled)
+    _, steps = _whole_steps(found, line.batch, shortest.context, sampled=sampled)
     here, there = (
         drafting(found, line.batch, context, steps, sampled=sampled)
         for context in (line.context, shortest.context)
     )
-    again = {k: catch_up_s(found, line.batch, line.context, k) for k in steps}
+    again = {k: _catch_up_s(found, line.batch, line.context, k) for k in steps}
     left_s = [
         step.s - shortest.verify(k + 1).s - k * line.draft_s + here[k].s - there[k].s + again[k]
         for k, step in steps.items()
@@ -128,10 +125,9 @@ def with_overhead(
     )
 
 
-def catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
-    """Return the seconds of feeding K / 2 tokens again, 0 if that was not measured."""
+def _catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
     passes = readings(found, Quantity.DRAFT_PASS, batch, context)
-    return max(0.0, at_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
+    return max(0.0, _at_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
 
 
 def reading_cost(found: Estimates) -> ReadingCost | None:
@@ -150,10 +146,9 @@ def reading_cost(found: Estimates) -> ReadingCost | None:
     )
 
 
-def whole_steps(
+def _whole_steps(
     found: Estimates, batch: int, context: int, *, sampled: bool
 ) -> tuple[CostReading, dict[int, CostReading]]:
-    """Return the times of the plain step and of speculative steps by K."""
     quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
     steps = readings(found, quantity, batch, context)
     return steps.pop(0), steps
@@ -170,8 +165,7 @@ def drafting(
     return {k: chains[k] for k in ks}
 
 
-def at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
-    """Interpolate linearly between measured sizes."""
+def _at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
     return interpolate(list(points), list(points.values()), size)
 
 
@@ -211,17 +205,16 @@ def slope_of(points: Mapping[int, CostReading]) -> CostReading:
     middle = sum(xs) / len(xs)
     spread = sum((x - middle) ** 2 for x in xs)
     if not spread:
-        return through_origin(xs, times)
+        return _through_origin(xs, times)
     slope_weights = [(x - middle) / spread for x in xs]
     start_weights = [1 / len(xs) - middle * weight for weight in slope_weights]
     slope, start = combined(slope_weights, times), combined(start_weights, times)
     if slope.s < 0:
         return CostReading(0.0, slope.error_s)
-    return slope if start.s >= 0 else through_origin(xs, times)
+    return slope if start.s >= 0 else _through_origin(xs, times)
 
 
-def through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
-    """Return the slope of the least-squares line through the origin."""
+def _through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
     square = sum(x * x for x in xs)
     return combined([x / square for x in xs], times)
 
@@ -314,10 +307,10 @@ def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequenc
         config=pair.engine,
         cells=list(step_cells(config)),
     )
-    return [*passes, *draft_rigs(pair, config, stopwatch), steps]
+    return [*passes, *_draft_rigs(pair, config, stopwatch), steps]
 
 
-def draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
+def _draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
     """Yield the measurements of the draft's passes by context, and of its prompt reading."""
     drafter, shortest = pair.drafter, config.contexts[0]
     rig: Callable[..., PassRig]

@@ -23,8 +23,6 @@ from forerun.probe.profile import ProfileSetup
 from forerun.probe.rigs import MOST_STEPS
 from forerun.provenance import content_hash, cpu_model, num_cores
 
-__all__ = ["LoadedPair", "ModelFacts", "facts_of", "load_pair", "num_threads_of", "setup_of"]
-
 logger = logging.getLogger("forerun.probe")
 
 
@@ -140,7 +138,7 @@ def facts_of(
 ) -> ModelFacts:
     """Read facts from a model's files; the weights are hashed unless their hash is known."""
     if is_eagle3(read_object(model_folder(name) / "config.json")):
-        return facts_of_head(name, model, known_hash or content_hash(name))
+        return _facts_of_head(name, model, known_hash or content_hash(name))
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)
@@ -157,7 +155,7 @@ def facts_of(
     )
 
 
-def facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
+def _facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
     """Return the facts of an EAGLE-3 head, which reads the target's embedding."""
     assert isinstance(model, StoredModel)
     sizes, num_bytes = model.architecture, model.dtype.itemsize
@@ -188,5 +186,4 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
 
 
 def num_threads_of(engine: EngineConfig) -> int:
-    """Return the number of threads used in passes."""
     return engine.num_threads or torch.get_num_threads()

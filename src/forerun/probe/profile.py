@@ -27,18 +27,6 @@ from forerun.theory.reading_cost import ReadingCost
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "MeasuredCell",
-    "Profile",
-    "ProfileSetup",
-    "ReadLimit",
-    "check_setup",
-    "load_profile",
-    "plot",
-    "write_profile",
-]
-
-
 FORMAT = 3
 """Raised whenever an older program could misread a file."""
 DIGITS = 5
@@ -188,7 +176,7 @@ class Profile:
         tables = {name: values[name] for name in ("greedy", "sampled")}
         if values["format"] < 3:  # overhead did not depend on K
             for name, table in tables.items():
-                tables[name] = {"lines": [with_one_overhead(line) for line in table["lines"]]}
+                tables[name] = {"lines": [_with_one_overhead(line) for line in table["lines"]]}
         reading = values["reading"] if values["format"] > 1 else None
         measured = [{"cell": entry, **entry} for entry in values["measured"]]
         return cls(
@@ -206,8 +194,7 @@ class Profile:
         )
 
 
-def with_one_overhead(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of a cost table of the first two formats in the present one."""
+def _with_one_overhead(line: Mapping[str, Any]) -> dict[str, Any]:
     names = "overhead_s", "overhead_error_s"
     return {**line, "overhead_ks": [1], **{name: [line[name]] for name in names}}
 
@@ -266,18 +253,18 @@ def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
         panels = figure.subplots(1, len(profiles), squeeze=False)[0]
         for axes, profile in zip(panels, profiles, strict=True):
             axes.set_title(title(profile), fontsize=9)
-            draw_costs(axes, profile)
-            draw_limits(axes, profile)
+            _draw_costs(axes, profile)
+            _draw_limits(axes, profile)
             finish(axes, profile)
 
 
-def draw_costs(axes: Axes, profile: Profile) -> None:
+def _draw_costs(axes: Axes, profile: Profile) -> None:
     """Draw one monotone line per batch and context through the measured points."""
     table = profile.greedy
     for line in table.lines:
         colour = COLOURS[table.batches.index(line.batch) % len(COLOURS)]
         style = STYLES[table.contexts.index(line.context) % len(STYLES)]
-        points = list(points_of(profile, line))
+        points = list(_points_of(profile, line))
         look = {"linestyle": "none", "marker": "o", "markersize": 3, "capsize": 2}
         draw_intervals(axes, line.rows, points, color=colour, **look)
         fitted = [line.verify(rows).s / line.plain_s for rows in line.rows]
@@ -285,7 +272,7 @@ def draw_costs(axes: Axes, profile: Profile) -> None:
         axes.plot(line.rows, fitted, color=colour, linestyle=style, linewidth=1.4, label=label)
 
 
-def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
+def _points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
     """Return measured passes in plain steps, with the plain step's error ignored."""
     for rows in line.rows:
         found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, rows)
@@ -296,7 +283,7 @@ def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
         )
 
 
-def draw_limits(axes: Axes, profile: Profile) -> None:
+def _draw_limits(axes: Axes, profile: Profile) -> None:
     """Draw the two limits of v(n): one pass per row, and a single read of all weights."""
     line = min(profile.greedy.lines, key=lambda line: (line.batch, line.context))
     floor = profile.limit.pass_s(line.batch, line.context) / line.plain_s

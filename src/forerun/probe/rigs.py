@@ -21,9 +21,6 @@ from forerun.probe.rounds import Stopwatch, TimedModel
 from forerun.sampling.config import SamplingParams
 from forerun.theory.tree import TokenTree
 
-__all__ = ["MOST_STEPS", "EngineRig", "HeadRig", "PassRig", "head_prefixes", "prefixes"]
-
-
 NUM_TIMED = 2
 CHUNK = 256
 STRIDE = 7919
@@ -95,14 +92,14 @@ class PassRig:
         start = self.prefix.num_tokens
         spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]
         num_rows = len(slots) * (1 + num_nodes)
-        tokens = torch.tensor(some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
+        tokens = torch.tensor(_some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
         return pack(spans, tokens, range(num_rows), self.model.device)
 
 
 def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
     """Return a pass over the next tokens of every slot, with logits for each slot's last token."""
     spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
-    tokens = torch.tensor(some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
+    tokens = torch.tensor(_some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
     last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
     return pack(spans, tokens, last, model.device)
 
@@ -120,7 +117,7 @@ def prefixes(
         forward: runs a pass of the model; None: its own `forward`.
     """
     run = model.forward if forward is None else forward
-    ids = some_tokens(max(contexts), model.vocab_size)
+    ids = _some_tokens(max(contexts), model.vocab_size)
     context = Context(model.store, ids)
     try:
         while context.num_pending:
@@ -134,8 +131,7 @@ def prefixes(
         context.close()
 
 
-def some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
-    """Return arbitrary token ids from the whole vocabulary."""
+def _some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
     return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]
 
 
@@ -166,7 +162,7 @@ class HeadRig(PassRig):
         num_rows = 1 if cell.quantity is Quantity.DRAFT_CHAIN else cell.size
         slots = slots[:1] if cell.quantity is Quantity.DRAFT_READ else slots
         batch = rows_of(self.attached, slots, self.prefix.num_tokens, num_rows)
-        features = some_features(self.attached, len(batch.tokens), self._shape)
+        features = _some_features(self.attached, len(batch.tokens), self._shape)
         model, vocab_size = self.attached, self.attached.vocab_size
         if cell.quantity is Quantity.DRAFT_CHAIN:
             return lambda: model.greedy_chain(
@@ -181,14 +177,13 @@ def head_prefixes(
     """Return KV prefixes of one sequence for a head, by length."""
 
     def forward(batch: RowBatch) -> object:
-        features = some_features(model, len(batch.tokens), shape)
+        features = _some_features(model, len(batch.tokens), shape)
         return model.forward(HeadBatch.of(batch, model.fuse(features)))
 
     return prefixes(model, contexts, forward)
 
 
-def some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
-    """Return arbitrary features [rows, layers, width]."""
+def _some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
     dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
     return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)
 
@@ -247,7 +242,7 @@ class EngineRig:
         sampled = cell.quantity in SAMPLED
         step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
         params = SamplingParams(temperature=float(sampled), ignore_eos=True)
-        prompt = some_tokens(cell.context, self.target.vocab_size)
+        prompt = _some_tokens(cell.context, self.target.vocab_size)
         requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
         try:
             unread = set(requests)
@@ -284,7 +279,6 @@ class EngineRig:
         )
 
     def _timed_step(self, engine: Engine) -> tuple[float, float]:
-        """Return the seconds of one step, and of its overhead outside both models."""
         before_s = self.target.inside_s + self.draft.inside_s
         step_s = self.target.stopwatch.seconds(engine.step)
         return step_s, step_s - (self.target.inside_s + self.draft.inside_s - before_s)

@@ -25,20 +25,6 @@ from forerun.models.wrapped import ObservedModel, ObservedSampler
 from forerun.probe.config import ProbeConfig, ProfileCell, Quantity, without
 from forerun.theory.intervals import Interval, median_interval
 
-__all__ = [
-    "Bandwidth",
-    "Rig",
-    "Rounds",
-    "Samples",
-    "Stopwatch",
-    "TimedModel",
-    "corrected",
-    "estimates",
-    "measure",
-    "read_bandwidth",
-    "timed",
-]
-
 
 class Stopwatch:
     """Times work on one device.
@@ -126,12 +112,6 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
 
     Two reductions of 64-bit integers compete, because which of them keeps up with the memory
     depends on the device.
-
-    Args:
-        num_bytes: what a pass reads, so usually the size of the weights; cut to half of what is
-            available.
-        stopwatch: of the device.
-        num_threads: threads that carry the passes; torch's number is as it was afterwards.
     """
     device = stopwatch.device
     num_bytes = min(num_bytes, available_bytes(device) // 2)
@@ -250,11 +230,7 @@ def measure(
 def one_round(
     rigs: Sequence[Rig], cells: Collection[ProfileCell], num_rounds: int
 ) -> dict[ProfileCell, Sequence[float]]:
-    """Run one round, with a visit to every cell that is due.
-
-    Returns:
-        What was found, nothing for the others; without cells that do not fit into memory.
-    """
+    """Run one round, with a visit to every cell that is due."""
     left = set(cells)
     found: dict[ProfileCell, Sequence[float]] = {cell: () for cell in cells}
     due = [rig for rig in rigs if num_rounds % rig.rounds_per_visit == 0]
@@ -267,7 +243,7 @@ def one_round(
                     for visited, seconds in rig.visit(cell).items():
                         found[visited] = (*found[visited], *seconds)
                 except Exception as error:
-                    if not is_out_of_memory(error):
+                    if not _is_out_of_memory(error):
                         raise
                     left = fitting(left, cell, error)
     return {cell: seconds for cell, seconds in found.items() if cell in left}
@@ -283,8 +259,7 @@ def fitting(
     return left
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error is a failed memory allocation on any device."""
+def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, NotEnoughMemory | MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)

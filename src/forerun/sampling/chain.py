@@ -22,20 +22,6 @@ from torch import Tensor
 from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import draw, uniform
 
-__all__ = [
-    "ChainOutcome",
-    "Rule",
-    "accept_probs",
-    "block_accept_probs",
-    "expected_accepted",
-    "final_weights",
-    "num_accepted",
-    "prefix_ratios",
-    "residual_weights",
-    "token_accept_probs",
-    "verify_chains",
-]
-
 Rule = Literal["token", "block"]
 TargetProbs = Float[Tensor, "batch rows vocab"]
 DraftProbs = Float[Tensor, "batch nodes vocab"]
@@ -77,18 +63,7 @@ def verify_chains(
     keys: Int64[Tensor, "batch draws"],
     rule: Rule,
 ) -> ChainOutcome:
-    """Accept a prefix of every chain and draw the token that follows; exact for sampled chains.
-
-    Args:
-        target_probs: distributions of the target after each prefix of the chain, the empty one
-            first.
-        draft_probs: the distributions the draft tokens were drawn from.
-        tokens: the draft tokens; padding may hold any valid id.
-        num_drafted: valid nodes of each chain, 0 to nodes. It may depend on tokens drawn before a
-            node, never on the node itself.
-        keys: `noise.chain_keys` of every chain: one key per node, then RECOVERED and BONUS.
-        rule: "token" (Leviathan et al. 2023, Chen et al. 2023) or "block" (Sun et al. 2025).
-    """
+    """Accept a prefix of every chain and draw the token that follows; exact for sampled chains."""
     chains = (target_probs, draft_probs, tokens, num_drafted)
     uniforms = uniform(keys)
     ratios = prefix_ratios(*chains) if rule == "block" else None
@@ -242,17 +217,14 @@ def num_accepted(accept_probs: PerNode, uniforms: PerNode, rule: Rule) -> Counts
 
 
 def _drawn(probs: Float[Tensor, "batch rows vocab"], tokens: Tokens) -> PerNode:
-    """Return the probability of each drawn token in fp64."""
     return probs[:, : tokens.shape[1]].gather(-1, tokens[..., None])[..., 0].to(torch.float64)
 
 
 def _places(nodes: Tensor) -> Int64[Tensor, " nodes"]:
-    """Return the numbers 1, 2, ... of the nodes of a chain, for comparison with `num_drafted`."""
     return torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
 
 
 def _rows(probs: Float[Tensor, "batch rows vocab"], index: Counts) -> Float[Tensor, "batch vocab"]:
-    """Return one row of every chain, selected by its index in the chain."""
     num_chains, num_rows, vocab_size = probs.shape
     first = torch.arange(0, num_chains * num_rows, num_rows, device=probs.device)
     return probs.reshape(-1, vocab_size).index_select(0, index + first)

@@ -14,8 +14,6 @@ from forerun.sampling.chain import Rule, verify_chains
 from forerun.sampling.kernels import SamplingKernels, kernels_for, on_host, row_chunks
 from forerun.sampling.processors import failed_rows
 
-__all__ = ["ChainVerdicts", "DrawnChain", "verify_chain_batch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnChain:
@@ -147,7 +145,6 @@ def _padded(
 
 
 def _padded_keys(keys: Sequence[int], num_nodes: int) -> list[int]:
-    """Pad the acceptance keys with zeros before the keys of RECOVERED and BONUS."""
     return [*keys[:-2], *[0] * (num_nodes + 2 - len(keys)), *keys[-2:]]
 
 

@@ -11,16 +11,6 @@ from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidRequest, Range, check_ranges
 
-__all__ = [
-    "Choice",
-    "Method",
-    "SamplingParams",
-    "TokenSource",
-    "Verification",
-    "draft_params",
-    "resolve_verification",
-]
-
 
 class Choice(StrEnum):
     """Method by which the nodes of a proposal were chosen."""
@@ -69,17 +59,13 @@ def as_tuple(name: str, values: object) -> tuple[Any, ...]:
     raise InvalidRequest(f"{name} is {values!r}; it must be a list")
 
 
-def as_bias(bias: object) -> dict[int, float]:
-    """Convert a logit bias to token ids and floats in range; JSON keys may be strings.
-
-    Raises:
-        InvalidRequest: a key is no id or comes twice, or a number is out of range.
-    """
+def _as_bias(bias: object) -> dict[int, float]:
+    """Convert a logit bias to token ids and floats in range; JSON keys may be strings."""
     if not isinstance(bias, Mapping):
         raise InvalidRequest(f"logit_bias is {bias!r}; it must map token ids to numbers")
     converted: dict[int, float] = {}
     for key, number in bias.items():
-        token = as_token(key)
+        token = _as_token(key)
         if token is None or not isinstance(number, int | float) or isinstance(number, bool):
             raise InvalidRequest(
                 f"logit_bias[{key!r}] is {number!r}; it must map token ids to numbers"
@@ -95,7 +81,7 @@ def as_bias(bias: object) -> dict[int, float]:
     return converted
 
 
-def as_token(key: object) -> int | None:
+def _as_token(key: object) -> int | None:
     """Convert a key to a token id; keys from JSON are strings."""
     try:
         key = int(key) if isinstance(key, str) else key
@@ -232,7 +218,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
-            put("logit_bias", as_bias(self.logit_bias))
+            put("logit_bias", _as_bias(self.logit_bias))
 
     def _check_temperatures(self) -> None:
         for name in ("temperature", "draft_temperature"):
@@ -361,7 +347,7 @@ def resolve_verification(
             return "coupled"
         return "block" if is_chain else OF_TREES.get(choice, "walk")
     if asked in DRAWN_ALIKE:
-        check_exact_for(asked, choice, is_chain=is_chain)
+        _check_exact_for(asked, choice, is_chain=is_chain)
     return ON_CHAINS.get(asked, asked) if is_chain else asked
 
 
@@ -383,12 +369,8 @@ DRAWN_ALIKE: Mapping[Verification, Choice | None] = MappingProxyType(
 """How the siblings of a tree must have been chosen for a verifier of drawn tokens; None: chains."""
 
 
-def check_exact_for(asked: Verification, choice: Choice, *, is_chain: bool) -> None:
-    """Refuse a verification method that is not exact for a proposal's choice of nodes.
-
-    Raises:
-        InvalidRequest: naming both.
-    """
+def _check_exact_for(asked: Verification, choice: Choice, *, is_chain: bool) -> None:
+    """Refuse a verification method that is not exact for a proposal's choice of nodes."""
     if choice is Choice.COUPLED:
         reason = "a draft that shares the target's noise"
     elif is_chain or choice is DRAWN_ALIKE[asked]:

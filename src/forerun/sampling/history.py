@@ -18,17 +18,6 @@ from torch import Tensor
 from forerun.sampling.config import SamplingParams
 from forerun.theory.tree import TokenTree
 
-__all__ = [
-    "History",
-    "Occurrences",
-    "RowHistory",
-    "TokenCounts",
-    "TokenMask",
-    "occurrences",
-    "problem_of_allowed",
-    "runs",
-]
-
 
 @runtime_checkable
 class TokenMask(Protocol):
@@ -136,10 +125,6 @@ class TokenCounts:
         """Return the tokens that occurred before each of some consecutive rows.
 
         Takes time and memory of rows x distinct tokens, 20 bytes each.
-
-        Args:
-            first_row: number of the first row.
-            paths: per row, the draft tokens between the committed text and what it predicts.
         """
         num_tokens, device = len(self._places), self._tokens.device
         found = Occurrences(

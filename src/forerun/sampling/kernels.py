@@ -26,17 +26,6 @@ from forerun.errors import RunnerUnavailable
 from forerun.native.library import ChainProbsStruct, open_library
 from forerun.theory.tree import TokenTree, expanded
 
-__all__ = [
-    "RawLogprobs",
-    "SamplingKernels",
-    "kernels_for",
-    "largest",
-    "on_host",
-    "raw_logprobs",
-    "row_chunks",
-    "sampling_kernels",
-]
-
 MAX_ELEMENTS = 1 << 22
 """Elements of one temporary: 32 MiB of int64 or fp64."""
 
@@ -236,12 +225,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> list[tuple[int, int, int, float]]:
-        """Verify sampled chains; see `chain_batch.verify_chain_batch`.
-
-        Returns:
-            Tokens accepted, final token, rows with a distribution and expected accepted of every
-            chain.
-        """
+        """Verify sampled chains; see `chain_batch.verify_chain_batch`."""
         vocab_size, row = target_probs.shape[1], 0
         first_row, first_token = target_probs.data_ptr(), tokens.data_ptr()
         noise = array("q", chain.from_iterable(keys))
@@ -354,7 +338,7 @@ class SamplingKernels:
         probs = torch.empty(tokens.shape, dtype=torch.float64)
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         self.library.forerun_chain_accept(
-            byref(chain_probs_struct(given, is_block)), probs.data_ptr()
+            byref(_chain_probs_struct(given, is_block)), probs.data_ptr()
         )
         return probs
 
@@ -373,7 +357,7 @@ class SamplingKernels:
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         accepted = num_accepted.contiguous()
         self.library.forerun_chain_weights(
-            byref(chain_probs_struct(given, is_block)), accepted.data_ptr(), weights.data_ptr()
+            byref(_chain_probs_struct(given, is_block)), accepted.data_ptr(), weights.data_ptr()
         )
         return weights
 
@@ -386,7 +370,7 @@ def tree_shape(tree: TokenTree) -> array[int]:
     return array("q", (*tree.parents, *draft_rows))
 
 
-def chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:
+def _chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:
     """Build the struct of pointers to target and draft distributions, which must stay alive."""
     target_probs, _, tokens, _ = given
     return ChainProbsStruct(

@@ -21,17 +21,6 @@ from torch import Tensor
 from forerun.sampling.kernels import kernels_for, row_chunks
 from forerun.theory.splitmix import FACTORS, INCREMENT, SHIFTS, finalise
 
-__all__ = [
-    "Purpose",
-    "chain_keys",
-    "draw",
-    "exponential",
-    "position_key",
-    "request_key",
-    "step_key",
-    "uniform",
-]
-
 
 class Purpose(IntEnum):
     """Purpose of a random draw, which is part of its noise key."""
@@ -131,27 +120,22 @@ def draw(
 
 
 def scans_in_order(device: torch.device) -> bool:
-    """Whether the device computes cumulative sums sequentially, so that they never decrease."""
     return device.type == "cpu"
 
 
 def _absorb(key: int, word: int) -> int:
-    """Return a new key that mixes a key with one more 64-bit number."""
     return finalise(key + (word + 1) * INCREMENT)
 
 
 def _signed(bits: int) -> int:
-    """Convert an unsigned 64-bit number to the int64 with the same bits."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _logical_shift(bits: Int64[Tensor, "*shape"], count: int) -> Int64[Tensor, "*shape"]:
-    """Shift right and fill with zeros, unlike torch's shift, which copies the sign."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Apply `finalise` to tensors in place, with int64 overflow that wraps."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits.bitwise_xor_(_logical_shift(bits, shift)).mul_(_signed(factor))
     return bits.bitwise_xor_(_logical_shift(bits, SHIFTS[-1]))

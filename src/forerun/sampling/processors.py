@@ -22,8 +22,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import RowHistory, occurrences, runs
 from forerun.sampling.kernels import kernels_for, largest, row_chunks
 
-__all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
-
 Logits = Float[Tensor, "rows vocab"]
 
 FIRST_LOOK = 64
@@ -93,7 +91,6 @@ def pack_params(
 
 @lru_cache(maxsize=1024)
 def _only_temperatures(temperatures: tuple[float, ...], device: torch.device) -> RowParams:
-    """Return cached columns for rows whose only sampling parameter is the temperature."""
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     return _pack(params, device, range(len(params)))
 
@@ -217,7 +214,6 @@ def _one_hot(scores: Tensor) -> Logits:
 
 
 def _write_one_hot(scores: Tensor, out: Logits) -> None:
-    """Put all mass on the largest score's first token; NaN if that score is not finite."""
     best, token = largest(scores)
     out.zero_().scatter_(-1, token[:, None], 1.0)
     out.masked_fill_(~best.isfinite()[:, None], torch.nan)

@@ -10,8 +10,6 @@ from torch import Tensor
 from forerun.sampling.config import Choice, TokenSource
 from forerun.theory.tree import TokenTree
 
-__all__ = ["Assurance", "Choice", "Proposal", "TokenSource", "Verdict"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assurance:

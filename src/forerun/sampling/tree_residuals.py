@@ -29,8 +29,6 @@ from torch import Tensor
 from forerun.sampling.processors import failed_rows
 from forerun.theory.tree import TokenTree, expanded, post_order
 
-__all__ = ["Forest", "Residuals", "TreeRule", "forest_of", "residuals_of"]
-
 TreeRule = Literal["traversal", "rejection", "greedy_coupling"]
 
 
@@ -86,7 +84,7 @@ class Inner(NamedTuple):
     node: int
 
 
-def inner_nodes(trees: Sequence[TokenTree], rule: TreeRule) -> list[Inner]:
+def _inner_nodes(trees: Sequence[TokenTree], rule: TreeRule) -> list[Inner]:
     """Return all inner nodes level by level, those with the most tested children first."""
     found = []
     first_node = first_draft = 0
@@ -113,15 +111,7 @@ def inner_nodes(trees: Sequence[TokenTree], rule: TreeRule) -> list[Inner]:
 def forest_of(
     trees: tuple[TokenTree, ...], rule: TreeRule, *, device: torch.device, copies: int = 1
 ) -> Forest:
-    """Return the row indices of the nodes of several trees, or of many copies of them.
-
-    Args:
-        trees: in the order of their rows.
-        rule: greedy coupling tests the last child of a node alone, the others test all children.
-        device: where the rows are.
-        copies: how often the trees come, one after the other; `root_rows` and `post_order` are
-            those of the first.
-    """
+    """Return the row indices of the nodes of several trees, or of many copies of them."""
     num_nodes = sum(len(tree.parents) for tree in trees)
     num_rows, num_drafts = num_nodes + len(trees), sum(len(expanded(tree)) for tree in trees)
     offsets = torch.arange(copies, device=device)
@@ -131,7 +121,7 @@ def forest_of(
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         return (own[:, None] + stride * offsets).flatten()
 
-    inner, levels, start = inner_nodes(trees, rule), [], 0
+    inner, levels, start = _inner_nodes(trees, rule), [], 0
     for depth in range(max(node.depth for node in inner) + 1):
         group = [node.tested for node in inner if node.depth == depth]
         ranks = zip_longest(*group)  # those with fewer children come last
@@ -226,7 +216,6 @@ class Residuals:
         self._left[at] = draft.sum(-1)
 
     def enter(self, places: slice) -> None:
-        """Set the initial weights of inner nodes to their own acceptance probabilities."""
         weight = self.accept[self.forest.nodes[places]]
         self._weight[places] = self._scale[places] = weight
 
@@ -266,14 +255,6 @@ def residuals_of(
     """Reject all children of all inner nodes in turn and store each acceptance probability.
 
     Nothing is accepted after a row without a distribution.
-
-    Args:
-        rule: traversal accepts a leaf with the weight it is reached with, and an inner node with
-            the weight it is left with; the other rules accept a node when it is tested.
-        forest: where the nodes are.
-        target_probs: the target's rows.
-        draft_probs: the draft's.
-        tokens: of every node.
     """
     found = Residuals(forest, target_probs, draft_probs)
     for depth, (places, children) in enumerate(forest.levels):

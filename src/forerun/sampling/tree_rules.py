@@ -33,20 +33,7 @@ from forerun.sampling.kernels import kernels_for, on_host
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.tree_residuals import Forest, TreeRule, forest_of, residuals_of
-from forerun.theory.tree import TokenTree, expanded, post_order
-
-__all__ = [
-    "TreeOutcome",
-    "TreeRule",
-    "TreeWeights",
-    "accepted_node",
-    "expanded",
-    "expected_accepted",
-    "post_order",
-    "tree_keys",
-    "tree_weights",
-    "verify_trees",
-]
+from forerun.theory.tree import TokenTree, post_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,7 +104,7 @@ def verify_trees(
     )
     passed = tests < found.accept
     if rule == "traversal":
-        rows = first_passed(forest, passed)
+        rows = _first_passed(forest, passed)
         drawn = draw(found.final(rows), finals[rows])
     else:
         rows = drawn = draw(found.final(torch.arange(len(finals), device=device)), finals)
@@ -148,7 +135,7 @@ def by_kernels(
     return found
 
 
-def first_passed(forest: Forest, passed: Bool[Tensor, " nodes"]) -> Int64[Tensor, " trees"]:
+def _first_passed(forest: Forest, passed: Bool[Tensor, " nodes"]) -> Int64[Tensor, " trees"]:
     """Return the row of the first node in post-order that passes its test; else the root's."""
     behind = torch.cat([passed, passed.new_zeros(1)])[forest.post_order]
     first = behind.view(torch.uint8).argmax(-1, keepdim=True)

@@ -33,16 +33,6 @@ from forerun.sampling.kernels import kernels_for, row_chunks
 from forerun.sampling.noise import exponential, position_key
 from forerun.theory.tree import TokenTree
 
-__all__ = [
-    "coupled_match_probs",
-    "edge_probs",
-    "expected_accepted",
-    "race",
-    "target_keys",
-    "target_tokens",
-    "walk",
-]
-
 NUM_MEMBERS = 8
 """Tokens of a group; a power of two."""
 
@@ -114,7 +104,6 @@ def _same_winner(target: Tensor, draft: Tensor, winner: Tensor) -> Tensor:
 
 
 def _members(probs: Tensor) -> Float[Tensor, "rows members groups"]:
-    """Group tokens: token x is in the group x modulo the number of groups."""
     padded = F.pad(probs, (0, -probs.shape[1] % NUM_MEMBERS))
     return padded.view(len(probs), NUM_MEMBERS, -1)
 
@@ -132,7 +121,6 @@ def _group_probs(members: Tensor) -> Float[Tensor, "rows groups"]:
 
 
 def _of_group(members: Tensor, group: Int64[Tensor, " rows"]) -> Float[Tensor, "rows members"]:
-    """Return the probabilities of the tokens of one group per row."""
     index = group[:, None, None].expand(-1, NUM_MEMBERS, 1)
     return members.gather(2, index)[:, :, 0]
 

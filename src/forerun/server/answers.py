@@ -17,8 +17,6 @@ from forerun.server.protocol import ChatRequest, GenerationRequest
 from forerun.server.tool_calls import ToolCallParser, ToolFormat
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["DONE", "Answer", "event", "usage_of"]
-
 DONE = b"data: [DONE]\n\n"
 """The event that ends a stream."""
 
@@ -76,14 +74,14 @@ class Answer:
             for place, output in enumerate(outputs)
             for completion in output.completions
         ]
-        return msgspec.json.encode({**self.head, "choices": choices, "usage": usage_of(outputs)})
+        return msgspec.json.encode({**self.head, "choices": choices, "usage": _usage_of(outputs)})
 
     def first(self, num_choices: int) -> bytes:
         """Return the first events of a stream, which for chat hold the role of each choice."""
         if not self.is_chat:
             return b""
         return b"".join(
-            event({**self.chunk_head, "choices": [choice_of(at, {"delta": delta})]})
+            event({**self.chunk_head, "choices": [_choice_of(at, {"delta": delta})]})
             for at in range(num_choices)
             for delta in [{"role": "assistant", "content": ""}]
         )
@@ -100,7 +98,7 @@ class Answer:
             text = {"delta": {"content": content} if content or not calls else {}}
             if calls:
                 text["delta"]["tool_calls"] = calls
-        choice = choice_of(at, text, reason, chunk.stop_reason)
+        choice = _choice_of(at, text, reason, chunk.stop_reason)
         if chunk.logprobs is not None:
             choice["logprobs"] = self._logprobs(at, chunk.logprobs)
         choice |= self._tokens(chunk)
@@ -108,7 +106,7 @@ class Answer:
 
     def usage(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the event that has the usage of a stream."""
-        return event({**self.chunk_head, "choices": [], "usage": usage_of(outputs)})
+        return event({**self.chunk_head, "choices": [], "usage": _usage_of(outputs)})
 
     def _choice(self, at: int, completion: Completion) -> Json:
         content, calls, reason = self._content(at, completion.text, completion.finish_reason)
@@ -119,7 +117,7 @@ class Answer:
                 for call in calls:
                     del call["index"]  # a field of streams
                 text["message"] |= {"content": content or None, "tool_calls": calls}
-        choice = choice_of(at, text, reason, completion.stop_reason)
+        choice = _choice_of(at, text, reason, completion.stop_reason)
         if completion.logprobs is not None:
             choice["logprobs"] = self._logprobs(at, completion.logprobs)
         return choice | self._tokens(completion)
@@ -197,7 +195,7 @@ class Answer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def choice_of(
+def _choice_of(
     at: int,
     text: Json,
     finish_reason: str | None = None,
@@ -210,7 +208,7 @@ def choice_of(
     return {"index": at, **text, "logprobs": None, **ends}
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Json:
+def _usage_of(outputs: Sequence[RequestOutput]) -> Json:
     """Return the usage of a response: token counts and acceptance figures.
 
     The figures of speculation are those of the steps that drafted; `num_plain_steps` counts the

@@ -47,8 +47,6 @@ from forerun.server.protocol import (
 )
 from forerun.server.tool_calls import ToolFormat, chosen_format
 
-__all__ = ["ServerState", "create_app"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
@@ -73,11 +71,7 @@ class ServerState:
     started_at_s: float
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request that names another model.
-
-        Raises:
-            ModelNotServed: the name is not that of the target.
-        """
+        """Refuse a request that names another model."""
         if name is not None and name != self.model:
             raise ModelNotServed(f"the model {name!r:.200} is not served; there is {self.model!r}")
 
@@ -126,9 +120,9 @@ def create_app(
     app.add_middleware(Guard, config=config, keyring=keyring, count=server.metrics.responded)
     for kind in (ForerunError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, response_for)
-    add_generation(app)
+    _add_generation(app)
     add_tokens(app)
-    add_status(app)
+    _add_status(app)
     # One tenant must not read the texts of another.
     view = LiveView(engine.engine, target=model, shows_texts=len({k.tenant for k in keys}) < 2)
     engine.engine.observers.append(view)
@@ -136,7 +130,7 @@ def create_app(
     return app
 
 
-def add_generation(app: FastAPI) -> None:
+def _add_generation(app: FastAPI) -> None:
     """Add the routes that generate text."""
 
     @app.post("/v1/completions", responses=STREAMS, response_class=Response)
@@ -197,7 +191,7 @@ async def answered(
         generation.close()
 
     if body.stream:
-        events = stream_of(generation, answer)
+        events = _stream_of(generation, answer)
         return EventStream(events, close, server.config.write_timeout_s)
     try:
         outputs = await while_connected(request.receive, generation.outputs())
@@ -208,7 +202,7 @@ async def answered(
     return Response(answer.whole(outputs), media_type="application/json")
 
 
-async def stream_of(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
+async def _stream_of(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error is sent as the last event."""
     options = answer.body.stream_options
     try:
@@ -261,7 +255,7 @@ def add_tokens(app: FastAPI) -> None:
         return {"prompt": server.engine.engine.tokenizer.decode(body.tokens)}
 
 
-def add_status(app: FastAPI) -> None:
+def _add_status(app: FastAPI) -> None:
     """Add the routes that describe the server."""
 
     @app.get("/v1/models")
@@ -280,7 +274,6 @@ def add_status(app: FastAPI) -> None:
 
     @app.get("/health")
     async def health(request: Request) -> dict[str, str]:
-        """Answer with status 200 while the engine runs, else with 503."""
         server: ServerState = request.app.state.server
         server.engine.check_running()
         return {"status": "ok"}

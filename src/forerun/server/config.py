@@ -7,8 +7,6 @@ from typing import Literal
 
 from forerun.errors import Range, check_ranges
 
-__all__ = ["ServerConfig", "ToolFormatChoice"]
-
 ToolFormatChoice = Literal["auto", "hermes", "mistral", "llama3", "none"]
 
 RANGES = (
@@ -53,5 +51,4 @@ class ServerConfig:
     tool_format: ToolFormatChoice = "auto"
 
     def __post_init__(self) -> None:
-        """Check every field."""
         check_ranges(self, *RANGES)

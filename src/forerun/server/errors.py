@@ -17,18 +17,6 @@ from starlette.exceptions import HTTPException
 
 from forerun.errors import EngineStopped, ForerunError, InvalidRequest, QueueFull, UnreadableInput
 
-__all__ = [
-    "ERRORS",
-    "STREAMS",
-    "TEXT",
-    "DescribedApp",
-    "ModelNotServed",
-    "error_body",
-    "error_response",
-    "response_for",
-    "status_of",
-]
-
 logger = logging.getLogger("forerun.server")
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -93,7 +81,7 @@ async def response_for(request: Request, error: Exception) -> Response:
     """Return the response for an exception; an unexpected exception is logged and not shown."""
     status = status_of(error)
     if isinstance(error, RequestValidationError):
-        message, param = validation_message(error)
+        message, param = _validation_message(error)
         return error_response(message, status, param=param)
     if isinstance(error, HTTPException):
         return error_response(str(error.detail), status, headers=error.headers)
@@ -108,7 +96,7 @@ async def response_for(request: Request, error: Exception) -> Response:
     return error_response("an error that the server did not foresee; see its log", status)
 
 
-def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
+def _validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     """Return a message on an invalid body, and the name of the first invalid field."""
     problems: dict[str, str] = {}
     for problem in error.errors():

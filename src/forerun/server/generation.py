@@ -19,8 +19,6 @@ from forerun.errors import ForerunError
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
-__all__ = ["Disconnected", "EventStream", "Generation", "while_connected"]
-
 END = None
 """Put into a queue of chunks where one ticket has no more."""
 
@@ -46,7 +44,6 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the outputs of all prompts have been returned."""
         return len(self.finished) == len(self.tickets)
 
     @classmethod
@@ -132,13 +129,9 @@ class Disconnected(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Await a coroutine, which is cancelled when the client disconnects.
-
-    Raises:
-        Disconnected: the client went away.
-    """
+    """Await a coroutine, which is cancelled when the client disconnects."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(until_disconnected(receive))
+    leaving = asyncio.ensure_future(_until_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -151,8 +144,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
             await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def until_disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects."""
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

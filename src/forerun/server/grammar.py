@@ -20,8 +20,6 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.server.protocol import ChatRequest, GenerationRequest
 from forerun.server.tool_calls import ToolFormat, forced
 
-__all__ = ["GrammarMask", "Grammars"]
-
 
 class GrammarMask:
     """The tokens that a grammar allows after a text; a `TokenMask`.
@@ -99,17 +97,12 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def mask_of(self, body: GenerationRequest) -> GrammarMask | None:
-        """Return the token mask of a request; None if it has no grammar.
-
-        Raises:
-            InvalidRequest: it asks for two, the grammar is wrong, or the model has no token that
-                ends a text.
-        """
+        """Return the token mask of a request; None if it has no grammar."""
         calls: list[str] = []
         if isinstance(body, ChatRequest) and (tools := body.forced_tools):
             lark = forced(tools, self.tool_format, self._added)
             calls.append(LLMatcher.grammar_from_lark(lark))
-        grammar = grammar_of(body, calls)
+        grammar = _grammar_of(body, calls)
         if grammar is None:
             return None
         if not self.ends:
@@ -131,16 +124,8 @@ class Grammars:
         return GrammarMask(matcher, self.vocab_size, self.ends)
 
 
-def grammar_of(body: GenerationRequest, calls: Sequence[str] = ()) -> str | None:
-    """Return the grammar of a request in llguidance's form; None if it has none.
-
-    Args:
-        body: of the request.
-        calls: grammar of the tool calls that it demands, if it demands any.
-
-    Raises:
-        InvalidRequest: it asks for two, or the grammar is wrong.
-    """
+def _grammar_of(body: GenerationRequest, calls: Sequence[str] = ()) -> str | None:
+    """Return the grammar of a request in llguidance's form; None if it has none."""
     form, outputs = body.response_format, body.structured_outputs
     asked = list(calls)
     try:

@@ -17,8 +17,6 @@ from forerun.server.config import ServerConfig
 from forerun.server.errors import error_response
 from forerun.server.keys import ApiKey, Keyring, LimitReached
 
-__all__ = ["OPEN_PATHS", "Guard", "check_address", "is_loopback"]
-
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
 """Paths that need no key; they reveal nothing of requests."""
 OPEN_PREFIX = "/page/"
@@ -119,7 +117,7 @@ class Guard:
     def _refused(self, scope: Scope, headers: Headers, key: ApiKey | None) -> Response | None:
         """Return the error response to a request that is refused; None for one that is accepted."""
         host = headers.get("host", "")
-        if self._hosts is not None and host_name(host) not in self._hosts:
+        if self._hosts is not None and _host_name(host) not in self._hosts:
             # A page of another site could reach this machine under a name of its own.
             return error_response(f"the host {host!r:.200} is not this server's", 421)
         path = scope["path"]
@@ -132,18 +130,16 @@ class Guard:
             )
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self.config.max_body_bytes:
-            return error_response(too_long(self.config), 413)
+            return error_response(_too_long(self.config), 413)
         return None
 
 
-def host_name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
+def _host_name(host: str) -> str:
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdecimal() else host
 
 
-def too_long(config: ServerConfig) -> str:
-    """Return the error message for a body beyond the size limit."""
+def _too_long(config: ServerConfig) -> str:
     return f"the body is longer than {config.max_body_bytes} bytes, the most this server reads"
 
 
@@ -163,11 +159,7 @@ class LimitedBody:
         self.ends_at_s = asyncio.get_running_loop().time() + config.body_timeout_s
 
     async def __call__(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            HTTPException: the body is too long, or did not come in time.
-        """
+        """Return the next message."""
         if self.is_complete:
             return await self.receive()  # waits for the client to leave
         try:
@@ -180,5 +172,5 @@ class LimitedBody:
         self.num_bytes += len(message.get("body", b""))
         self.is_complete = not message.get("more_body", False)
         if self.num_bytes > self.config.max_body_bytes:
-            raise HTTPException(413, too_long(self.config))
+            raise HTTPException(413, _too_long(self.config))
         return message

@@ -15,8 +15,6 @@ from pathlib import Path
 from forerun.bounded_read import read_bytes
 from forerun.errors import InvalidRequest, Range, check_ranges
 
-__all__ = ["ApiKey", "Keyring", "LimitReached", "read_keys"]
-
 RANGES = (
     Range("requests_per_minute", 0, above_low=True, optional=True),
     Range("max_concurrent", 1, integer=True, optional=True),
@@ -103,10 +101,10 @@ class ApiKey:
         Raises:
             InvalidRequest: it is too short to be a secret.
         """
-        return cls(tenant=tenant, sha256=digest_of(key))
+        return cls(tenant=tenant, sha256=_digest_of(key))
 
 
-def digest_of(key: str) -> str:
+def _digest_of(key: str) -> str:
     """Return the SHA-256 of a key; a key that is too short is refused."""
     if len(key) < MIN_KEY_CHARACTERS:
         raise InvalidRequest(
@@ -143,7 +141,7 @@ def key_of(table: object, known: set[str], name: str) -> ApiKey:
     if (key is None) == ("sha256" not in values):
         raise InvalidRequest(f"{name} needs one of key and sha256")
     if key is not None:
-        values["sha256"] = digest_of(str(key))
+        values["sha256"] = _digest_of(str(key))
     if "tenant" not in values:
         raise InvalidRequest(f"{name} has no tenant")
     try:
@@ -197,11 +195,7 @@ class Keyring:
 
     @contextmanager
     def admitted(self, key: ApiKey) -> Iterator[None]:
-        """Count a request as running while the block runs, or refuse it at a limit.
-
-        Raises:
-            LimitReached: it may not begin now.
-        """
+        """Count a request as running while the block runs, or refuse it at a limit."""
         running = self._running.get(key, 0)
         if self.num_running >= self.max_requests:
             raise LimitReached(

@@ -35,8 +35,6 @@ from forerun.server.live_page import (
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord
 
-__all__ = ["LiveView", "live_diagnosis"]
-
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
 MAX_DIAGNOSED = 3000
@@ -256,7 +254,7 @@ class LiveView:
                 num_drafted=counts.num_drafted,
                 acceptance_length=sequence.num_output / num_steps if num_steps else None,
                 draft_acceptance_rate=counts.draft_acceptance_rate,
-                ttft_s=ttft_of(sequence),
+                ttft_s=_ttft_of(sequence),
                 tokens_per_s=rate_of(sequence, now_s),
                 pieces=self._pieces(found) if self.shows_texts else (),
             )
@@ -291,17 +289,11 @@ class LiveView:
 
 
 def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
-    """Return the diagnosis that `forerun diagnose` would make from these steps."""
     return live_diagnosis(diagnose(evidence_of_steps(steps, "the latest steps")), len(steps))
 
 
 def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
-    """Return the part of a diagnosis that the live page shows.
-
-    Args:
-        found: the diagnosis.
-        num_steps: that it rests on.
-    """
+    """Return the part of a diagnosis that the live page shows."""
     changes = {change.remedy.change: change for item in found.causes for change in item.changes}
     helpful = [change for change in changes.values() if change.prediction is not None]
     return LiveDiagnosis(
@@ -325,8 +317,7 @@ def state_of(sequence: Sequence) -> str:
     return "decoding" if sequence.num_output else "reading"
 
 
-def ttft_of(sequence: Sequence) -> float | None:
-    """Return the seconds from arrival to the first token."""
+def _ttft_of(sequence: Sequence) -> float | None:
     first_s = sequence.first_token_at_s
     return None if first_s is None else max(0.0, first_s - sequence.arrived_at_s)
 

@@ -18,8 +18,6 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.ratio import DiscountedRatio
 from forerun.theory.record import StepRecord
 
-__all__ = ["LiveFigures"]
-
 HISTORY_S = 120
 """Seconds with activity that are kept."""
 WINDOW_S = 60
@@ -89,7 +87,7 @@ class TimeSlice:
         counts: drafting steps of requests by outcome.
         methods: steps of requests by drafter.
         measured: of the plain steps among them that a baseline rests on.
-        times: of decode steps, by whether they drafted and by batch size, see `bucket_of`.
+        times: of decode steps, by whether they drafted and by batch size, see `_bucket_of`.
     """
 
     second: int
@@ -174,7 +172,7 @@ class LiveFigures:
         if first.num_prefill_rows:
             return
         num_emitted = sum(record.num_emitted for record in cycle)
-        size = bucket_of(len(cycle))
+        size = _bucket_of(len(cycle))
         current.times.setdefault((drafts, size), PartTimes()).add(cycle, num_emitted)
         seconds = first.draft_s + first.verify_s + first.other_s
         grow(current.decoded, size, num_emitted, seconds)
@@ -183,7 +181,6 @@ class LiveFigures:
             self.num_plain_steps += 1
 
     def _end_slice(self) -> None:
-        """Add the plain steps of the last second to the baselines, which outlast the slices."""
         for size, (num_emitted, seconds) in self.slices[-1].measured.items() if self.slices else ():
             baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
             baseline.observe(num_emitted, seconds)
@@ -280,6 +277,5 @@ def grow(sums: dict[int, tuple[int, float]], size: int, num_emitted: int, second
     sums[size] = (tokens_before + num_emitted, before_s + seconds)
 
 
-def bucket_of(num_sequences: int) -> int:
-    """Return one bucket number for all batch sizes between two powers of two."""
+def _bucket_of(num_sequences: int) -> int:
     return num_sequences.bit_length()

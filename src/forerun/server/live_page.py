@@ -20,22 +20,6 @@ from fastapi import APIRouter
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
-__all__ = [
-    "LiveCause",
-    "LiveDiagnosis",
-    "LiveEstimate",
-    "LiveLoad",
-    "LivePiece",
-    "LivePoint",
-    "LivePosition",
-    "LiveRequest",
-    "LiveSetup",
-    "LiveSnapshot",
-    "LiveStepTimes",
-    "LiveTotals",
-    "page_router",
-]
-
 Origin = Literal["prompt", "accepted", "recovered", "bonus", "plain"]
 """Where a token came from; "plain" stands for a token of a step without a draft."""
 
@@ -293,16 +277,10 @@ class EncodedSnapshots:
 
 
 def page_router(source: LiveSource, dependencies: Sequence[Any] = ()) -> APIRouter:
-    """Return the routes `/`, `/page/...` and `/live`.
-
-    Args:
-        source: what `/live` shows.
-        dependencies: FastAPI dependencies of `/live`, such as the check of an API key; the files of
-            the page hold nothing secret and need none.
-    """
+    """Return the routes `/`, `/page/...` and `/live`."""
     router = APIRouter()
     snapshots = EncodedSnapshots(source)
-    contents = page_files()
+    contents = _page_files()
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -325,16 +303,15 @@ def page_router(source: LiveSource, dependencies: Sequence[Any] = ()) -> APIRout
     return router
 
 
-def page_files() -> dict[str, Callable[[], Response]]:
+def _page_files() -> dict[str, Callable[[], Response]]:
     """Return functions by file name that create a response with a file of the page."""
     found: dict[str, Callable[[], Response]] = {}
     for file in (files("forerun.server") / "page").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
         if suffix in MEDIA_TYPES:
-            found[file.name] = response_maker(file.read_bytes(), MEDIA_TYPES[suffix])
+            found[file.name] = _response_maker(file.read_bytes(), MEDIA_TYPES[suffix])
     return found
 
 
-def response_maker(content: bytes, media_type: str) -> Callable[[], Response]:
-    """Return a function that creates responses with this content."""
+def _response_maker(content: bytes, media_type: str) -> Callable[[], Response]:
     return lambda: Response(content, media_type=media_type, headers=SECURITY)

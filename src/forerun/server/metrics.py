@@ -24,8 +24,6 @@ from forerun.engine.observing import ObservedStep
 from forerun.engine.results import Completion, RequestOutput
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["CONTENT_TYPE", "ServerMetrics", "StepTotals"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
 FAST_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -176,7 +174,6 @@ class ServerMetrics:
         self._success.labels(**self.labels, finished_reason="abort").inc(num_samples)
 
     def responded(self, status: int) -> None:
-        """Count a response."""
         self._responses.labels(**self.labels, status=str(status)).inc()
 
     def text(self) -> bytes:
@@ -205,7 +202,7 @@ class EngineCollector:
         yield self._gauge("vllm:num_requests_running", "Sequences decoded", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait", stats.num_waiting)
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV rows in use, 1 is all", kv_usage(engine)
+            "vllm:kv_cache_usage_perc", "Share of the KV rows in use, 1 is all", _kv_usage(engine)
         )
         yield self._counter("vllm:generation_tokens", "Output tokens", totals.num_emitted)
         yield self._counter("forerun:prefill_rows", "Prompt rows fed", totals.num_prefill_rows)
@@ -266,7 +263,7 @@ class EngineCollector:
         return family
 
 
-def kv_usage(engine: Engine) -> float:
+def _kv_usage(engine: Engine) -> float:
     """Return the share of the KV rows that running sequences use, from 0 to 1."""
     rows = 0
     for sequence in list(engine.scheduler.running):

@@ -20,15 +20,6 @@ from forerun.engine.results import Capabilities
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
 
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "SpeculationChoice",
-    "TokenizeRequest",
-]
-
 SAME_NAMES = (
     "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed "
     "min_tokens stop_token_ids ignore_eos include_stop_str_in_output allowed_token_ids "
@@ -137,7 +128,6 @@ class GenerationRequest(Body):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the text has to follow a grammar."""
         return self.response_format is not None or self.structured_outputs is not None
 
     def sampling(self, max_logprobs: int) -> SamplingParams:
@@ -305,28 +295,21 @@ class ChatRequest(GenerationRequest):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the text has to follow a grammar, such as that of a tool call."""
         return super().has_grammar or bool(self.forced_tools)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def tool_names(self) -> list[str]:
-        """Names of the tools that the answer may call; those without a name are left out."""
         functions = [tool.get("function") for tool in self.offered_tools]
         names = [each.get("name") for each in functions if isinstance(each, dict)]
         return [name for name in names if isinstance(name, str)]
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which the answer has to call one; empty where it may be text.
-
-        Raises:
-            InvalidRequest: there is no such tool, or one has no name.
-        """
+        """The tools of which the answer has to call one; empty where it may be text."""
         if self.tool_choice in (None, "auto", "none"):
             return []
         if not self.offered_tools or len(self.tool_names) < len(self.offered_tools):

@@ -13,8 +13,6 @@ from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
 
-__all__ = ["open_socket", "serve", "uvicorn_config"]
-
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
 BACKLOG = 256

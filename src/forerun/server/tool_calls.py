@@ -17,8 +17,6 @@ from forerun.bounded_documents import parse_json
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.server.config import ToolFormatChoice
 
-__all__ = ["TOOL_FORMATS", "ToolCall", "ToolCallParser", "ToolFormat", "chosen_format", "forced"]
-
 SPACES = " \t\r\n"
 
 

@@ -27,8 +27,6 @@ from forerun.server.keys import ApiKey, Keyring
 from forerun.server.live_page import page_router
 from forerun.server.vllm_view import VllmView
 
-__all__ = ["create_proxy", "speculative_config", "vllm_name", "vllm_running"]
-
 DEFAULT_K = 4
 UNNAMED_DRAFT = "draft"
 """Name in a plan of a draft that was described by its size alone."""
@@ -67,7 +65,7 @@ def speculative_config(
         return {}
     k = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
     if recommended is not None:
-        return chosen_in(recommended, draft, k)
+        return _chosen_in(recommended, draft, k)
     if draft is None:
         return {}
     if draft in ("suffix", "ngram"):
@@ -77,21 +75,12 @@ def speculative_config(
     model = vllm_name(draft)
     path = Path(model) / "serving" / "vllm.json"
     if path.is_file():
-        return chosen_in(path, model, k)
+        return _chosen_in(path, model, k)
     return {"method": "draft_model", "model": model, "num_speculative_tokens": DEFAULT_K} | k
 
 
-def chosen_in(path: Path, draft: str | None, changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the speculative configuration of a file with changes; empty for plain decoding.
-
-    Args:
-        path: of a JSON document of one of the three kinds.
-        draft: replaces the draft of a plan, which may have no name that vLLM can load.
-        changes: to the configuration.
-
-    Raises:
-        InvalidRequest: it is of another kind, or a plan that vLLM cannot follow.
-    """
+def _chosen_in(path: Path, draft: str | None, changes: Mapping[str, object]) -> dict[str, object]:
+    """Return the speculative configuration of a file with changes; empty for plain decoding."""
     content = parse_json(read_bytes(path), path.name)
     settings = content if isinstance(content, dict) else {}
     if isinstance(best := settings.get("best"), dict):
@@ -165,7 +154,7 @@ def vllm_running(
     process = subprocess.Popen([*command, *arguments], start_new_session=True)
     try:
         address = f"http://127.0.0.1:{port}"
-        wait_until_ready(address, process, timeout_s)
+        _wait_until_ready(address, process, timeout_s)
         yield address
     finally:
         process.terminate()
@@ -176,12 +165,8 @@ def vllm_running(
             process.wait()
 
 
-def wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Wait until the server's health check succeeds.
-
-    Raises:
-        ServerUnavailable: it ended, or is not ready in time.
-    """
+def _wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Wait until the server's health check succeeds."""
     ends_s = time.monotonic() + timeout_s
     while time.monotonic() < ends_s:
         if (code := process.poll()) is not None:
@@ -224,13 +209,13 @@ def create_proxy(
 
     app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
     keyring = Keyring(keys, config.max_requests)
-    app.add_middleware(Guard, config=config, keyring=keyring, count=ignore_status)
+    app.add_middleware(Guard, config=config, keyring=keyring, count=_ignore_status)
     view = VllmView(reader, target=target, methods=methods, version=version_of(reader))
     app.include_router(page_router(view))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
     async def pass_on(path: str, request: Request) -> Response:
-        return await passed_on(client, request)
+        return await _passed_on(client, request)
 
     return app
 
@@ -243,7 +228,7 @@ def version_of(client: httpx.Client) -> str:
         return ""
 
 
-async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
+async def _passed_on(client: httpx.AsyncClient, request: Request) -> Response:
     """Forward a request to vLLM and stream its response."""
     headers = [(k, v) for k, v in request.headers.items() if k not in HOP_HEADERS]
     # The bytes of the path as they came: a path such as //host/ must not name another server.
@@ -268,5 +253,5 @@ async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
     return StreamingResponse(content(), status_code=reply.status_code, headers=kept)
 
 
-def ignore_status(status: int) -> None:
+def _ignore_status(status: int) -> None:
     """Do nothing: vLLM counts its own responses."""

@@ -24,8 +24,6 @@ from forerun.server.live_page import (
     LiveTotals,
 )
 
-__all__ = ["VllmView"]
-
 HISTORY = 120
 """Samples that are kept; an open page makes about one a second."""
 RECENT_S = 10.0
@@ -81,7 +79,7 @@ class VllmView:
         self._sample()
         now_s = self.clock()
         samples = list(self._samples) or [MetricsSample(at_s=now_s, metrics=Metrics())]
-        latest, growth = samples[-1], grown_in(samples)
+        latest, growth = samples[-1], _grown_in(samples)
         recent = [sample for sample in samples if sample.at_s >= now_s - RECENT_S]
         drafts = growth.totals.get(PREFIX + "drafts", 0.0)
         accepted = growth.totals.get(PREFIX + "accepted_tokens", 0.0)
@@ -108,7 +106,7 @@ class VllmView:
             drafting_step=None,
             plain_step=None,
             history=tuple(
-                point_of(before, after, now_s, self._setup.methods)
+                _point_of(before, after, now_s, self._setup.methods)
                 for before, after in pairwise(samples)
                 if after.total("vllm:generation_tokens") > before.total("vllm:generation_tokens")
             ),
@@ -132,7 +130,7 @@ class VllmView:
         samples = list(self._samples)
         if not samples or self.clock() - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
             return
-        growth = grown_in(samples)
+        growth = _grown_in(samples)
         drafts = int(growth.totals.get(PREFIX + "drafts", 0.0))
         if drafts < MIN_DRAFTS:
             return
@@ -142,8 +140,7 @@ class VllmView:
         self._diagnosis = live_diagnosis(diagnose(evidence), drafts)
 
 
-def grown_in(samples: Sequence[MetricsSample]) -> Metrics:
-    """Return the increase of all counters from the first to the last sample."""
+def _grown_in(samples: Sequence[MetricsSample]) -> Metrics:
     return samples[-1].metrics.since(samples[0].metrics)
 
 
@@ -151,7 +148,7 @@ def rate_of(samples: Sequence[MetricsSample]) -> float:
     """Return output tokens per second between the first and the last sample."""
     if len(samples) < 2:
         return 0.0
-    tokens = grown_in(samples).totals.get("vllm:generation_tokens", 0.0)
+    tokens = _grown_in(samples).totals.get("vllm:generation_tokens", 0.0)
     return tokens / max(1e-3, samples[-1].at_s - samples[0].at_s)
 
 
@@ -166,7 +163,7 @@ def positions_of(growth: Metrics) -> tuple[LivePosition, ...]:
     )
 
 
-def point_of(
+def _point_of(
     before: MetricsSample, after: MetricsSample, now_s: float, methods: Sequence[str]
 ) -> LivePoint:
     """Return the figures of the time between two samples."""

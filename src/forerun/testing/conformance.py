@@ -36,8 +36,6 @@ from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.splitmix import finalise
 
-__all__ = ["check_drafter"]
-
 TREE = Tree(num_nodes=6, depth=3, width=3)
 
 
@@ -130,18 +128,6 @@ def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
     drafter raises nothing and that the engine refuses none of its proposals, that it leaves the
     requests unchanged, that proposals are reproducible given the noise, and that tokens proposed as
     sampled were drawn from `draft_probs` and kept whatever was drawn.
-
-    Args:
-        drafter_factory: makes a fresh drafter; called many times.
-        target: the model to draft for, in fp32, with at least as many free KV slots as prompts.
-        tokenizer: of the target.
-        prompts: token ids of at least 3 prompts; None makes 4 prompts of random tokens.
-        max_tokens: tokens to decode per prompt.
-        num_speculative_tokens: K.
-        num_sampled: requests per prompt from which the draws are tested.
-
-    Raises:
-        AssertionError: the drafter violates the contract; the message says how.
     """
     vocab_size = target.vocab_size
     texts = [list(ids) for ids in prompts or ()] or [
@@ -271,7 +257,7 @@ class Check:
             self.decode(second, params)
             for place in sorted(first.proposals.keys() | second.proposals.keys()):
                 one, other = first.proposals.get(place), second.proposals.get(place)
-                if not same_proposal(one, other):
+                if not _same_proposal(one, other):
                     raise AssertionError(
                         f"{name}: two fresh drafters propose differently for request {place[0]} at "
                         f"{place[1]} tokens; draw from the noise of `request.noise_key` alone"
@@ -296,7 +282,7 @@ class Check:
                 max_batch=len(self.prompts),
             )
             for proposal in recorder.proposals.values():
-                excess, spread = log_excess(proposal)
+                excess, spread = _log_excess(proposal)
                 total, variance = total + excess, variance + spread
         if variance > 0 and abs(total) > MAX_SCORE * math.sqrt(variance):
             direction = "likelier" if total > 0 else "less likely"
@@ -367,7 +353,7 @@ class Check:
                 )
 
 
-def same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
+def _same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
     """Whether two proposals are equal, with probabilities compared up to rounding."""
     if one is None or other is None:
         return one is other
@@ -380,7 +366,7 @@ def same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
     return torch.allclose(one.draft_probs.float(), other.draft_probs.float(), atol=1e-5)
 
 
-def log_excess(proposal: Proposal) -> tuple[float, float]:
+def _log_excess(proposal: Proposal) -> tuple[float, float]:
     """Return how far the drawn tokens' log-probability exceeds its expectation, and its variance.
 
     Of every node one child is looked at: the first, or the only one that was drawn.

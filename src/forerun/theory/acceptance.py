@@ -14,8 +14,6 @@ from operator import mul
 
 from forerun.theory.record import StepRecord
 
-__all__ = ["AcceptanceCounts"]
-
 
 @dataclass(slots=True)
 class AcceptanceCounts:

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-__all__ = ["Node", "depths_within", "ranked_nodes", "tree_survival"]
-
-
 Node = tuple[float, int, int]
 """A position that a request may draft: minus its survival, positions before it, the request."""
 
@@ -32,11 +29,7 @@ def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
 
 
 def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[int]:
-    """Return the K per request with the most expected accepted tokens from `num_nodes` nodes.
-
-    Raises:
-        ValueError: the budget is negative.
-    """
+    """Return the K per request with the most expected accepted tokens from `num_nodes` nodes."""
     if num_nodes < 0:
         raise ValueError(f"num_nodes is {num_nodes}; it must be 0 or more")
     depths = [0] * len(survival)

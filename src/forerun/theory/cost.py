@@ -10,8 +10,6 @@ from forerun.theory.cost_line import CostLine, CostReading, interpolate
 from forerun.theory.intervals import Interval
 from forerun.theory.speedup import cycle_cost
 
-__all__ = ["CostTable"]
-
 Pick = Callable[[CostLine], CostReading]
 
 
@@ -170,7 +168,6 @@ class CostTable:
         return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
 
     def _in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
-        """Interpolate a time; beyond the measured batches it is proportional to the batch."""
         measured_batch = min(batch, self.batches[-1])
         return self._at(pick, context, measured_batch).times(batch / measured_batch)
 
@@ -187,7 +184,6 @@ class CostTable:
 
 
 def _ratio(spent: CostReading, plain: CostReading) -> Interval:
-    """Return the ratio of two measured times; their relative errors add up in quadrature."""
     estimate = spent.s / plain.s
     reach = math.hypot(spent.error_s, estimate * plain.error_s) / plain.s
     return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)

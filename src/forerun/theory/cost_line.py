@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["CostLine", "CostReading", "interpolate", "isotonic", "numbers"]
-
 
 class CostReading(NamedTuple):
     """A time and half the width of its 95% interval, which is 0 where it is not known."""

@@ -13,17 +13,6 @@ from functools import lru_cache
 
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
-__all__ = [
-    "Interval",
-    "bootstrap",
-    "bootstrap_mean",
-    "bootstrap_ratio",
-    "median_interval",
-    "normal_interval",
-    "quantile",
-    "wilson_interval",
-]
-
 MASK_32 = (1 << 32) - 1
 
 
@@ -127,15 +116,6 @@ def bootstrap_mean(
 ) -> Interval:
     """Return a percentile bootstrap interval of a mean.
 
-    Args:
-        values: one per independent unit (a prompt, a block), not per step within it.
-        seed: decides the resamples.
-        confidence: of the two-sided interval.
-        num_resamples: more give steadier ends.
-
-    Raises:
-        ValueError: fewer than two values, one that is not finite, or confidence outside (0, 1).
-
     Source: Efron 1979.
     """
     ones = [1.0] * len(values)
@@ -236,7 +216,6 @@ def _checked(confidence: float) -> float:
 
 @lru_cache(maxsize=64)
 def _normal_quantile(probability: float) -> float:
-    """Return the quantile of the standard normal distribution."""
     from statistics import NormalDist  # slow to import, and few commands need it
 
     return NormalDist().inv_cdf(probability)
@@ -253,7 +232,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 # Many figures are over the same blocks: their resamples are drawn once.
 @lru_cache(maxsize=4)
 def _resamples(num_blocks: int, seed: int, num_resamples: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the blocks in every resample."""
     return tuple(tuple(_indices(num_blocks, seed, resample)) for resample in range(num_resamples))
 
 
@@ -269,5 +247,4 @@ def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
 
 
 def _mix(counter: int) -> int:
-    """Return a 64-bit hash."""
     return finalise(counter * INCREMENT)

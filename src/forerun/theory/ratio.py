@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["DiscountedRatio"]
-
 
 class DiscountedRatio:
     """Estimates sum(y) / sum(x) under exponential weights.

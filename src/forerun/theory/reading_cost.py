@@ -9,8 +9,6 @@ from itertools import pairwise
 
 from forerun.theory.cost_line import CostReading, interpolate, numbers
 
-__all__ = ["ReadingCost"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingCost:

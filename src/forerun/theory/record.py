@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-__all__ = ["SCHEMA_VERSION", "Json", "RequestRecord", "StepRecord", "TraceHeader"]
-
 SCHEMA_VERSION = 1
 
 if TYPE_CHECKING:

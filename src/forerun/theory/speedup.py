@@ -11,20 +11,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 
-__all__ = [
-    "BestK",
-    "acceptance_length",
-    "best_k",
-    "break_even_alpha",
-    "break_even_rate",
-    "conditional_acceptance",
-    "constant_acceptance_length",
-    "constant_survival",
-    "cycle_cost",
-    "speedup",
-    "survival",
-]
-
 BISECTIONS = 60  # halves [0, 1] to below the resolution of a double
 
 

@@ -5,8 +5,6 @@ Source: Steele, Lea and Flood 2014.
 
 from __future__ import annotations
 
-__all__ = ["FACTORS", "INCREMENT", "MASK", "SHIFTS", "finalise", "share_of"]
-
 MASK = (1 << 64) - 1
 INCREMENT = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: multiples of it spread consecutive counters."""
@@ -23,5 +21,4 @@ def finalise(bits: int) -> int:
 
 
 def share_of(bits: int) -> float:
-    """Map 64 random bits to a number in [0, 1)."""
     return bits / 2.0**64

@@ -11,8 +11,6 @@ from functools import cache, lru_cache
 
 from forerun.theory.tree import TokenTree
 
-__all__ = ["expected_static", "static_tree"]
-
 
 def static_tree(
     acceptance_by_rank: Sequence[float], num_nodes: int, depth: int, width: int

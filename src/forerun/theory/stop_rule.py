@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Measure", "StopRule"]
-
 Measure = Literal["entropy", "top_probability"]
 
 
@@ -32,7 +30,6 @@ class StopRule:
     threshold: float
 
     def __post_init__(self) -> None:
-        """Refuse thresholds outside the range of the measure."""
         most = 1.0 if self.measure == "top_probability" else float("inf")
         if not 0.0 <= self.threshold <= most:
             raise ValueError(f"a threshold on {self.measure} of {self.threshold}; at most {most}")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["distinct_ngram_share", "first_repeat", "ngrams"]
-
 
 def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
     """Return all n-grams of `size` tokens in order; a shorter text has none."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["NO_TREE", "TokenTree", "expanded", "post_order"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["ks_distance", "ks_p_value", "uniformity_p_value"]
-
 
 def uniformity_p_value(values: Sequence[float]) -> float:
     """Return the p-value of the Kolmogorov-Smirnov test that independent numbers are uniform.
@@ -18,11 +16,7 @@ def uniformity_p_value(values: Sequence[float]) -> float:
 
 
 def ks_distance(values: Sequence[float]) -> float:
-    """Return the largest distance between the empirical distribution function and the diagonal.
-
-    Raises:
-        ValueError: there are no values, or one is outside [0, 1].
-    """
+    """Return the largest distance between the empirical distribution function and the diagonal."""
     ordered = sorted(values)
     if not ordered or not (ordered[0] >= 0.0 and ordered[-1] <= 1.0):
         raise ValueError("uniformity takes one or more numbers from 0 to 1")

@@ -46,17 +46,6 @@ from forerun.trace.schema import (
     record_from,
 )
 
-__all__ = [
-    "FOLDERS",
-    "HEADERS",
-    "ParquetParts",
-    "Piece",
-    "read_columns",
-    "read_parquet",
-    "table_of",
-]
-
-
 HEADERS = "headers.jsonl"
 FOLDERS: Mapping[str, str] = {"steps": "step", "requests": "request"}
 """Which kind of record a folder holds."""
@@ -97,7 +86,7 @@ class ParquetParts:
             self.headers.write(by_kind["header"])
         for name, kind in FOLDERS.items():
             if by_kind[kind]:
-                self._write_part(name, part_table(kind, by_kind[kind]))
+                self._write_part(name, _part_table(kind, by_kind[kind]))
 
     def close(self) -> None:
         """Do nothing: every file is closed once it is written."""
@@ -110,7 +99,7 @@ class ParquetParts:
         self.num_parts[name] += 1
 
 
-def part_table(kind: str, records: Sequence[Record]) -> pa.Table:
+def _part_table(kind: str, records: Sequence[Record]) -> pa.Table:
     """Convert records of one kind to a table."""
     columns = {}
     for name, annotation in KINDS[kind].__annotations__.items():
@@ -122,11 +111,7 @@ def part_table(kind: str, records: Sequence[Record]) -> pa.Table:
 
 
 def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]:
-    """Yield headers, steps, requests, and `Damage` for unreadable parts.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Yield headers, steps, requests, and `Damage` for unreadable parts."""
     headers = folder / HEADERS
     if headers.exists():
         for item in read_json_lines(headers):
@@ -138,10 +123,10 @@ def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]
         yield Damage(where=HEADERS, what="missing")
     for name in FOLDERS:
         found = sorted((folder / name).iterdir()) if (folder / name).is_dir() else []
-        yield from missing_parts(name, found)
+        yield from _missing_parts(name, found)
         for path in found:
             if name not in without or path.suffix == UNFINISHED:
-                yield from read_part(path, f"{name}/{path.name}")
+                yield from _read_part(path, f"{name}/{path.name}")
 
 
 MAX_DIGITS = 10
@@ -149,7 +134,7 @@ MAX_MISSING = 100
 """Missing parts that are named."""
 
 
-def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
+def _missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
     """Yield a `Damage` for every gap in the numbering of the files."""
     numbers = {
         int(path.stem)
@@ -161,7 +146,7 @@ def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
         yield Damage(where=f"{name}/{number:05}{SUFFIX}", what="missing")
 
 
-def read_part(path: Path, where: str) -> Iterator[Item]:
+def _read_part(path: Path, where: str) -> Iterator[Item]:
     """Yield the valid records of one file, with `Damage` for others."""
     if path.suffix == UNFINISHED:
         yield Damage(where=where, what="was being written when the process ended")
@@ -171,13 +156,13 @@ def read_part(path: Path, where: str) -> Iterator[Item]:
         index = 0
         for batch in parquet_batches(path, limits=PART_LIMITS):
             for row in batch.to_pylist():
-                yield row_item(kind, row, f"{where} row {index}")
+                yield _row_item(kind, row, f"{where} row {index}")
                 index += 1
     except UnreadableInput as error:
         yield Damage(where=where, what=str(error).removeprefix(f"{path} "))
 
 
-def row_item(kind: str, row: dict[str, object], where: str) -> Item:
+def _row_item(kind: str, row: dict[str, object], where: str) -> Item:
     """Convert a row to a record, or to `Damage` if it is not valid."""
     try:
         if kind == "request":
@@ -217,14 +202,14 @@ def read_columns(path: Path) -> Iterator[Piece]:
         InvalidTrace: it cannot be read.
     """
     try:
-        yield from parquet_pieces(path) if path.is_dir() else json_pieces(path)
+        yield from _parquet_pieces(path) if path.is_dir() else _json_pieces(path)
     except OSError as error:
         raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
     except UnreadableInput as error:
         raise InvalidTrace(f"the trace {error}") from error
 
 
-def parquet_pieces(folder: Path) -> Iterator[Piece]:
+def _parquet_pieces(folder: Path) -> Iterator[Piece]:
     """Yield tables of steps, then headers, requests and missing parts of a Parquet trace."""
     parts = sorted((folder / "steps").glob("*.parquet")) if (folder / "steps").is_dir() else []
     for path in parts:
@@ -238,7 +223,7 @@ def parquet_pieces(folder: Path) -> Iterator[Piece]:
     yield from read_parquet(folder, without=("steps",))
 
 
-def json_pieces(path: Path) -> Iterator[Piece]:
+def _json_pieces(path: Path) -> Iterator[Piece]:
     """Yield tables and records of a JSON lines trace, chunk by chunk."""
     check_regular(path)
     with path.open("rb") as file:
@@ -246,9 +231,9 @@ def json_pieces(path: Path) -> Iterator[Piece]:
         while chunk := file.read(CHUNK_BYTES):
             whole, rest = cut(rest + chunk)
             lines = whole.splitlines(keepends=True)
-            yield from lines_pieces(lines, number)
+            yield from _lines_pieces(lines, number)
             number += len(lines)
-        yield from lines_pieces(rest.splitlines(keepends=True), number)
+        yield from _lines_pieces(rest.splitlines(keepends=True), number)
 
 
 def cut(data: bytes) -> tuple[bytes, bytes]:
@@ -263,7 +248,7 @@ STEP = b'{"record":"step",'
 """How lines of our own steps begin."""
 
 
-def lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
+def _lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
     """Yield the records in complete lines: steps as tables, other records one by one."""
     numbered = enumerate(lines, start=first_line)
     yield from one_by_one([(n, line) for n, line in numbered if not line.startswith(STEP)])
@@ -288,7 +273,6 @@ def lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
 
 
 def one_by_one(lines: Sequence[tuple[int, bytes]]) -> Iterator[Piece]:
-    """Parse lines one by one, so that a damaged line does not affect others."""
     items = [item_of(line, f"line {number}") for number, line in lines if line.strip()]
     yield from (item for item in items if not isinstance(item, StepRecord))
     yield from table_of([item for item in items if isinstance(item, StepRecord)])

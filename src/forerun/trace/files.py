@@ -23,9 +23,6 @@ from forerun.trace.schema import (
     read_json_lines,
 )
 
-__all__ = ["TraceWriter", "check_suffix", "open_trace", "read_trace"]
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -143,7 +140,7 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
     """
     check_suffix(path)
     try:
-        sink = json_lines(path) if path.suffix == ".jsonl" else parquet_parts(path)
+        sink = json_lines(path) if path.suffix == ".jsonl" else _parquet_parts(path)
     except OSError as error:
         raise InvalidRequest(
             f"the trace {path} cannot be written: {error.strerror or error}"
@@ -166,7 +163,7 @@ def json_lines(path: Path) -> JsonLines:
     return JsonLines(path.open("wb", buffering=0))
 
 
-def parquet_parts(folder: Path) -> Sink:
+def _parquet_parts(folder: Path) -> Sink:
     """Open a Parquet trace for writing; an existing trace is removed, other folders are refused."""
     from forerun.trace.arrow import FOLDERS, HEADERS, ParquetParts
 
@@ -197,7 +194,7 @@ def read_trace(path: Path) -> Iterator[Item]:
     """
     num_records, first_damage = 0, None
     try:
-        for item in read_items(path):
+        for item in _read_items(path):
             if isinstance(item, Damage):
                 first_damage = first_damage or item
             else:
@@ -211,7 +208,7 @@ def read_trace(path: Path) -> Iterator[Item]:
         raise InvalidTrace(f"{path} holds no record of a trace: {first_damage or 'it is empty'}")
 
 
-def read_items(path: Path) -> Iterator[Item]:
+def _read_items(path: Path) -> Iterator[Item]:
     """Yield records and damage in the format that the path's suffix names."""
     if not path.is_dir():
         yield from read_json_lines(path)

@@ -12,24 +12,6 @@ import msgspec
 from forerun.bounded_read import check_regular, first_line
 from forerun.theory.record import SCHEMA_VERSION, RequestRecord, StepRecord, TraceHeader
 
-__all__ = [
-    "COUNTS",
-    "DURATIONS",
-    "KINDS",
-    "MAX_COUNT",
-    "MAX_NODES",
-    "MAX_SECONDS",
-    "NODE_COUNTS",
-    "Damage",
-    "FlushRule",
-    "Item",
-    "JsonLines",
-    "Record",
-    "line_of",
-    "read_json_lines",
-    "record_from",
-]
-
 Record = TraceHeader | RequestRecord | StepRecord
 
 KINDS: Mapping[str, type[TraceHeader] | type[RequestRecord] | type[StepRecord]] = {
@@ -61,12 +43,7 @@ Item = Record | Damage
 
 
 def record_from(kind: str, values: Mapping[str, object]) -> Record:
-    """Build a record of the given kind from its values.
-
-    Raises:
-        ValueError: a field is missing, unknown or of another type, or counts contradict each other;
-            the message names it.
-    """
+    """Build a record of the given kind from its values."""
     record: Record = msgspec.convert(values, KINDS[kind])
     return checked(record)
 
@@ -78,9 +55,9 @@ def checked(record: Record) -> Record:
         ValueError: some contradict each other, or another version wrote the header.
     """
     if isinstance(record, StepRecord):
-        check_counts(record)
+        _check_counts(record)
     elif isinstance(record, RequestRecord):
-        check_request(record)
+        _check_request(record)
     elif record.schema_version != SCHEMA_VERSION:
         raise ValueError(
             f"schema version {record.schema_version}; this forerun reads {SCHEMA_VERSION}"
@@ -88,7 +65,7 @@ def checked(record: Record) -> Record:
     return record
 
 
-def check_request(record: RequestRecord) -> None:
+def _check_request(record: RequestRecord) -> None:
     """Refuse impossible lengths and times in a request record."""
     for name in ("num_prompt_tokens", "num_output_tokens", "ttft_s", "prefill_s"):
         value = getattr(record, name)
@@ -107,7 +84,7 @@ COUNTS = ("cycle_id", "step", "batch_rows", "num_prefill_rows", "context_tokens"
 DURATIONS = ("draft_s", "verify_s", "other_s")
 
 
-def check_counts(record: StepRecord) -> None:
+def _check_counts(record: StepRecord) -> None:
     """Refuse impossible counts and times in a step record."""
     if not 0 <= record.num_accepted <= record.depth_drafted <= record.num_drafted:
         raise ValueError(
@@ -178,11 +155,7 @@ def line_of(record: Record) -> bytes:
 
 
 def read_json_lines(path: Path) -> Iterator[Item]:
-    """Yield the records of a file in order, with `Damage` for unreadable lines.
-
-    Raises:
-        OSError: the file cannot be opened or read.
-    """
+    """Yield the records of a file in order, with `Damage` for unreadable lines."""
     check_regular(path)
     with path.open("rb") as file:
         number = offset = 0
@@ -191,13 +164,13 @@ def read_json_lines(path: Path) -> Iterator[Item]:
             where = f"line {number} (byte {offset})"
             offset += len(line)
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                offset += skip_line(file)
+                offset += _skip_line(file)
                 yield Damage(where=where, what=f"longer than {MAX_LINE_BYTES} bytes")
             elif line.strip():
                 yield item_of(line, where)
 
 
-def skip_line(file: BufferedReader) -> int:
+def _skip_line(file: BufferedReader) -> int:
     """Read to the end of a line and return the number of bytes read."""
     num_bytes = 0
     while rest := file.readline(MAX_LINE_BYTES):

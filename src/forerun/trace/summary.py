@@ -19,16 +19,6 @@ from forerun.theory.intervals import Interval, wilson_interval
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
 from forerun.trace.schema import Damage, Item
 
-__all__ = [
-    "MIN_PLAIN_STEPS",
-    "GroupSummary",
-    "MeasuredCycleCost",
-    "Position",
-    "TraceSummary",
-    "plot",
-    "summarise",
-]
-
 MAX_DAMAGE = 20
 """Damaged places that are named; further ones are counted."""
 MAX_RUNNING = 100_000
@@ -308,7 +298,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     ended: dict[str, tuple[str, ...]] = {}  # records that were read, by request
     early: dict[str, tuple[str, ...]] = {}  # those whose steps have not been read
     num_dropped = 0
-    for cycle in cycles_of(split_off(items, found, ended)):
+    for cycle in cycles_of(_split_off(items, found, ended)):
         found.times.add(cycle[0])
         for record in cycle:
             group = running.setdefault(record.request_id, GroupSummary(num_requests=1))
@@ -330,7 +320,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     return found
 
 
-def split_off(
+def _split_off(
     items: Iterable[Item], found: TraceSummary, ended: dict[str, tuple[str, ...]]
 ) -> Iterator[StepRecord]:
     """Yield the steps, and add headers, requests and damage to the summary."""

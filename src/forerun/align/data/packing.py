@@ -18,9 +18,6 @@ from forerun.align.data.sample import PackedBatch, Sample, Source, TopLogprobs
 from forerun.errors import InvalidRequest
 from forerun.theory.splitmix import INCREMENT, finalise
 
-__all__ = ["Packing", "cut", "mix", "permuted", "shares_of", "split"]
-
-
 HASH_BITS = 64
 
 
@@ -61,11 +58,7 @@ def split(
 
 
 def shares_of(*, on_policy_share: float, fixed_share: float) -> dict[Source, float]:
-    """Return the share of each source of text; the remainder is written by the target.
-
-    Raises:
-        InvalidRequest: a share is negative, or together they are more than 1.
-    """
+    """Return the share of each source of text; the remainder is written by the target."""
     shares: dict[Source, float] = {"draft": on_policy_share, "fixed": fixed_share}
     if min(shares.values()) < 0.0 or sum(shares.values()) > 1.0:
         raise InvalidRequest(
@@ -82,14 +75,6 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
     The source that runs out first decides how many. Of the others a shuffled selection is taken up
     to its share, so that every share is met to within the length of a sample. Sources without a
     share are left out.
-
-    Args:
-        samples: of all sources.
-        shares: of the learned tokens, adding up to 1.
-        seed: of the selection.
-
-    Raises:
-        InvalidRequest: there is no sample of a source that has a share.
     """
     groups = {source: [s for s in samples if s.source == source] for source in shares}
     learned = {source: sum(s.num_learned for s in group) for source, group in groups.items()}
@@ -103,11 +88,11 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
     return [
         sample
         for source, share in shares.items()
-        for sample in selection(groups[source], share * num_all, seed)
+        for sample in _selection(groups[source], share * num_all, seed)
     ]
 
 
-def selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
+def _selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
     """Yield shuffled samples until they contain at least the given number of learned tokens."""
     num_taken = 0
     for index in range(len(samples)):
@@ -123,21 +108,15 @@ NUM_ROUNDS = 6
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Return the image of an index under the permutation that `key` selects.
-
-    Args:
-        index: 0 to size - 1.
-        size: of the range.
-        key: any integer; another key, another permutation.
-    """
+    """Return the image of an index under the permutation that `key` selects."""
     half_bits = max((size - 1).bit_length() + 1, 2) // 2
     while True:
-        index = shuffled_bits(index, half_bits, key)
+        index = _shuffled_bits(index, half_bits, key)
         if index < size:
             return index
 
 
-def shuffled_bits(number: int, half_bits: int, key: int) -> int:
+def _shuffled_bits(number: int, half_bits: int, key: int) -> int:
     """Apply the Feistel network once to a number of twice `half_bits` bits."""
     mask = (1 << half_bits) - 1
     left, right = number >> half_bits, number & mask
@@ -177,12 +156,10 @@ class Packing:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of rows that hold every sample once."""
         return len(self._rows)
 
     @property
     def num_learned(self) -> int:
-        """Number of learned tokens in an epoch."""
         return sum(sample.num_learned for sample in self.samples)
 
     def batch(self, first_row: int, num_rows: int) -> PackedBatch:
@@ -208,7 +185,6 @@ class Packing:
         return PackedBatch(ids=ids, positions=positions, samples=samples, predicts=predicts)
 
     def _samples_in(self, stream_row: int) -> list[int]:
-        """Return the indices of the samples in one row of the stream."""
         epoch, row = divmod(stream_row, self.rows_per_epoch)
         key = finalise(self.seed) + epoch * INCREMENT
         return self._rows[permuted(row, self.rows_per_epoch, key)]
@@ -256,11 +232,11 @@ def cut(sample: Sample, window: int) -> Sample:
         sample,
         token_ids=sample.token_ids[start:end],
         spans=tuple((a - start, b - start) for a, b in kept if a < b),
-        top_logprobs=None if sample.top_logprobs is None else kept_logprobs(sample, start, end),
+        top_logprobs=None if sample.top_logprobs is None else _kept_logprobs(sample, start, end),
     )
 
 
-def kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
+def _kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
     """Return the log-probabilities of learned tokens at text indices `start` to `end` - 1."""
     learned = (index for a, b in sample.spans for index in range(a, b))
     assert sample.top_logprobs is not None

@@ -20,8 +20,6 @@ from forerun.bounded_documents import json_lines, parquet_batches, parse_json, r
 from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
 from forerun.errors import InvalidRequest, UnreadableInput
 
-__all__ = ["TAGGED", "Message", "PromptEntry", "read_entries"]
-
 TAGGED = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 """Suffixes of files whose records have fields."""
 SUFFIXES = (*TAGGED, ".txt")
@@ -93,7 +91,7 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
     """
     num_characters = 0
     try:
-        for source in sources_of(path):
+        for source in _sources_of(path):
             for entry in entries_of(source):
                 num_characters += entry.num_characters
                 if num_characters > MAX_CHARACTERS:
@@ -106,7 +104,7 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
         raise InvalidRequest(f"prompts cannot be read from {path}: {error}") from error
 
 
-def sources_of(path: Path) -> list[Path]:
+def _sources_of(path: Path) -> list[Path]:
     """Return the file as a list of one, or all prompt files below a folder."""
     if not path.is_dir():
         return [path]
@@ -122,13 +120,13 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
         yield from texts_of(source)
         return
     readers: dict[str, Callable[[Path], Rows]] = {
-        ".csv": csv_rows,
-        ".json": json_rows,
-        ".jsonl": json_line_rows,
-        ".parquet": parquet_rows,
-        ".tsv": csv_rows,
+        ".csv": _csv_rows,
+        ".json": _json_rows,
+        ".jsonl": _json_line_rows,
+        ".parquet": _parquet_rows,
+        ".tsv": _csv_rows,
     }
-    reader = readers.get(source.suffix, dataset_rows)
+    reader = readers.get(source.suffix, _dataset_rows)
     may_be_dataset = DATASET.fullmatch(str(source)) is not None and not source.exists()
     if source.suffix not in readers and not may_be_dataset:
         raise InvalidRequest(
@@ -136,16 +134,15 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
             f"{', '.join(SUFFIXES)}: rename it by its format"
         )
     for where, row in reader(source):
-        yield entry_of(row, where)
+        yield _entry_of(row, where)
 
 
-def json_line_rows(file: Path) -> Rows:
-    """Yield the value of every line of a JSON lines file; empty lines are skipped."""
+def _json_line_rows(file: Path) -> Rows:
     for number, row in json_lines(file, STREAM):
         yield f"{file}:{number}", row
 
 
-def json_rows(file: Path) -> Rows:
+def _json_rows(file: Path) -> Rows:
     """Yield the entries of a JSON list, which is the file itself or the only list in its object."""
     values = read_json(file)
     if isinstance(values, Mapping):
@@ -159,7 +156,7 @@ def json_rows(file: Path) -> Rows:
         yield f"{file}, record {number}", {"prompt": row} if isinstance(row, str) else row
 
 
-def csv_rows(file: Path) -> Rows:
+def _csv_rows(file: Path) -> Rows:
     """Yield the rows of a CSV file with a header line; a cell may hold a JSON list."""
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with open_bounded(file, STREAM) as source:
@@ -168,12 +165,12 @@ def csv_rows(file: Path) -> Rows:
         try:
             for row in table:
                 where = f"{file}:{table.line_num}"
-                yield where, {name: cell_of(row.get(name), where) for name in FIELDS}
+                yield where, {name: _cell_of(row.get(name), where) for name in FIELDS}
         except csv.Error as error:
             raise InvalidRequest(f"{file}:{table.line_num} is not CSV: {error}") from error
 
 
-def cell_of(cell: Any, where: str) -> object:
+def _cell_of(cell: Any, where: str) -> object:
     """Return the value of a CSV cell: None if it is empty, a list if it is a JSON list."""
     if not isinstance(cell, str) or not cell:
         return None
@@ -182,7 +179,7 @@ def cell_of(cell: Any, where: str) -> object:
     return cell
 
 
-def parquet_rows(file: Path) -> Rows:
+def _parquet_rows(file: Path) -> Rows:
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
@@ -198,7 +195,7 @@ def parquet_rows(file: Path) -> Rows:
             yield f"{file}, row {number}", row
 
 
-def dataset_rows(name: Path) -> Rows:
+def _dataset_rows(name: Path) -> Rows:
     """Yield the records of a Hugging Face dataset, by default of its training split."""
     try:
         datasets: Any = import_module("datasets")
@@ -239,16 +236,12 @@ def texts_of(file: Path) -> Iterator[PromptEntry]:
         block = []
 
 
-def entry_of(row: object, where: str) -> PromptEntry:
-    """Check a record in forerun's, ShareGPT's or Alpaca's form and convert it to an entry.
-
-    Raises:
-        InvalidRequest: it has neither or both of a prompt and messages, or a field of another type.
-    """
+def _entry_of(row: object, where: str) -> PromptEntry:
+    """Check a record in forerun's, ShareGPT's or Alpaca's form and convert it to an entry."""
     if not isinstance(row, Mapping):
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')
     # Rows of a table have every column; those without a value are null.
-    fields = own_form({name: row[name] for name in FIELDS if row.get(name) is not None}, where)
+    fields = _own_form({name: row[name] for name in FIELDS if row.get(name) is not None}, where)
     if sum(name in fields for name in OWN_FIELDS) != 1:
         raise InvalidRequest(
             f'{where} must have one of "prompt", "text" and "messages", or be a record of ShareGPT '
@@ -261,13 +254,13 @@ def entry_of(row: object, where: str) -> PromptEntry:
     return PromptEntry(
         where=where,
         text=fields.get("prompt", fields.get("text")),
-        messages=() if messages is None else checked_messages(messages, where),
+        messages=() if messages is None else _checked_messages(messages, where),
         response=fields.get("response"),
         tag=fields.get("tag", ""),
     )
 
 
-def own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Convert the fields of a ShareGPT or Alpaca record to forerun's field names."""
     found = {name: fields[name] for name in (*OWN_FIELDS, "response", "tag") if name in fields}
     if any(name in found for name in OWN_FIELDS):
@@ -295,12 +288,8 @@ def own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def checked_messages(messages: object, where: str) -> tuple[Message, ...]:
-    """Check the messages of a conversation.
-
-    Raises:
-        InvalidRequest: it is no list of messages, or begins with the assistant's answer.
-    """
+def _checked_messages(messages: object, where: str) -> tuple[Message, ...]:
+    """Check the messages of a conversation."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(f'{where}: "messages" must be a list of messages, not empty')
     checked: list[Message] = []

@@ -12,8 +12,6 @@ from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 
-__all__ = ["PromptRecord", "read_prompts", "shortened"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
@@ -71,12 +69,12 @@ def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) 
     Raises:
         InvalidRequest: its prompt is empty, or its conversation cannot be rendered.
     """
-    messages = messages_of(entry)
+    messages = _messages_of(entry)
     if messages:
         has_answer = messages[-1]["role"] == "assistant"
         asked = messages[:-1] if has_answer else messages
         prompt_ids = tokenizer.encode(tokenizer.render_chat(asked), add_special_tokens=False)
-        text = learned_text(messages, tokenizer) if has_answer else None
+        text = _learned_text(messages, tokenizer) if has_answer else None
     else:
         asked = ()
         prompt_ids = tokenizer.encode(entry.text or "")
@@ -95,7 +93,7 @@ def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) 
     )
 
 
-def messages_of(entry: PromptEntry) -> tuple[Message, ...]:
+def _messages_of(entry: PromptEntry) -> tuple[Message, ...]:
     """Return an entry's conversation with its response appended; empty for plain text."""
     if not entry.messages or entry.response is None:
         return entry.messages
@@ -136,7 +134,7 @@ def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int,
     return (*kept, *ids[len(ids) - (most - len(kept)) :])
 
 
-def learned_text(
+def _learned_text(
     messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Render a conversation as token ids and find the ranges of the assistant's messages.
@@ -145,13 +143,6 @@ def learned_text(
     prompt ends, as they do when the draft is used. An answer includes the token that ends it. A
     template may render an early answer otherwise once others follow (without its thoughts, say):
     such answers are context and not learned.
-
-    Args:
-        messages: ends with an answer.
-        tokenizer: with a chat template.
-
-    Raises:
-        InvalidRequest: the template renders the last answer's prompt otherwise than the answer's.
     """
     whole = tokenizer.render_chat(messages, with_answer_begun=False)
     ids: list[int] = []

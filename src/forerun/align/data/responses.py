@@ -30,16 +30,6 @@ from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.theory.splitmix import INCREMENT, finalise
 
-__all__ = [
-    "Response",
-    "ResponseOrigin",
-    "ResponseStore",
-    "draft_writer",
-    "seed_of",
-    "write_responses",
-]
-
-
 logger = logging.getLogger("forerun.align")
 
 FORMAT = 2
@@ -271,18 +261,6 @@ def write_responses(
 
     Every sample has its own seed, from the parameters' seed, its prompt and its index alone: what
     is generated depends neither on the batch nor on where an earlier run was interrupted.
-
-    Args:
-        engine: of the store's origin; with a drafter it is faster and the text is the same.
-        prompts: to respond to.
-        store: gains the responses one by one, as they finish.
-        samples_per_prompt: responses per prompt.
-        on_progress: progress.
-
-    Raises:
-        InvalidRequest: a prompt does not fit into the context; its line is named.
-        NumericalError: as `Engine.step`.
-        CacheTooLarge: the disk is full; what was written is kept.
     """
     missing = store.missing(prompts, samples_per_prompt)
     num_all = len(prompts) * samples_per_prompt
@@ -328,7 +306,6 @@ def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) 
 
 
 def seed_of(prompt_hash: str, index: int, seed: int) -> int:
-    """Return the seed of one sample, derived from its prompt, sample index and base seed."""
     mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
     return finalise(mixed + (index + 1) * INCREMENT) >> 64 - SEED_BITS
 
@@ -339,10 +316,6 @@ def draft_writer(
     """Load an engine that decodes with the draft alone, and open the store for its responses.
 
     They are kept by the draft's weights: a draft that has learned meanwhile writes anew.
-
-    Raises:
-        InvalidModel: the draft is missing, damaged or of an unsupported kind.
-        IncompatibleDraft: its tokenizer is not the target's.
     """
     config = replace(target.config, num_speculative_tokens=0)
     model, tokenizer = load_pair_member(

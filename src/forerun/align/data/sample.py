@@ -15,18 +15,6 @@ from torch import Tensor
 from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 
-__all__ = [
-    "PackedBatch",
-    "Sample",
-    "Source",
-    "TopLogprobs",
-    "data_hash",
-    "drafted_tokens",
-    "packed_inputs",
-    "prompt_hash",
-]
-
-
 Source = Literal["target", "draft", "fixed", "replay"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
 """Per token: ids and natural-log probabilities of the most likely, best first."""
@@ -57,12 +45,10 @@ class Sample:
 
     @property
     def num_learned(self) -> int:
-        """Number of learned tokens."""
         return sum(end - start for start, end in self.spans)
 
 
 def prompt_hash(token_ids: Sequence[int]) -> str:
-    """Hash of a prompt's tokens: the first 16 hexadecimal digits of a SHA-256."""
     return hash_of(array("q", token_ids).tobytes())
 
 
@@ -151,21 +137,12 @@ def drafted_tokens(
     """Return the tokens a head can draft, ascending.
 
     Tokens that were never learned follow those that were by how often they occur in prompts.
-
-    Args:
-        samples: whose learned tokens are counted.
-        vocab_size: of the target.
-        size: of the reduced vocabulary; None: the smallest multiple of 128 that covers 99.5% of
-            the learned tokens, at most 32,000.
-
-    Raises:
-        InvalidRequest: the size is larger than the vocabulary of the target.
     """
     if size is not None and size > vocab_size:
         raise InvalidRequest(
             f"draft_vocab_size is {size}, but the target has {vocab_size} tokens; give at most that"
         )
-    learned, read = token_counts(samples, vocab_size)
+    learned, read = _token_counts(samples, vocab_size)
     order = sorted(range(vocab_size), key=lambda token: (-learned[token], -read[token], token))
     if size is None:
         covered = torch.tensor([learned[token] for token in order]).cumsum(0)
@@ -174,7 +151,7 @@ def drafted_tokens(
     return torch.tensor(sorted(order[:size]))
 
 
-def token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int], list[int]]:
+def _token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int], list[int]]:
     """Return how often every token is learned, and how often it occurs in total."""
     learned = torch.zeros(vocab_size, dtype=torch.int64)
     read = torch.zeros(vocab_size, dtype=torch.int64)

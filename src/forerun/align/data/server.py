@@ -26,30 +26,16 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.terminal_text import printable
 
-__all__ = ["ResponseServer", "ResponseServerConfig", "write_responses_from"]
-
-
 ID_PREFIX = "token_id:"
 FINISH_REASONS = ("stop", "length")
 MAX_TOKEN_CHARACTERS = 1024
 """Of one token, generously: the longest in use are runs of some hundred spaces."""
 
 
-def request_body(
+def _request_body(
     prompt: PromptRecord, params: SamplingParams, *, chat: bool, num_logprobs: int
 ) -> dict[str, object]:
-    """Return the body of a request without model and seed.
-
-    Args:
-        prompt: sent as tokens, or as messages to the chat endpoint.
-        params: how the tokens are chosen.
-        chat: whether it is the chat endpoint.
-        num_logprobs: most likely tokens to report per position, 0 for none.
-
-    Raises:
-        InvalidRequest: the chat endpoint is to continue a plain text, or a parameter is not in the
-            protocol.
-    """
+    """Return the body of a request without model and seed."""
     if chat and not prompt.messages:
         raise InvalidRequest(
             f"{prompt.where} is no conversation; /chat/completions takes nothing else: give the "
@@ -67,15 +53,10 @@ def request_body(
     return body
 
 
-def response_of(
+def _response_of(
     reply: Any, prompt_hash: str, index: int, params: SamplingParams, tokenizer: Tokenizer
 ) -> Response:
-    """Read the response from a server's answer.
-
-    Raises:
-        BrokenReply: there is none, or it was broken off.
-        InvalidRequest: its ids are not this tokenizer's.
-    """
+    """Read the response from a server's answer."""
     try:
         choice = reply["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -84,7 +65,7 @@ def response_of(
         raise BrokenReply(f"no response in {reply!r:.200}") from error
     if not isinstance(text, str) or finish_reason not in FINISH_REASONS:
         raise BrokenReply(f"a response of {text!r:.60} that ended by {finish_reason!r:.60}")
-    places = places_of(choice.get("logprobs"))
+    places = _places_of(choice.get("logprobs"))
     known_ids = ids_of(choice, places)
     check_lengths(text, known_ids, params)
     check_ids(known_ids, places, tokenizer)
@@ -93,7 +74,7 @@ def response_of(
         places = None
     # Servers differ in how they write spaces at the ends and characters that are cut off, and a
     # stop string may have been removed.
-    elif not squeezed(tokenizer.decode(known_ids)).startswith(squeezed(text)):
+    elif not _squeezed(tokenizer.decode(known_ids)).startswith(_squeezed(text)):
         raise InvalidRequest(
             f"the server's tokens {known_ids[:8]} are not this tokenizer's way to write "
             f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
@@ -137,17 +118,17 @@ Place = tuple[int, tuple[tuple[int, float], ...]]
 """A token and the most likely ones there."""
 
 
-def places_of(logprobs: Any) -> list[Place] | None:
+def _places_of(logprobs: Any) -> list[Place] | None:
     """Return token id and top log-probabilities of every position; None where ids are missing."""
     try:
         if logprobs.get("content") is not None:
             return [
-                (id_of(entry), ranked((id_of(t), t["logprob"]) for t in entry["top_logprobs"]))
+                (_id_of(entry), ranked((_id_of(t), t["logprob"]) for t in entry["top_logprobs"]))
                 for entry in logprobs["content"]
             ]
         tops = logprobs["top_logprobs"] or [{} for _ in logprobs["tokens"]]
         return [
-            (named_id(token), ranked((named_id(t), value) for t, value in top.items()))
+            (_named_id(token), ranked((_named_id(t), value) for t, value in top.items()))
             for token, top in zip(logprobs["tokens"], tops, strict=True)
         ]
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
@@ -162,13 +143,11 @@ def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def id_of(entry: Mapping[str, Any]) -> int:
-    """Return the id of a token in the chat form: a field in llama.cpp, part of the name in vLLM."""
-    return int(entry["id"]) if "id" in entry else named_id(entry["token"])
+def _id_of(entry: Mapping[str, Any]) -> int:
+    return int(entry["id"]) if "id" in entry else _named_id(entry["token"])
 
 
-def named_id(name: str) -> int:
-    """Return the id in a name such as "token_id:17"; raises ValueError if the name is text."""
+def _named_id(name: str) -> int:
     if not name.startswith(ID_PREFIX):
         raise ValueError(name)
     return int(name.removeprefix(ID_PREFIX))
@@ -193,8 +172,7 @@ def encoded(
     return ids
 
 
-def squeezed(text: str) -> str:
-    """Return a text without white space and replacement characters."""
+def _squeezed(text: str) -> str:
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
@@ -277,20 +255,15 @@ class ResponseServer:
         return cls(config=config, tokenizer=tokenizer, client=client)
 
     def respond(self, prompt: PromptRecord, index: int, params: SamplingParams) -> Response:
-        """Request one response from the server, with retries.
-
-        Raises:
-            InvalidRequest: the server refuses the request, or has another tokenizer.
-            ServerUnavailable: it did not come after as many tries as were allowed.
-        """
-        body = request_body(
+        """Request one response from the server, with retries."""
+        body = _request_body(
             prompt, params, chat=self.config.chat, num_logprobs=self.config.num_logprobs
         )
         seed = seed_of(prompt.prompt_hash, index, params.seed or 0) & SEED_MASK
         body |= {"model": self.config.model, "seed": seed}
 
         def read(found: Any) -> Response:
-            return response_of(found, prompt.prompt_hash, index, params, self.tokenizer)
+            return _response_of(found, prompt.prompt_hash, index, params, self.tokenizer)
 
         return self.endpoint.ask(body, read, prompt.where)
 
@@ -303,20 +276,7 @@ def write_responses_from(
     samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
-    """Request the responses that the store lacks from the server.
-
-    Args:
-        server: with the store's maker behind it; of no use afterwards.
-        prompts: to respond to.
-        store: gains the responses one by one, as they come.
-        samples_per_prompt: responses per prompt.
-        on_progress: progress.
-
-    Raises:
-        InvalidRequest: the parameters, a prompt or the server's tokenizer do not do.
-        ServerUnavailable: the server is broken; what came before is kept, and goes on another time.
-        CacheTooLarge: the disk is full; what was written is kept.
-    """
+    """Request the responses that the store lacks from the server."""
     params = store.origin.params
     sampling_fields(params)  # refuses what no server takes, before any is asked
     missing = store.missing(prompts, samples_per_prompt)

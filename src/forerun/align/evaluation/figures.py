@@ -23,17 +23,6 @@ from forerun.align.evaluation.judged import (
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval, bootstrap
 
-__all__ = [
-    "AcceptanceFigures",
-    "DraftFigures",
-    "FigureChange",
-    "Ledger",
-    "changes",
-    "finding",
-    "judge_figures",
-    "ledger_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceFigures:
@@ -99,7 +88,7 @@ def judge_figures(
     """Compute the figures over all prompts, and over the prompts of each tag."""
 
     def over(chosen: Sequence[JudgedPrompt]) -> AcceptanceFigures:
-        return figures_of(chosen, num_speculative_tokens, costs, seed=seed)
+        return _figures_of(chosen, num_speculative_tokens, costs, seed=seed)
 
     tags = sorted({prompt.tag for prompt in prompts})
     overall = over(prompts)
@@ -114,7 +103,7 @@ def judge_figures(
     )
 
 
-def figures_of(
+def _figures_of(
     prompts: Sequence[JudgedPrompt],
     num_speculative_tokens: int,
     costs: CostTable | None,
@@ -144,7 +133,7 @@ def figures_of(
             (1.0, 1.0 + num_speculative_tokens),
             seed=seed,
         ),
-        acceptance_rate_per_position=beta_of(prompts, num_speculative_tokens, seed),
+        acceptance_rate_per_position=_beta_of(prompts, num_speculative_tokens, seed),
         acceptance_probability=alpha,
         looped_share=mean(float(prompt.looped) for prompt in prompts),
         distinct_4gram_share=mean(prompt.distinct_4gram_share for prompt in prompts),
@@ -153,7 +142,7 @@ def figures_of(
     )
 
 
-def beta_of(
+def _beta_of(
     prompts: Sequence[JudgedPrompt], num_speculative_tokens: int, seed: int
 ) -> tuple[Interval, ...]:
     """Return the share of steps accepted through each position that was drafted (beta)."""
@@ -240,7 +229,6 @@ def changes_of(
 
 
 def speedup_of(figures: AcceptanceFigures) -> Interval | None:
-    """Return the speedup at the judged K, which is below 1 where drafting does not pay."""
     return None if figures.speedup is None else figures.speedup.at_max_k
 
 
@@ -284,14 +272,6 @@ def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | No
 
     Token by token verification is what the last supposition reckons with. Block verification
     accepts a little more, so under it that item is a little low, and capacity as much high.
-
-    Args:
-        deployed: figures under the deployed parameters.
-        sampled: figures on the same prompts at temperature 1; `deployed` itself if that is it.
-        in_domain: the tag the draft was made for; None takes all prompts for it.
-
-    Raises:
-        ValueError: the two are not of the same prompts and K, or no prompt has the tag.
     """
     check(deployed, sampled, in_domain)
     k = deployed.num_speculative_tokens
@@ -300,13 +280,13 @@ def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | No
     names, lengths = assumptions(
         [deployed.prompts[i] for i in inside], [sampled.prompts[i] for i in inside], k
     )
-    elsewhere = [measured_length(deployed.prompts[i]) for i in outside]
+    elsewhere = [_measured_length(deployed.prompts[i]) for i in outside]
 
     def interval(statistic: Callable[[list[float]], float]) -> Interval:
         def of_groups(groups: Sequence[Sequence[int]]) -> float:
             within = [[length[i] for i in groups[0]] for length in lengths]
             everywhere = within[0] + [elsewhere[i] for i in groups[1]]
-            return statistic([mean_length(everywhere), *map(mean_length, within)])
+            return statistic([_mean_length(everywhere), *map(_mean_length, within)])
 
         return bootstrap(of_groups, [len(inside), len(outside)], seed=0)
 
@@ -342,20 +322,18 @@ def assumptions(
 ) -> tuple[list[str], list[list[Length]]]:
     """Return the names of the assumptions and the lengths of the in-domain prompts under each."""
     names = ["in-domain prompts", "temperature 1"]
-    lengths = [[*map(measured_length, deployed)], [*map(measured_length, sampled)]]
+    lengths = [[*map(_measured_length, deployed)], [*map(_measured_length, sampled)]]
     if any(prompt.alphas for prompt in sampled):
         names.append("teacher-forced prefix")
         lengths.append([teacher_forced_length(prompt.alphas, k) for prompt in sampled])
     return names, lengths
 
 
-def measured_length(prompt: JudgedPrompt) -> Length:
-    """Return the emitted tokens and the steps that the verifier counted."""
+def _measured_length(prompt: JudgedPrompt) -> Length:
     return float(prompt.acceptance.num_emitted), float(prompt.acceptance.num_steps)
 
 
-def mean_length(lengths: Sequence[Length]) -> float:
-    """Return the mean tokens per step; 1, as in plain decoding, if no step drafted."""
+def _mean_length(lengths: Sequence[Length]) -> float:
     num_steps = sum(steps for _, steps in lengths)
     return sum(emitted for emitted, _ in lengths) / num_steps if num_steps else 1.0
 
@@ -366,10 +344,6 @@ def teacher_forced_length(alphas: Sequence[float], num_speculative_tokens: int) 
     The text is the target's. A step begins after the token that ended the one before; the first
     begins at the second token, for the prefill yields the first. With alphas of 0 and 1, which
     greedy decoding has, this is what the verifier does.
-
-    Args:
-        alphas: of the positions of one text.
-        num_speculative_tokens: K; steps that cannot draft as many are not counted.
     """
     k = num_speculative_tokens
     begins = [0.0] * (len(alphas) + 1)  # probability that a step begins at a position

@@ -32,8 +32,6 @@ from forerun.theory.cost import CostTable
 from forerun.theory.record import StepRecord
 from forerun.theory.text import distinct_ngram_share, first_repeat
 
-__all__ = ["Judge"]
-
 
 class Judge:
     """Judges drafts of one target under one set of sampling parameters.
@@ -108,7 +106,7 @@ class Judge:
         outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
         alphas = self._alphas(engine, draft, chosen)
         judged = [
-            judged_prompt(
+            _judged_prompt(
                 self.prompts[index].tag,
                 output,
                 steps[output.request_id],
@@ -142,7 +140,7 @@ class Judge:
         self, engine: Engine, draft: str | Path | Drafter, chosen: Sequence[int]
     ) -> list[tuple[float, ...]]:
         """Return the teacher-forced acceptance probabilities of every prompt and position."""
-        scored = scorer_of(engine, draft)
+        scored = _scorer_of(engine, draft)
         if scored is None:
             return [()] * len(chosen)
         return [
@@ -179,7 +177,7 @@ def alone(engine: Engine) -> Engine:
     )
 
 
-def judged_prompt(
+def _judged_prompt(
     tag: str,
     output: RequestOutput,
     records: Sequence[StepRecord],
@@ -210,7 +208,7 @@ Scorer = Callable[[Sequence[int], Sequence[int], SamplingParams, frozenset[int]]
 """From prompt, response, parameters and ends of texts to one acceptance probability per token."""
 
 
-def scorer_of(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
+def _scorer_of(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
     """Return the teacher-forced scorer of a draft; None for a draft without a model of its own."""
     drafter = engine.drafter
     if drafter is None:

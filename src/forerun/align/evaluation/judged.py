@@ -13,14 +13,6 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
-__all__ = [
-    "EvaluationPrompt",
-    "JudgedPrompt",
-    "PredictedSpeedup",
-    "over_prompts",
-    "predicted_speedup",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPrompt:
@@ -82,17 +74,7 @@ def over_prompts(
     *,
     seed: int,
 ) -> Interval | None:
-    """Return sum(numerators) / sum(denominators) with a 95% bootstrap interval over prompts.
-
-    Args:
-        numerators: one per prompt.
-        denominators: of the same prompts; those with 0 were not observed and are left out.
-        bounds: what the ratio can be at all: one prompt alone narrows it down no further.
-        seed: decides the resamples.
-
-    Returns:
-        None where no prompt was observed.
-    """
+    """Return sum(numerators) / sum(denominators) with a 95% bootstrap interval over prompts."""
     seen = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]
     if not seen:
         return None
@@ -146,9 +128,6 @@ def predicted_speedup(
 
     The best of several K is flattered by the prompts it won on. So every second prompt chooses the
     K that the others are scored at, and the other way round.
-
-    Returns:
-        None where nothing was drafted, or the table is too rough to bound kappa from below.
     """
     prompts = [prompt for prompt in prompts if prompt.acceptance.num_steps]
     if not prompts:

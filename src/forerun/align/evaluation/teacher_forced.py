@@ -24,18 +24,6 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
-__all__ = [
-    "acceptance_probabilities",
-    "attached_acceptance",
-    "head_in",
-    "histories_before",
-    "logits_of",
-    "num_known",
-    "overlap",
-    "probs_of_rows",
-]
-
-
 CHUNK = 256
 """Rows of one pass; those of a chunk are the largest tensors here."""
 
@@ -53,18 +41,6 @@ def acceptance_probabilities(
 
     A greedy distribution has all its mass on one token, so a greedy draft is judged by the target's
     probability of that token, and under greedy parameters by whether the two agree.
-
-    Args:
-        target: needs a free slot, as the draft does.
-        draft: of the same token ids.
-        prompt_ids: what the response answers, at least one token.
-        response_ids: the target's own text.
-        params: of the request; the draft's own temperature holds for the draft.
-        eos_token_ids: the model's own.
-
-    Returns:
-        One probability per token of the response, as far as both contexts reach and the draft
-        has the ids.
     """
     ids = [*prompt_ids, *response_ids]
     # The last token need not be read.
@@ -165,11 +141,7 @@ def probs_of_rows(
 
 
 def head_in(draft: str | Path, target: LanguageModel) -> Eagle3Head | None:
-    """Read the EAGLE-3 head in a folder, in fp32; None if the folder holds another kind of draft.
-
-    Raises:
-        InvalidModel: it is damaged.
-    """
+    """Read the EAGLE-3 head of a folder, in fp32; None if it holds another kind of draft."""
     folder = model_folder(draft)
     if not is_eagle3(read_object(folder / "config.json")):
         return None
@@ -189,9 +161,6 @@ def attached_acceptance(
 
     Row t of the head drafts token t + 2, so a prompt needs two tokens; of a shorter one the first
     token of the response is left out.
-
-    Returns:
-        One probability per token of the response, as far as the target's context reaches.
     """
     skipped = max(0, 2 - len(prompt_ids))
     prompt, response = [*prompt_ids, *response_ids[:skipped]], response_ids[skipped:]

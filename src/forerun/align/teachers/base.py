@@ -18,19 +18,6 @@ from forerun.align.objectives import TargetDistribution
 from forerun.errors import CacheTooLarge, InvalidCache
 from forerun.models.memory import readable
 
-__all__ = [
-    "ALONE",
-    "ProcessShare",
-    "RowSizes",
-    "Teacher",
-    "TeacherRows",
-    "allowed_bytes",
-    "check_room",
-    "one_per_row",
-    "passes",
-    "sample_runs",
-]
-
 
 @runtime_checkable
 class TeacherRows(Protocol):
@@ -114,7 +101,6 @@ ALONE = ProcessShare()
 
 
 def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
-    """Return the indices whose next token is learned, in ascending order."""
     ranges = [torch.arange(start - 1, end - 1) for start, end in sample.spans]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
@@ -122,14 +108,7 @@ def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
 def sample_runs(
     batch: PackedBatch, samples: Sequence[Sample]
 ) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
-    """Yield the learned rows of a batch, sample by sample in the order of the rows.
-
-    Yields:
-        A sample's index, and which of its learned places the next rows are.
-
-    Raises:
-        InvalidCache: a row is none of the learned places of its sample.
-    """
+    """Yield the learned rows of a batch, sample by sample in the order of the rows."""
     predicts = batch.predicts.cpu()
     owners, counts = torch.unique_consecutive(batch.samples.cpu()[predicts], return_counts=True)
     positions = torch.split(batch.positions.cpu()[predicts], counts.tolist())
@@ -200,14 +179,7 @@ class RowSizes:
     def of_states(
         cls, *, width: int, vocab_size: int, itemsize: int, num_layers: int = 0
     ) -> RowSizes:
-        """Return the sizes of hidden states and of the output layer that maps them to logits.
-
-        Args:
-            width: of a hidden state.
-            vocab_size: of the output layer.
-            itemsize: bytes per number.
-            num_layers: whose features are kept beside the last hidden states.
-        """
+        """Return the sizes of hidden states and of the output layer that maps them to logits."""
         features = f"features of {num_layers} layers and " if num_layers else ""
         return cls(
             what=f"{features}last hidden states",
@@ -217,7 +189,6 @@ class RowSizes:
 
     @classmethod
     def of_ids(cls, num_ids: int) -> RowSizes:
-        """Return the sizes of drawn ids with their counts, and of the number of ids per row."""
         return cls(what="drawn ids", row_bytes=num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES)
 
     def total_bytes(self, num_rows: int) -> int:
@@ -256,7 +227,6 @@ def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | No
 
 
 def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
-    """Return how many bytes may be written: at most nine tenths of the free space."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free * 9 // 10
     return free if max_bytes is None else min(free, max_bytes)

@@ -32,9 +32,6 @@ from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
 
-__all__ = ["CacheFiller", "CacheIdentity", "RowCache", "full_disk_named", "key_of"]
-
-
 logger = logging.getLogger("forerun.cache")
 
 FORMAT = 1
@@ -65,12 +62,10 @@ class CacheIdentity:
     settings: Mapping[str, str | int | float]
 
     def to_json(self) -> str:
-        """Return the identity as JSON text, which is equal for equal identities."""
         return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1) + "\n"
 
     @property
     def folder_name(self) -> str:
-        """Name of the cache's folder inside the folder of all caches."""
         return f"{self.kind}-{hash_of(self.to_json().encode())}"
 
 
@@ -116,11 +111,7 @@ class RowCache:
             )
 
     def lacking(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys without undamaged rows, each once, after reading every shard needed.
-
-        Raises:
-            InvalidCache: the folder holds the cache of something else.
-        """
+        """Return the keys without undamaged rows, each once, after reading every shard needed."""
         wanted = dict.fromkeys(keys)
         for shard in {self._entries[key].shard for key in wanted if key in self._entries}:
             if not is_whole(shard):
@@ -135,7 +126,6 @@ class RowCache:
             shard.unlink()
 
     def look_again(self) -> None:
-        """Read all shards again, including those that other processes have written."""
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
             self._entries.update(entries_of(shard))
 

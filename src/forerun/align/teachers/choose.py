@@ -28,15 +28,6 @@ from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 
-__all__ = [
-    "PARTIAL",
-    "TeacherSource",
-    "check_feature_teacher",
-    "check_objective",
-    "feature_teacher",
-    "make_teacher",
-]
-
 logger = logging.getLogger("forerun.preparation")
 
 SHARDED = "sharded"
@@ -74,11 +65,6 @@ def make_teacher(
 
     A greedy distribution is one id, which is cached; else last hidden states are cached if they fit
     the disk, and where they do not the target is rerun.
-
-    Raises:
-        InvalidRequest: the objective cannot be learned from such a teacher.
-        InvalidModel: the target's files are missing, damaged or of an unsupported kind.
-        NotEnoughMemory: the target has to be loaded and does not fit.
     """
     kind = config.teacher
     if kind == "auto":
@@ -87,12 +73,12 @@ def make_teacher(
     if kind == "model":
         return ModelTeacher(load(source), source.sampling)
     if kind == "hidden":
-        settings = {"dtype": str(state_dtype(source))}
-        filler = filler_of("hidden", settings, state_sizes(source), config, source)
-        return HiddenTeacher(filler=filler, sampling=source.sampling, device=probs_device(source))
+        settings = {"dtype": str(_state_dtype(source))}
+        filler = _filler_of("hidden", settings, _state_sizes(source), config, source)
+        return HiddenTeacher(filler=filler, sampling=source.sampling, device=_probs_device(source))
     if kind == "top-k":
-        return TopKTeacher(sampling=source.sampling, device=probs_device(source))
-    return sampled_teacher(config, source)
+        return TopKTeacher(sampling=source.sampling, device=_probs_device(source))
+    return _sampled_teacher(config, source)
 
 
 def check_objective(kind: TeacherKind, objective: Objective, sampling: SamplingParams) -> None:
@@ -113,7 +99,7 @@ def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Tea
     """Choose for "auto": ids if greedy, else hidden states if they fit, else the target."""
     if source.sampling.greedy:
         return "sampled"
-    sizes = state_sizes(source)
+    sizes = _state_sizes(source)
     allowed = allowed_bytes(source.cache_dir, config.max_cache_bytes)
     if sizes.total_bytes(num_rows) <= allowed:
         return "hidden"
@@ -121,7 +107,7 @@ def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Tea
     return "model"
 
 
-def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
+def _sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
     """Build the teacher over cached token ids."""
     sampling = source.sampling
     num_ids = 1 if sampling.greedy else config.num_sampled_ids
@@ -134,9 +120,9 @@ def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeac
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
     }
-    filler = filler_of("sampled", settings, RowSizes.of_ids(num_ids), config, source)
+    filler = _filler_of("sampled", settings, RowSizes.of_ids(num_ids), config, source)
     return SampledTeacher(
-        filler=filler, sampling=sampling, num_ids=num_ids, device=probs_device(source)
+        filler=filler, sampling=sampling, num_ids=num_ids, device=_probs_device(source)
     )
 
 
@@ -150,31 +136,22 @@ def feature_teacher(
 
     A head learns the distribution at the deployed temperature, and at 1 where that is 0: it tells
     more than the one most likely token.
-
-    Args:
-        config: "hidden" caches features, "model" reruns the target; "auto" caches what fits.
-        layers: whose input the head reads.
-        source: the target and its deployment.
-        samples: that will be learned.
-
-    Raises:
-        InvalidRequest: such a teacher has no features.
     """
     check_feature_teacher(config.teacher)
     if source.sampling.greedy:
         source = replace(source, sampling=replace(source.sampling, temperature=1.0))
-    sizes = state_sizes(source, len(layers))
+    sizes = _state_sizes(source, len(layers))
     fits = sizes.total_bytes(sum(len(sample.token_ids) for sample in samples)) <= allowed_bytes(
         source.cache_dir, config.max_cache_bytes
     )
     if config.teacher == "model" or (config.teacher == "auto" and not fits):
         return OnlineFeatures(load(source), layers, source.sampling)
-    settings = {"dtype": str(state_dtype(source)), "layers": ",".join(map(str, layers))}
+    settings = {"dtype": str(_state_dtype(source)), "layers": ",".join(map(str, layers))}
     return CachedFeatures(
-        filler=filler_of("features", settings, sizes, config, source),
+        filler=_filler_of("features", settings, sizes, config, source),
         layers=layers,
         sampling=source.sampling,
-        device=probs_device(source),
+        device=_probs_device(source),
     )
 
 
@@ -187,7 +164,7 @@ def check_feature_teacher(kind: TeacherKind) -> None:
         )
 
 
-def filler_of(
+def _filler_of(
     kind: str,
     settings: Mapping[str, str | int | float],
     sizes: RowSizes,
@@ -220,23 +197,21 @@ def load(source: TeacherSource) -> TargetModel:
     return load_sharded(source.target, dtype=source.dtype, device="auto", share=source.share)
 
 
-def state_sizes(source: TeacherSource, num_layers: int = 0) -> RowSizes:
+def _state_sizes(source: TeacherSource, num_layers: int = 0) -> RowSizes:
     """Return the disk space of hidden states, and of features of some layers of this target."""
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
     projected = None if num_layers else settings.get("word_embed_proj_dim")
     return RowSizes.of_states(
         width=projected or architecture.hidden_size,
         vocab_size=architecture.vocab_size,
-        itemsize=state_dtype(source).itemsize,
+        itemsize=_state_dtype(source).itemsize,
         num_layers=num_layers,
     )
 
 
-def state_dtype(source: TeacherSource) -> torch.dtype:
-    """Return the dtype in which the target is loaded."""
+def _state_dtype(source: TeacherSource) -> torch.dtype:
     return choose_dtype(source.dtype, read_checkpoint(model_folder(source.target)))
 
 
-def probs_device(source: TeacherSource) -> torch.device:
-    """Return the device that computes distributions from cached hidden states."""
+def _probs_device(source: TeacherSource) -> torch.device:
     return choose_device("auto" if source.device == SHARDED else source.device)

@@ -30,13 +30,6 @@ from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
 from forerun.cache import find_cached, write_cached
 from forerun.sampling.config import SamplingParams
 
-__all__ = [
-    "CachedFeatures",
-    "HiddenTeacher",
-    "ModelTeacher",
-    "OnlineFeatures",
-]
-
 
 class HeadRows:
     """Distributions computed from hidden states, in chunks of rows; see `TeacherRows`."""
@@ -49,7 +42,6 @@ class HeadRows:
         self._sampling = sampling
 
     def __len__(self) -> int:
-        """Number of learned rows."""
         return len(self._hidden)
 
     def distribution(self, rows: slice) -> TargetDistribution:
@@ -96,8 +88,8 @@ class HiddenTeacher:
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose hidden states are not cached."""
-        target = self.filler.fill(samples, states_column)
-        self._head = find_head(self.filler, target).to(self.device)
+        target = self.filler.fill(samples, _states_column)
+        self._head = _find_head(self.filler, target).to(self.device)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> HeadRows:
@@ -111,32 +103,27 @@ class HiddenTeacher:
         return HeadRows(hidden=hidden.to(self.device), head=self._head, sampling=self.sampling)
 
 
-def states_column(
+def _states_column(
     target: TargetModel, sample: Sample, states: Float[Tensor, "rows *states hidden"]
 ) -> dict[str, Tensor]:
-    """Return hidden states in the form of a cache column."""
     return {STATES: states.cpu()}
 
 
-def find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
+def _find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
     """Return the target's output layer (LM head), from the cache if it is stored there."""
     folder, share = filler.cache.folder, filler.share
-    head = read_head(folder)
+    head = _read_head(folder)
     share.wait()  # no process writes before all have read
     if head is None:
         head = (target or filler.load()).head
         if share.index == 0:
-            write_head(folder, head)
+            _write_head(folder, head)
         share.wait()
     return head
 
 
-def write_head(folder: Path, head: TargetHead) -> None:
-    """Write the target's output layer beside its hidden states.
-
-    Raises:
-        CacheTooLarge: the disk is full.
-    """
+def _write_head(folder: Path, head: TargetHead) -> None:
+    """Write the target's output layer beside its hidden states."""
     tensors = {"weight": head.weight.cpu().contiguous()}
     if head.bias is not None:
         tensors["bias"] = head.bias.cpu().contiguous()
@@ -145,7 +132,7 @@ def write_head(folder: Path, head: TargetHead) -> None:
         write_cached(folder, HEAD, SUFFIX, save(tensors, {"numbers": numbers}))
 
 
-def read_head(folder: Path) -> TargetHead | None:
+def _read_head(folder: Path) -> TargetHead | None:
     """Read the output layer beside the hidden states; None if it is missing or damaged."""
     path = find_cached(folder, HEAD, SUFFIX)
     if path is None:
@@ -243,8 +230,8 @@ class CachedFeatures:
             states = target.layer_states(batch, self.layers)
             return states[batch.predicts.to(states.device)]
 
-        target = self.filler.fill(whole, states_column, read)
-        self._head = find_head(self.filler, target).to(self.device)
+        target = self.filler.fill(whole, _states_column, read)
+        self._head = _find_head(self.filler, target).to(self.device)
         self._keys = [key_of(sample) for sample in whole]
 
     def rows(self, batch: PackedBatch) -> FeaturesOfRows:

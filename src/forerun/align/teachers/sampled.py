@@ -33,8 +33,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import position_key, request_key, uniform
 
-__all__ = ["SampledTeacher", "TopKTeacher", "draw_ids"]
-
 
 class SparseRows:
     """Sparse distributions of learned rows; see `TeacherRows`."""
@@ -43,7 +41,6 @@ class SparseRows:
         self._whole = distribution
 
     def __len__(self) -> int:
-        """Number of learned rows."""
         return len(self._whole.ids)
 
     def distribution(self, rows: slice) -> SparseDistribution:
@@ -104,16 +101,7 @@ class SampledTeacher:
 def draw_ids(
     probs: Float[Tensor, "rows vocab"], offsets: Float64[Tensor, " rows"], num_ids: int
 ) -> Int64[Tensor, "rows num_ids"]:
-    """Draw token ids by systematic sampling at equal distances on the cumulative sums.
-
-    Args:
-        probs: of every row; need not sum to 1 exactly.
-        offsets: of the first draw, in [0, 1), in distances.
-        num_ids: draws per row.
-
-    Raises:
-        NumericalError: a row is NaN.
-    """
+    """Draw token ids by systematic sampling at equal distances on the cumulative sums."""
     sums = probs.cumsum(-1, dtype=torch.float64)
     if not bool(sums[:, -1].isfinite().all()):
         raise NumericalError("the target's logits are not finite; load it in bf16 or fp32")
@@ -211,15 +199,7 @@ class TopKTeacher:
 def known_shares(
     logprobs: Float64[Tensor, "rows known"], sampling: SamplingParams
 ) -> Float64[Tensor, "rows known"]:
-    """Convert top log-probabilities at temperature 1 to probabilities as deployed.
-
-    Args:
-        logprobs: natural logarithms, best first; -inf is padding.
-        sampling: of the deployment.
-
-    Returns:
-        Shares whose sum falls short of 1 by what those that are not known have.
-    """
+    """Convert top log-probabilities at temperature 1 to probabilities as deployed."""
     if sampling.greedy:
         shares = torch.zeros_like(logprobs)
         shares[:, 0] = 1.0

@@ -22,17 +22,6 @@ from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.models.memory import available_bytes, readable
 
-__all__ = [
-    "TargetHead",
-    "TargetModel",
-    "adopt_target",
-    "check_layers",
-    "check_samples",
-    "embedding_table",
-    "load_sharded",
-    "load_target",
-]
-
 
 @dataclass(kw_only=True, eq=False)
 class TargetModel:
@@ -67,15 +56,7 @@ class TargetModel:
     def layer_states(
         self, batch: PackedBatch, layers: tuple[int, ...]
     ) -> Float[Tensor, "rows width states hidden"]:
-        """Return the residual stream at the input of some layers, and the last hidden state.
-
-        Args:
-            batch: rows of samples.
-            layers: the number of layers stands for what leaves the last one, before the final norm.
-
-        Raises:
-            UnsupportedFeatures: the target has no such layer, or its head reads another width.
-        """
+        """Return the residual stream at the input of some layers, and the last hidden state."""
         check_layers(layers, len(self.layers))
         on_device = batch.to(self.device)
         with captured(self.layers, layers) as found:
@@ -115,11 +96,7 @@ def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
 
 @torch.no_grad()
 def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
-    """Return the embedding of every token as it enters the residual stream of a target.
-
-    Raises:
-        UnsupportedFeatures: embeddings are projected before they enter the first layer.
-    """
+    """Return the embedding of every token as it enters the residual stream of a target."""
     settings: Mapping[str, Any] = model.config.to_dict()
     if settings.get("word_embed_proj_dim", model.config.hidden_size) != model.config.hidden_size:
         raise UnsupportedFeatures(
@@ -133,11 +110,7 @@ def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
 
 
 def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
-    """Refuse samples that are too long for the target or contain ids outside its vocabulary.
-
-    Raises:
-        InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
-    """
+    """Refuse samples that are too long for the target or contain ids outside its vocabulary."""
     vocab_size, longest = target.head.vocab_size, target.max_positions
     for sample in samples:
         if max(sample.token_ids) >= vocab_size:
@@ -242,10 +215,6 @@ def load_sharded(
     One process spreads the layers over all GPUs it has, one after the other (accelerate's device
     map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
     all of them must make equally many passes, which `CacheFiller` and the trainer do.
-
-    Raises:
-        InvalidModel: files are missing, damaged or of an unsupported kind.
-        NotEnoughMemory: the GPUs together do not hold the weights.
     """
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read

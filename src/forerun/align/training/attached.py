@@ -43,8 +43,6 @@ from forerun.models.checkpoint import read_checkpoint
 from forerun.models.huggingface import MODULE_NAMES, read_weights
 from forerun.models.load import model_folder, read_config
 
-__all__ = ["load_attached"]
-
 LEAST_GOLDEN, MOST_GOLDEN = 8, 12
 """Tokens of the text of golden rows."""
 
@@ -130,30 +128,23 @@ class AttachedDraft:
 
 
 def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDraft:
-    """Load the head to start from, or create one for the training texts.
-
-    Raises:
-        InvalidModel: files are missing, damaged or of an unsupported kind.
-        IncompatibleDraft: the head was made for another target.
-        InvalidRequest: the vocabulary is to be larger than the target's.
-        UnsupportedFeatures: the target cannot have such a head.
-    """
+    """Load the head to start from, or create one for the training texts."""
     target = read_parts(model_folder(config.target))
     if config.method == "medusa":
-        return AttachedDraft(config, fresh_medusa(config.attached, target), ())
+        return AttachedDraft(config, _fresh_medusa(config.attached, target), ())
     if config.draft is None:
         seed = config.training.training_seed
-        head = fresh_eagle3(config.attached, target, samples, seed)
+        head = _fresh_eagle3(config.attached, target, samples, seed)
     else:
-        head = known_eagle3(model_folder(config.draft), target)
+        head = _known_eagle3(model_folder(config.draft), target)
         if config.attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
-            head = with_vocabulary(head, target, samples, config.attached.draft_vocab_size)
+            head = _with_vocabulary(head, target, samples, config.attached.draft_vocab_size)
     layers = head.config.feature_layers
     model = UnrolledEagle3(head, target.embedding)
-    return AttachedDraft(config, model, layers, golden_text(target.model, layers, samples))
+    return AttachedDraft(config, model, layers, _golden_text(target.model, layers, samples))
 
 
-def golden_text(
+def _golden_text(
     target: TargetModel, layers: tuple[int, ...], samples: Sequence[Sample]
 ) -> GoldenText | None:
     """Return the beginning of the first text that is long enough, with the target's features."""
@@ -194,7 +185,7 @@ def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, .
     return layers
 
 
-def fresh_eagle3(
+def _fresh_eagle3(
     attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
 ) -> Eagle3Head:
     """Create an EAGLE-3 head in fp32."""
@@ -236,12 +227,8 @@ def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
-    """Read a trained EAGLE-3 head to continue training.
-
-    Raises:
-        IncompatibleDraft: it was made for a target of another width or vocabulary.
-    """
+def _known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
+    """Read a trained EAGLE-3 head to continue training."""
     sizes = target.architecture
     head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
     found = head.config.target_hidden_size, head.config.target_vocab_size
@@ -255,14 +242,10 @@ def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
     return head
 
 
-def with_vocabulary(
+def _with_vocabulary(
     head: Eagle3Head, target: TargetParts, samples: Sequence[Sample], size: int | None
 ) -> Eagle3Head:
-    """Return a head whose vocabulary is chosen again; tokens new to it begin with the target's row.
-
-    Raises:
-        InvalidRequest: the vocabulary is to be larger than the target's.
-    """
+    """Return a head with a new vocabulary; tokens new to it begin with the target's row."""
     tokens = drafted_tokens(samples, target.architecture.vocab_size, size)
     found = Eagle3Head(replace(head.config, draft_vocab_size=len(tokens)), tokens)
     rows = target.head.clone()
@@ -272,7 +255,7 @@ def with_vocabulary(
     return found
 
 
-def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTarget:
+def _fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTarget:
     """Create Medusa heads in fp32 over the target's output matrix."""
     config = MedusaConfig(
         hidden_size=target.architecture.hidden_size,

@@ -24,13 +24,11 @@ from forerun.atomic_write import atomic_write, remove_unfinished
 from forerun.errors import InvalidCheckpoint
 from forerun.models.tensor_files import writing_tensors
 
-__all__ = ["differences", "load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
-
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and compilation put into the names of parameters."""
 
 
-def named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def _named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name, without the prefixes of wrapper modules."""
     found = {}
     for name, parameter in module.named_parameters():
@@ -47,14 +45,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def trained_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the trained weights on the CPU by name, with shards gathered.
-
-    Args:
-        module: sharded or not.
-        keep: whether to return them here; every process takes part in the gathering.
-    """
+    """Return the trained weights on the CPU by name, with shards gathered."""
     gathered = {}
-    for name, parameter in named_trained(module).items():
+    for name, parameter in _named_trained(module).items():
         tensor = whole(parameter.detach())
         if keep:
             gathered[name] = tensor.cpu().clone()
@@ -70,18 +63,9 @@ def save_checkpoint(
     identity: Mapping[str, str],
     is_writer: bool,
 ) -> None:
-    """Write the state after `step` steps; an earlier file is replaced atomically.
-
-    Args:
-        path: of the file.
-        module: what is trained.
-        optimiser: its optimiser.
-        step: steps done.
-        identity: what the run is a function of; a run of another identity will refuse the file.
-        is_writer: whether this process writes; every process must call, to gather shards.
-    """
+    """Write the state after `step` steps; an earlier file is replaced atomically."""
     tensors = {}
-    for name, tensor in state_tensors(module, optimiser):
+    for name, tensor in _state_tensors(module, optimiser):
         gathered = whole(tensor.detach())
         if is_writer:
             tensors[name] = gathered.cpu().clone()
@@ -92,12 +76,12 @@ def save_checkpoint(
         metadata = {
             "step": str(step),
             "identity": json.dumps(dict(identity)),
-            "sha256": tensors_hash(sorted(tensors.items())),
+            "sha256": _tensors_hash(sorted(tensors.items())),
         }
         save_file(tensors, scratch, metadata)
 
 
-def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def _tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over names, types, shapes and values of tensors, given in order of their names."""
     found = hashlib.sha256()
     for name, tensor in tensors:
@@ -106,17 +90,17 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return found.hexdigest()
 
 
-def check_hash(file: Any, metadata: Mapping[str, str]) -> None:
+def _check_hash(file: Any, metadata: Mapping[str, str]) -> None:
     """Refuse a checkpoint whose tensors do not match its hash (ValueError); old files have none."""
     names = sorted(file.keys())
-    found = tensors_hash((name, file.get_tensor(name)) for name in names)
+    found = _tensors_hash((name, file.get_tensor(name)) for name in names)
     if metadata.get("sha256", found) != found:
         raise ValueError("its content is damaged: the hash does not match")
 
 
-def state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the state with its name in the file."""
-    for name, parameter in named_trained(module).items():
+    for name, parameter in _named_trained(module).items():
         yield f"weights/{name}", parameter
         for key, value in optimiser.state[parameter].items():
             yield f"optimiser/{name}/{key}", value
@@ -130,22 +114,15 @@ def load_checkpoint(
     identity: Mapping[str, str],
     defaults: Mapping[str, str],
 ) -> int:
-    """Restore the state if there is a checkpoint.
-
-    Returns:
-        Steps done; 0 without a file.
-
-    Raises:
-        InvalidCheckpoint: the file is damaged, or of a run with other settings.
-    """
+    """Restore the state if there is a checkpoint."""
     if not path.exists():
         return 0
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             check_identity(path, json.loads(metadata["identity"]), identity, defaults)
-            check_hash(file, metadata)
-            for name, parameter in named_trained(module).items():
+            _check_hash(file, metadata)
+            for name, parameter in _named_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
                 prefix = f"optimiser/{name}/"

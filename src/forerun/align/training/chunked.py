@@ -29,9 +29,6 @@ from torch.autograd.function import once_differentiable
 from forerun.align.objectives import Objective, acceptance_probability
 from forerun.align.teachers.base import TeacherRows
 
-__all__ = ["DraftHead", "LearnedRows", "chunked_acceptance", "chunked_loss", "length_weights"]
-
-
 CHUNK_ROWS = 256
 
 
@@ -88,13 +85,6 @@ def chunked_loss(
 
     Under autocast products are in its dtype, and everything between logits and their gradient in
     fp32 (in fp64 where the hidden rows are).
-
-    Args:
-        rows: hidden rows and what they are to say.
-        head: the draft's.
-        objective: what is summed.
-        temperature: the one the draft is deployed at; 0 is greedy, and logits stay as they are.
-        with_acceptance: also sum alpha, which needs a teacher.
     """
     if rows.teacher is None and (objective.needs_teacher or with_acceptance):
         raise ValueError(f"{objective.name} and acceptance need a teacher, and there is none")
@@ -261,12 +251,6 @@ def length_weights(
     """Return the weight of every learned row, from 1 to (K + 1) / 2.
 
     A window starts at every row and ends after K rows, or where its text does.
-
-    Args:
-        acceptance: alpha of each row.
-        samples: the text each row belongs to.
-        positions: of each row in its text; where it skips, a window ends.
-        num_speculative_tokens: K.
     """
     alphas = acceptance.clamp(min=ALPHA_FLOOR)
     reached = _reached(alphas, samples, positions, num_speculative_tokens)

@@ -36,10 +36,8 @@ from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
 from forerun.models.tokenizers import check_vocabularies
 
-__all__ = ["Draft", "DraftConfig", "TrainedDraft", "load_draft"]
 
-
-def causal_rows(
+def _causal_rows(
     model: Any, batch: PackedBatch
 ) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
     """Return the learned rows of an ordinary draft model, a decoder of transformers."""
@@ -88,7 +86,7 @@ class DraftLoss(nn.Module):
         Returns:
             The loss, differentiable, and the acceptance probability (alpha), 0 without a teacher.
         """
-        hidden, head = causal_rows(self.model, batch)
+        hidden, head = _causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.weighed_for is not None:
             rows = self._weighed(rows, head, batch, self.weighed_for)
@@ -173,7 +171,7 @@ class Draft:
 
         The folder is there as a whole or not at all; an earlier one is replaced.
         """
-        merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
+        merged = _rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
         remove_unfinished(folder)  # only one process writes it, under the lock of the folder
         with atomic_folder(folder) as scratch:
             with quiet_transformers(), writing_tensors():
@@ -183,13 +181,7 @@ class Draft:
 
 
 def load_draft(config: DraftConfig) -> Draft:
-    """Load or create a draft, and check that it can be trained for its target.
-
-    Raises:
-        InvalidModel: files are missing, damaged or of an unsupported kind, or the model cannot be
-            trained on packed rows.
-        IncompatibleDraft: its tokenizer is not the target's.
-    """
+    """Load or create a draft, and check that it can be trained for its target."""
     if config.draft is not None:
         try:
             check_vocabularies(load_tokenizer(config.target), load_tokenizer(config.draft))
@@ -198,15 +190,15 @@ def load_draft(config: DraftConfig) -> Draft:
                 f"{config.draft}: {error}, or one made from nothing (init)"
             ) from error
     model = base_model(config)
-    check_trainable(model)
-    return Draft(config, with_adapters(model, config))
+    _check_trainable(model)
+    return Draft(config, _with_adapters(model, config))
 
 
 def base_model(config: DraftConfig) -> Any:
     """Return the draft to start from, in fp32, with the width of the target's vocabulary."""
     target = read_object(config.target / "config.json")
     if config.draft is None:
-        return fresh_model(config, target)
+        return _fresh_model(config, target)
     checkpoint = read_checkpoint(config.draft)
     read_config(checkpoint)  # refuses what the engine could not serve
     model = read_weights(checkpoint, torch.float32)
@@ -217,7 +209,7 @@ def base_model(config: DraftConfig) -> Any:
     return model
 
 
-def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
+def _fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
     """Create a model of a given shape with random weights and the target's vocabulary."""
     if config.init is None:
         raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
@@ -239,7 +231,7 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
         return untyped.from_config(shape, dtype=torch.float32)
 
 
-def with_adapters(model: Any, config: DraftConfig) -> Any:
+def _with_adapters(model: Any, config: DraftConfig) -> Any:
     """Add low-rank adapters to all linear layers except the output head, if a rank is set."""
     if config.lora_rank == 0:
         return model
@@ -259,12 +251,12 @@ def with_adapters(model: Any, config: DraftConfig) -> Any:
     return model
 
 
-def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
+def _rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
     """Build a complete model with the trained weights and merged adapters.
 
     The model under training may be sharded, or compiled; this one is made anew.
     """
-    model = with_adapters(base_model(config), config)
+    model = _with_adapters(base_model(config), config)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in weights.items():
@@ -281,7 +273,6 @@ def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 def copy_tokenizer(target: Path, folder: Path) -> None:
-    """Copy the target's tokenizer, chat template and generation settings to the draft."""
     for name in TARGET_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
@@ -290,14 +281,11 @@ def copy_tokenizer(target: Path, folder: Path) -> None:
 PROBE_TOKENS = 8
 
 
-def check_trainable(model: Any) -> None:
+def _check_trainable(model: Any) -> None:
     """Refuse a model that packed training does not reproduce: extra logit steps or mixed texts.
 
     Training reads hidden rows and the head's weights, and lays several texts in one row; whether
     that is the same as the model itself is tried out on a few tokens.
-
-    Raises:
-        InvalidModel: it is not.
     """
     name = type(model).__name__
     ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size

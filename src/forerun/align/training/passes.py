@@ -29,8 +29,6 @@ from forerun.align.teachers.hidden import FeatureTeacherRows
 from forerun.align.training.chunked import DraftHead, LearnedRows, chunked_loss
 from forerun.drafters.eagle3.head import Eagle3Head
 
-__all__ = ["PassLoss", "PassStates", "UnrolledEagle3", "unroll"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassStates:
@@ -165,7 +163,6 @@ class TeacherRowsByPosition:
     target_ids: Tensor | None
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.ranks)
 
     def distribution(self, rows: slice) -> DenseDistribution:
@@ -291,5 +288,4 @@ class ColumnAttention:
 
     @staticmethod
     def _spread(part: Tensor, queries: Tensor) -> Tensor:
-        """Repeat key and value heads for grouped-query attention."""
         return part.repeat_interleave(queries.shape[-2] // part.shape[-2], dim=-2)

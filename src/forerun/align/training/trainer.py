@@ -41,9 +41,6 @@ from forerun.align.training.checkpoint import (
 )
 from forerun.errors import TrainingDiverged
 
-__all__ = ["FREE_SETTINGS", "Trainer", "from_main", "make_accelerator"]
-
-
 MadeT = TypeVar("MadeT")
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
@@ -53,12 +50,7 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 def make_accelerator(
     device: str = "auto", mixed_precision: Literal["no", "bf16"] = "bf16"
 ) -> Accelerator:
-    """Return the accelerator over all launched processes, or over this process alone.
-
-    Args:
-        device: "cpu" keeps to the CPU; anything else takes a GPU where there is one.
-        mixed_precision: of the passes; weights are fp32 in any case.
-    """
+    """Return the accelerator over all launched processes, or over this process alone."""
     # Processes without GPUs connect only if Accelerate is given cpu=True.
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     accelerator = Accelerator(
@@ -170,20 +162,12 @@ class Trainer:
 
     @property
     def rows_per_step(self) -> int:
-        """Number of packed rows per step over all processes, a multiple of their number."""
         world: int = self.accelerator.num_processes
         wanted = max(1, self.config.tokens_per_step // self.config.window)
         return math.ceil(wanted / world) * world
 
     def resume(self, defaults: Mapping[str, str] = MappingProxyType({})) -> int:
-        """Resume from the checkpoint if there is one; returns the steps done.
-
-        Args:
-            defaults: what parts of the identity that the checkpoint does not name stood at.
-
-        Raises:
-            InvalidCheckpoint: it is damaged, or of another run.
-        """
+        """Resume from the checkpoint if there is one; returns the steps done."""
         optimiser = self.optimiser.optimizer
         self.step = load_checkpoint(
             self.path,
@@ -295,7 +279,6 @@ class Trainer:
         return torch.stack([loss.detach(), alpha])
 
     def _clip(self) -> float:
-        """Clip the gradients of all processes together; returns their norm before clipping."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
         return float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
 
@@ -340,6 +323,5 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
 
 
 def set_learning_rate(optimiser: Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate

@@ -26,20 +26,12 @@ from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
-__all__ = ["FORMAT", "KEY", "BenchmarkOutput", "Documents", "facts_document", "read_facts"]
-
-
 FORMAT = 1
 KEY = "forerun_facts"
 
 
 def read_facts(document: Mapping[str, object], name: str) -> Evidence:
-    """Return the evidence of a parsed facts file.
-
-    Raises:
-        InvalidRequest: it is of a newer format, or holds no facts; a fact that is unknown or out of
-            range is named. A misspelled name must not be taken for a fact that was not observed.
-    """
+    """Return the evidence of a parsed facts file."""
     version = document.get(KEY)
     if version != FORMAT:
         raise InvalidRequest(
@@ -53,7 +45,7 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
     evidence = Evidence(readings=[Reading(source=name, kinds={"facts"}, num_lines=len(facts))])
     for key, value in facts.items():
         try:
-            add_fact(evidence, str(key), value, source)
+            _add_fact(evidence, str(key), value, source)
         except ValueError as error:
             raise InvalidRequest(f"{name}: {error}") from error
     return evidence
@@ -71,7 +63,7 @@ def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
     return {KEY: FORMAT, "source": source[:MAX_WORD], "facts": facts}
 
 
-def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
+def _add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
     """Add one entry of a facts file, which is a value or an object with a value."""
     if not isinstance(value, Mapping):
         evidence.add(key, value, source)
@@ -119,7 +111,7 @@ class Documents:
     def read(self, document: object) -> bool:
         """Read one document; False if it contains no known object."""
         known = False
-        for entry in objects_in(document):
+        for entry in _objects_in(document):
             known |= (
                 self._read_timings(entry)
                 or self._read_iteration(entry)
@@ -186,8 +178,8 @@ class Documents:
         if calls is None and length is None:
             return False
         self.kind = "SGLang meta_info"
-        accepted = first_number(entry, "spec_num_correct_drafts", "spec_accept_token_num")
-        drafted = first_number(entry, "spec_num_proposed_drafts", "spec_draft_token_num")
+        accepted = _first_number(entry, "spec_num_correct_drafts", "spec_accept_token_num")
+        drafted = _first_number(entry, "spec_num_proposed_drafts", "spec_draft_token_num")
         if calls and accepted is not None and drafted is not None:
             self.tally.count("num_drafts", calls)
             self.tally.count("num_accepted", accepted)
@@ -223,7 +215,7 @@ class Documents:
         return True
 
 
-def objects_in(document: object) -> Iterator[Object]:
+def _objects_in(document: object) -> Iterator[Object]:
     """Yield every object of a document, the outer ones first, within a limit on their number."""
     waiting: list[tuple[object, int]] = [(document, 0)]
     num_objects = 0
@@ -245,8 +237,7 @@ def number(entry: Object, name: str) -> float | None:
     return float(value) if 0 <= value < 1e15 else None
 
 
-def first_number(entry: Object, *names: str) -> float | None:
-    """Return the number under the first of several names that occurs in the object."""
+def _first_number(entry: Object, *names: str) -> float | None:
     return next((value for name in names if (value := number(entry, name)) is not None), None)
 
 

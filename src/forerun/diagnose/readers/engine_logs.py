@@ -7,8 +7,6 @@ from itertools import pairwise
 
 from forerun.diagnose.readers.tally import NUMBER, LineReader, Tally, matched_number, numbers_in
 
-__all__ = ["LlamaCppLog", "SglangLog", "SpecDecodingLog", "num_draft_tokens_of"]
-
 VLLM_LENGTH = re.compile(r"Mean acceptance length: " + NUMBER)
 ACCEPTED = re.compile(r"Accepted: " + NUMBER + " tokens")
 DRAFTED = re.compile(r"Drafted: " + NUMBER + " tokens")

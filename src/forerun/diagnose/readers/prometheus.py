@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from forerun.diagnose.readers.tally import MAX_POSITIONS, LineReader, Tally, positive
 
-__all__ = ["Metrics", "PrometheusText", "is_metric_line", "metrics_of"]
-
 SAMPLE = re.compile(
     r"^([a-zA-Z_:][a-zA-Z0-9_:]{0,200})(?:\{(.{0,4000})\})?\s+(\S{1,40})(?:\s+-?\d{1,20})?\s*$"
 )
@@ -104,7 +102,7 @@ class Metrics:
         """
         return Metrics(
             totals={
-                name: value if is_gauge(name) else grown(value, earlier.totals.get(name, 0.0))
+                name: value if _is_gauge(name) else grown(value, earlier.totals.get(name, 0.0))
                 for name, value in self.totals.items()
             },
             positions={
@@ -118,8 +116,7 @@ class Metrics:
         )
 
 
-def is_gauge(name: str) -> bool:
-    """Whether a metric is a gauge instead of a counter."""
+def _is_gauge(name: str) -> bool:
     return name in GAUGES or name.endswith(("_accept_rate", "_draft_overhead", "_running"))
 
 
@@ -129,7 +126,6 @@ def grown(now: float, before: float) -> float:
 
 
 def is_metric_line(line: str) -> bool:
-    """Whether a line is a metric of a supported engine."""
     return line.startswith((*PREFIXES, "# HELP ", "# TYPE "))
 
 
@@ -187,12 +183,12 @@ def metrics_of(metrics: Metrics) -> Tally:
         elif name in DRAFTED_PER_POSITION:
             tally.set_fact("drafted_per_position", values)
             tally.count("num_drafts", values[0])
-    add_sglang(tally, totals)
+    _add_sglang(tally, totals)
     add_cycles(tally, totals)
     return tally
 
 
-def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
+def _add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
     """Add SGLang's acceptance length as tokens per verify call; SGLang does not count drafts."""
     calls = positive(totals, "sglang:spec_verify_calls")
     tokens = positive(totals, "sglang:generation_tokens")

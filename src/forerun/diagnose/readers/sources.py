@@ -30,8 +30,6 @@ from forerun.errors import InvalidRequest, UnreadableInput
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["as_reference", "read_source"]
-
 MAX_PAGE_BYTES = 1 << 25
 TIMEOUT_S = 10.0
 MAX_INTERVAL_S = 600.0
@@ -40,16 +38,7 @@ MAX_INTERVAL_S = 600.0
 def read_live(
     url: str, *, interval_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> Evidence:
-    """Return evidence from two samples of a server, or from its totals if the server was idle.
-
-    Args:
-        url: of a Prometheus exposition.
-        interval_s: between the samples.
-        sleep: waits; an argument so that nothing has to.
-
-    Raises:
-        InvalidRequest: it cannot be read, takes too long, or is no exposition of a known engine.
-    """
+    """Return evidence from two samples of a server, or from its totals if the server was idle."""
     if not 0.0 < interval_s <= MAX_INTERVAL_S:
         raise InvalidRequest(f"--interval-s is {interval_s}; it must be above 0, at most 600")
     first = page_of(url)
@@ -140,11 +129,9 @@ class LimitedConnection:
         self.reader = reader
 
     def makefile(self, _mode: str) -> BufferedReader:
-        """Return the file that responses are read from."""
         return BufferedReader(self.reader, CHUNK_BYTES)
 
     def sendall(self, data: ReadableBuffer) -> None:
-        """Send a request."""
         connection = self.reader.connection
         connection.settimeout(self.reader.deadline.remaining_s())
         connection.sendall(data)
@@ -154,16 +141,7 @@ class LimitedConnection:
 
 
 def http_get(url: str, limits: ReadLimits) -> bytes:
-    """Return the decompressed body of a page, requested without proxies and redirects.
-
-    Args:
-        url: http or https.
-        limits: bytes (as sent and as decompressed) and seconds, connecting included.
-
-    Raises:
-        UnreadableInput: the address is malformed or redirects, nothing answers, or the answer is an
-            error or over a limit.
-    """
+    """Return the decompressed body of a page, requested without proxies and redirects."""
     deadline = Deadline(limits.max_seconds, url)
     try:
         parts = urlsplit(url)
@@ -180,7 +158,7 @@ def http_get(url: str, limits: ReadLimits) -> bytes:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target)
             with connection.getresponse() as answer:
-                return body_of(answer, url, limits, deadline)
+                return _body_of(answer, url, limits, deadline)
         finally:
             opened.close()
     except UnreadableInput:
@@ -190,7 +168,7 @@ def http_get(url: str, limits: ReadLimits) -> bytes:
         raise UnreadableInput(f"{url} cannot be read: {reason}") from error
 
 
-def body_of(answer: HTTPResponse, url: str, limits: ReadLimits, deadline: Deadline) -> bytes:
+def _body_of(answer: HTTPResponse, url: str, limits: ReadLimits, deadline: Deadline) -> bytes:
     """Read the whole response and return its body; a redirect or an error is refused."""
     pieces, num_bytes = [], 0
     while piece := answer.read(CHUNK_BYTES):
@@ -238,7 +216,7 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
     try:
         if name == "-":
             with open_stdin(LIMITS) as stream:
-                return read_stream(stream, "stdin")
+                return _read_stream(stream, "stdin")
         path = Path(name)
         if path.is_dir():
             return read_trace(path)
@@ -246,7 +224,7 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
             file.wait_for_data(FIRST_DATA_S)
             if file.peek(len(TRACE_START)) == TRACE_START and path.is_file():
                 return read_trace(path)
-            return read_stream(file, path.name)
+            return _read_stream(file, path.name)
     except OSError as error:
         raise InvalidRequest(f"{name[:300]} cannot be read: {error.strerror or error}") from error
     except UnreadableInput as error:
@@ -260,7 +238,7 @@ def read_trace(path: Path) -> Evidence:
     return read_trace_evidence(path)
 
 
-def read_stream(file: BoundedFile, name: str) -> Evidence:
+def _read_stream(file: BoundedFile, name: str) -> Evidence:
     """Return the evidence of a stream; a trace is copied into a file first."""
     if file.peek(len(TRACE_START)) != TRACE_START:
         from forerun.diagnose.readers.text import read_text

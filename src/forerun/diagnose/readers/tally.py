@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 
 from forerun.diagnose.evidence import Evidence
 
-__all__ = ["NUMBER", "LineReader", "Tally", "matched_number", "numbers_in", "positive"]
-
-
 MAX_POSITIONS = 64
 
 
@@ -59,7 +56,6 @@ class Tally:
         self.means.setdefault(name, Mean()).add(value, weight)
 
     def set_fact(self, name: str, value: object) -> None:
-        """Set a fact, unless it has a value already."""
         self.facts.setdefault(name, value)
 
     def positions(self, accepted: Sequence[float]) -> None:
@@ -83,7 +79,6 @@ class Tally:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the tally contains no counts, means and facts."""
         return not (self.counts or self.per_position or self.means or self.facts)
 
     def add_to(self, evidence: Evidence, source: str) -> None:
@@ -128,13 +123,11 @@ class LineReader:
 
 
 def matched_number(pattern: re.Pattern[str], line: str) -> float | None:
-    """Return the first group of a pattern as a number; None if the pattern does not match."""
     found = pattern.search(line)
     return float(found.group(1)) if found else None
 
 
 def numbers_in(text: str) -> list[float]:
-    """Return every number in a text, as in "0.897, 0.676"."""
     return [float(value) for value in re.findall(NUMBER, text)[:MAX_NUMBERS]]
 
 

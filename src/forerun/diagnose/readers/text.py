@@ -19,8 +19,6 @@ from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
 from forerun.diagnose.readers.tally import LineReader
 from forerun.errors import InvalidRequest, UnreadableInput
 
-__all__ = ["read_text"]
-
 
 def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
     """Return a case-insensitive pattern and the observations that a matching line implies."""
@@ -178,13 +176,13 @@ def read_text(file: Readable, name: str) -> Evidence:
         InvalidRequest: it is binary, or a facts file that is malformed.
     """
     source = PartialSource(file)
-    evidence = read_source_text(source, name)
+    evidence = _read_source_text(source, name)
     if source.stopped is not None:
         evidence.readings[0].notes.append(f"only the beginning was read: {source.stopped}")
     return evidence
 
 
-def read_source_text(file: Readable, name: str) -> Evidence:
+def _read_source_text(file: Readable, name: str) -> Evidence:
     """Return the evidence of a text that is read up to a limit."""
     head = b""
     while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
@@ -194,15 +192,15 @@ def read_source_text(file: Readable, name: str) -> Evidence:
             f"{name} is binary; give a log, metrics, JSON, facts file, or a trace of forerun"
         )
     if len(head) <= MAX_DOCUMENT:
-        found = as_document(head, name)
+        found = _as_document(head, name)
         if found is not None:
             return found
     return read_lines(lines_of(head, file), name)
 
 
-def as_document(data: bytes, name: str) -> Evidence | None:
+def _as_document(data: bytes, name: str) -> Evidence | None:
     """Parse a whole JSON document or facts file; None where it is neither."""
-    if starts_as_facts(data[:8192]):
+    if _starts_as_facts(data[:8192]):
         document = parse_yaml(data, name)
     elif data.lstrip()[:1] in (b"{", b"["):
         try:
@@ -220,11 +218,11 @@ def as_document(data: bytes, name: str) -> Evidence | None:
     if not documents.read(document):
         evidence.readings[0].num_unknown = 1
         return evidence
-    add_facts_of(documents, evidence, name)
+    _add_facts_of(documents, evidence, name)
     return evidence
 
 
-def starts_as_facts(head: bytes) -> bool:
+def _starts_as_facts(head: bytes) -> bool:
     """Whether the first significant line of a file has the form `name:` of a facts file."""
     for line in head.splitlines():
         text = line.strip()
@@ -250,7 +248,6 @@ def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
 
 
 def clean(line: bytes) -> str:
-    """Remove colour codes from a line and shorten it."""
     return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r")
 
 
@@ -281,7 +278,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
             break
     concluding: tuple[Concluding, ...] = (metrics, documents, *readers)
     for found in concluding:
-        add_facts_of(found, evidence, name)
+        _add_facts_of(found, evidence, name)
     engines = {kind.split()[0] for kind in reading.kinds if kind.split()[0] in ENGINES}
     if len(engines) > 1:
         reading.notes.append(
@@ -307,7 +304,7 @@ def read_object(line: str, documents: Documents) -> bool:
 Concluding = LineReader | Documents
 
 
-def add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
+def _add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
     """Add the facts found by one reader to the evidence."""
     reader.close()
     if reader.tally.is_empty:

@@ -29,15 +29,6 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
 from forerun.models.tensor_files import check_tensors, write_files
 
-__all__ = [
-    "HeadFormat",
-    "build_head",
-    "read_eagle3_head",
-    "read_parts",
-    "read_tensors",
-    "write_eagle3_head",
-]
-
 HeadFormat = Literal["speculators", "raw"]
 WEIGHTS = "model.safetensors"
 LAYER, RAW_LAYER = "layers.0.", "midlayer."
@@ -72,18 +63,14 @@ def read_parts(
     settings = read_object(folder / "config.json")
     if not is_eagle3(settings):
         raise InvalidModel(f"{folder / 'config.json'} does not describe an EAGLE-3 head")
-    tensors = read_tensors(folder)
+    tensors = _read_tensors(folder)
     own_embedding = EMBEDDING in tensors
     config = config_of(settings, num_target_layers=num_target_layers, own_embedding=own_embedding)
     return config, tensors
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a head under the names of the speculators form.
-
-    Raises:
-        InvalidModel: the file is missing or damaged, or two tensors have one name.
-    """
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of a head under the names of the speculators form."""
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = sorted(p.name for p in folder.glob("*.bin"))
@@ -107,17 +94,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
-    """Build a head of fp32 weights.
-
-    Args:
-        config: sizes and flags.
-        tensors: under the names of the speculators form.
-        where: they were read, for messages.
-
-    Raises:
-        InvalidModel: tensors are missing, unknown or misshapen, or the draft vocabulary is invalid.
-    """
-    target_ids = target_ids_of(config, tensors, where)
+    """Build a head of fp32 weights."""
+    target_ids = _target_ids_of(config, tensors, where)
     head = Eagle3Head(config, target_ids)
     given = {**tensors, "d2t": head.d2t}
     found_t2d = given.setdefault("t2d", head.t2d)
@@ -132,12 +110,8 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
     return head.eval()
 
 
-def target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:
-    """Return the target token id of every draft token.
-
-    Raises:
-        InvalidModel: d2t is missing, misshapen, leaves the target's vocabulary or repeats a token.
-    """
+def _target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:
+    """Return the target token id of every draft token."""
     num_draft, num_target = config.draft_vocab_size, config.target_vocab_size
     d2t = tensors.get("d2t")
     if d2t is None:

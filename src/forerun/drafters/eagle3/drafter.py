@@ -32,8 +32,6 @@ from forerun.models.memory import geometry_of
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["AttachedModel", "Eagle3Drafter", "HeadBatch", "RowStates", "store_for"]
-
 MAX_STAGED_ROWS = 64
 """Rows past the target's context; drafting stops at its end anyway."""
 
@@ -61,11 +59,7 @@ class HeadBatch(RowBatch):
 
 
 def store_for(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -> ContiguousKVStore:
-    """Return an empty KV store with as many slots as the target's.
-
-    Raises:
-        NotEnoughMemory: there is no room for it.
-    """
+    """Return an empty KV store with as many slots as the target's."""
     geometry = geometry_of(
         rotary_sizes(config)[0],
         num_slots=target.store.num_free,
@@ -114,7 +108,7 @@ class RowStates:
                 raise ValueError(f"rows of slot {span.slot} need states from the target's features")
             rows.append(self._origins[span.slot])
             nodes = self._nodes[span.slot]
-            for path in paths_of(span.tree, tokens[len(rows) :]):
+            for path in _paths_of(span.tree, tokens[len(rows) :]):
                 if path[:-1] not in nodes:
                     raise ValueError(f"slot {span.slot} has no state behind tokens {path[:-1]}")
                 rows.append(nodes[path[:-1]])
@@ -143,13 +137,13 @@ class RowStates:
         if not any(span.tree.parents for span in batch.spans):
             self._last[slots] = fed_back
             return
-        places = node_places(batch.spans, batch.tokens.tolist())
+        places = _node_places(batch.spans, batch.tokens.tolist())
         for row, state in zip(batch.logit_rows.tolist(), fed_back, strict=True):
             slot, path = places[row]
             self._nodes[slot][path] = state
 
 
-def node_places(
+def _node_places(
     spans: Sequence[Span], tokens: Sequence[int]
 ) -> dict[int, tuple[int, tuple[int, ...]]]:
     """Map each row of a tree node to its slot and the draft tokens on the path to the node."""
@@ -157,13 +151,13 @@ def node_places(
     row = 0
     for span in spans:
         row += span.num_chain
-        for path in paths_of(span.tree, tokens[row:]):
+        for path in _paths_of(span.tree, tokens[row:]):
             places[row] = (span.slot, path)
             row += 1
     return places
 
 
-def paths_of(tree: TokenTree, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+def _paths_of(tree: TokenTree, tokens: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the tokens on the path to each node of a tree; surplus `tokens` are ignored."""
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(tree.parents, tokens, strict=False):
@@ -215,11 +209,7 @@ class AttachedSequence(DraftSequence):
         return sum(map(len, self.features))
 
     def next_features(self, num_rows: int) -> Float[Tensor, "rows layers width"]:
-        """Return the features of the next `num_rows` uncached rows.
-
-        Raises:
-            DrafterError: there are fewer.
-        """
+        """Return the features of the next `num_rows` uncached rows."""
         if num_rows > self.num_features:
             raise DrafterError(
                 f"request {self.name} has features of {self.num_features} rows where {num_rows} "
@@ -292,7 +282,6 @@ class Eagle3Drafter(DraftModel):
         return sequence
 
     def _open(self, request: DraftRequest) -> Context:
-        """Reserve a slot without a shared prefix, since rows also depend on features."""
         return ShiftedContext(self.model.store, request.ids)
 
     def _batch(self, spans: Sequence[Span], sequences: Sequence[DraftSequence]) -> RowBatch:

@@ -14,15 +14,6 @@ from typing import Any
 from forerun.errors import InvalidModel
 from forerun.models.architecture import ROPE_TYPES, checked_size, optional_size
 
-__all__ = [
-    "Eagle3Config",
-    "config_of",
-    "default_feature_layers",
-    "is_eagle3",
-    "raw_settings",
-    "speculators_settings",
-]
-
 NUM_FEATURE_LAYERS = 3
 """Hidden states of the target that are concatenated."""
 
@@ -93,11 +84,7 @@ class Eagle3Config:
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes and flags that contradict each other.
-
-        Raises:
-            InvalidModel: naming both.
-        """
+        """Refuse sizes and flags that contradict each other."""
         if self.norm_before_fc and self.fc_norm:
             raise InvalidModel(
                 "an EAGLE-3 head has norm_before_fc (one norm over all states) or fc_norm (one per "
@@ -153,7 +140,7 @@ def config_of(
     """
     nested = settings.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else settings
-    check_layer(layer)
+    _check_layer(layer)
     hidden_size = checked_size(layer.get("hidden_size"), "hidden_size")
     num_heads = checked_size(layer.get("num_attention_heads"), "num_attention_heads")
     vocab_size = checked_size(layer.get("vocab_size"), "vocab_size")
@@ -178,12 +165,8 @@ def config_of(
     )
 
 
-def check_layer(layer: Mapping[str, Any]) -> None:
-    """Refuse a head whose decoder is not exactly one Llama layer.
-
-    Raises:
-        InvalidModel: naming what is not supported.
-    """
+def _check_layer(layer: Mapping[str, Any]) -> None:
+    """Refuse a head whose decoder is not exactly one Llama layer."""
     count = layer.get("num_hidden_layers", 1)
     if count != 1:
         raise InvalidModel(f"an EAGLE-3 head with {count!r:.40} layers is not supported, only 1")
@@ -271,7 +254,7 @@ def feature_layers_of(
     return tuple(i + offset for i in listed)
 
 
-def layer_settings(config: Eagle3Config) -> dict[str, Any]:
+def _layer_settings(config: Eagle3Config) -> dict[str, Any]:
     """Return the fields that describe the decoder layer."""
     return {
         "model_type": "llama",
@@ -293,7 +276,7 @@ def layer_settings(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def common_settings(config: Eagle3Config) -> dict[str, Any]:
+def _common_settings(config: Eagle3Config) -> dict[str, Any]:
     """Return the fields that both forms have at the top level; every flag is written."""
     return {
         "draft_vocab_size": config.draft_vocab_size,
@@ -306,14 +289,7 @@ def common_settings(config: Eagle3Config) -> dict[str, Any]:
 def speculators_settings(
     config: Eagle3Config, *, target: str, target_architecture: str, num_speculative_tokens: int
 ) -> dict[str, Any]:
-    """Return the contents of config.json in the form that speculators writes and vLLM reads.
-
-    Args:
-        config: of the head.
-        target: name or folder of the target.
-        target_architecture: its class in transformers.
-        num_speculative_tokens: K that vLLM is to use.
-    """
+    """Return the contents of config.json in the form that speculators writes and vLLM reads."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_speculative_tokens,
@@ -324,10 +300,10 @@ def speculators_settings(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
-        **common_settings(config),
+        **_common_settings(config),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "transformer_layer_config": layer_settings(config),
+        "transformer_layer_config": _layer_settings(config),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -341,8 +317,8 @@ def raw_settings(config: Eagle3Config) -> dict[str, Any]:
     """Return the contents of config.json in the raw form of EAGLE and SGLang."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **layer_settings(config),
-        **common_settings(config),
+        **_layer_settings(config),
+        **_common_settings(config),
         "eagle_config": {
             LAYER_IDS: [layer - 1 for layer in config.feature_layers],
             "use_aux_hidden_state": True,

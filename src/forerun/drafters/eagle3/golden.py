@@ -27,8 +27,6 @@ from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.errors import InvalidModel
 from forerun.models.tensor_files import writing_tensors
 
-__all__ = ["GOLDEN_FILE", "STAGES", "GoldenRows", "compute_rows", "read_golden", "write_golden"]
-
 GOLDEN_FILE = "golden.rows"
 FORMER_GOLDEN_FILE = "golden.safetensors"
 NUM_CHAIN = 3
@@ -67,13 +65,7 @@ def compute_rows(
     features: Float[Tensor, "rows layers target_width"],
     embedded: Float[Tensor, "all_rows width"],
 ) -> dict[str, Tensor]:
-    """Return the tensors of `STAGES` and `top_tokens`, in fp32.
-
-    Args:
-        head: in fp32, on the CPU.
-        features: of the target, for the first rows; the others continue from the head's states.
-        embedded: embeddings of the tokens that the rows read.
-    """
+    """Return the tensors of `STAGES` and `top_tokens`, in fp32."""
     kept: dict[str, Tensor] = {}
     layer = head.get_submodule("layers.0")
     hooks = [
@@ -120,8 +112,7 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attended[0].transpose(0, 1)
 
 
-def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return a fingerprint of every weight: one number that nearly every change of it alters."""
+def _fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
@@ -163,7 +154,7 @@ def write_golden(
         "embedded": embedded,
         **compute_rows(rounded, given, embedded),
     }
-    marks = json.dumps(fingerprints_of(rounded.state_dict()))
+    marks = json.dumps(_fingerprints_of(rounded.state_dict()))
     with atomic_write(folder / GOLDEN_FILE) as scratch, writing_tensors():
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -173,11 +164,7 @@ def write_golden(
 
 
 def read_golden(folder: Path) -> GoldenRows | None:
-    """Read the golden rows in the folder of a head; None if there are none.
-
-    Raises:
-        InvalidModel: they are damaged, or under their former name.
-    """
+    """Read the golden rows in the folder of a head; None if there are none."""
     if (folder / FORMER_GOLDEN_FILE).is_file():
         raise InvalidModel(
             f"{folder / FORMER_GOLDEN_FILE} would be read as weights by vLLM: rename it to "

@@ -19,15 +19,6 @@ from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.models.architecture import Architecture
 from forerun.models.decoder import rotation
 
-__all__ = [
-    "Attend",
-    "Eagle3Head",
-    "Eagle3Layer",
-    "identity_vocabulary",
-    "over_target_vocabulary",
-    "vocabulary_maps",
-]
-
 Attend = Callable[
     [
         Float[Tensor, "*rows heads dim"],
@@ -145,8 +136,8 @@ class Eagle3Head(nn.Module):
             else None
         )
         if target_ids is None:
-            target_ids = identity_vocabulary(config)
-        d2t, t2d = vocabulary_maps(target_ids, config.target_vocab_size)
+            target_ids = _identity_vocabulary(config)
+        d2t, t2d = _vocabulary_maps(target_ids, config.target_vocab_size)
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
         # No buffer: those are rounded when the head is converted to bf16.
@@ -222,12 +213,11 @@ class Eagle3Head(nn.Module):
         return normed
 
 
-def identity_vocabulary(config: Eagle3Config) -> Int64[Tensor, " draft_vocab"]:
-    """Return the first tokens of the target as the draft vocabulary."""
+def _identity_vocabulary(config: Eagle3Config) -> Int64[Tensor, " draft_vocab"]:
     return torch.arange(config.draft_vocab_size)
 
 
-def vocabulary_maps(
+def _vocabulary_maps(
     target_ids: Int64[Tensor, " draft_vocab"], target_vocab_size: int
 ) -> tuple[Int64[Tensor, " draft_vocab"], Bool[Tensor, " target_vocab"]]:
     """Return d2t (target id minus draft id) and t2d (whether a target token can be drafted)."""

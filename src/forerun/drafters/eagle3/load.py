@@ -35,8 +35,6 @@ from forerun.errors import IncompatibleDraft, InvalidModel, RunnerUnavailable
 from forerun.models.base import Context, LanguageModel, StoredModel, pack
 from forerun.models.runner.native import NativeModel
 
-__all__ = ["examine", "load_eagle3", "model_of"]
-
 MAX_ROW_ERROR = 5e-3
 """Largest difference from a golden tensor, relative to its root mean square; both are in fp32."""
 MAX_FEATURE_ERROR = 0.1
@@ -81,7 +79,7 @@ class HeadReading:
     changes: tuple[str, ...]
 
 
-def check_head(
+def _check_head(
     config: Eagle3Config,
     tensors: Mapping[str, Tensor],
     where: str,
@@ -89,19 +87,7 @@ def check_head(
     golden: GoldenRows | None,
     target: LanguageModel,
 ) -> GateReport:
-    """Build the head with the settings that reproduce its golden rows.
-
-    Args:
-        config: as config.json reads.
-        tensors: of the head, under the names of the speculators form.
-        where: they were read, for messages.
-        golden: rows; with None nothing is compared and config.json is used as it is.
-        target: computes its features again, to compare the layers.
-
-    Raises:
-        InvalidModel: no reading gives the golden rows, or the tensors are damaged.
-        IncompatibleDraft: the target's features are not those the head was trained with.
-    """
+    """Build the head with the settings that reproduce its golden rows."""
     if golden is None:
         return GateReport(head=build_head(config, tensors, where))
     if golden.features.shape[1:] != (len(config.feature_layers), config.target_hidden_size):
@@ -110,22 +96,18 @@ def check_head(
             f"{golden.features.shape[2]} wide; config.json names {len(config.feature_layers)} "
             f"layers, {config.target_hidden_size} wide"
         )
-    head, changes = matching_head(config, tensors, where, golden)
-    found = matching_layers(config, where, golden, target)
+    head, changes = _matching_head(config, tensors, where, golden)
+    found = _matching_layers(config, where, golden, target)
     if found != config.feature_layers:
         changes += (f"feature layers {list(found)} instead of {list(config.feature_layers)}",)
         head.config = replace(head.config, feature_layers=found)
     return GateReport(head=head, changes=changes, is_checked=True)
 
 
-def matching_head(
+def _matching_head(
     config: Eagle3Config, tensors: Mapping[str, Tensor], where: str, golden: GoldenRows
 ) -> tuple[Eagle3Head, tuple[str, ...]]:
-    """Build the head with the first settings that reproduce the golden rows; return their changes.
-
-    Raises:
-        InvalidModel: none does.
-    """
+    """Build the head with the first settings that reproduce the golden rows."""
     refusal: InvalidModel | None = None
     for reading in readings(config, tensors):
         try:
@@ -136,7 +118,7 @@ def matching_head(
         if first_difference(head, golden) is None:
             return head, reading.changes
         if not reading.changes:
-            refusal = InvalidModel(describe_difference(head, golden, where))
+            refusal = InvalidModel(_describe_difference(head, golden, where))
     assert refusal is not None
     raise refusal
 
@@ -170,26 +152,25 @@ def first_difference(head: Eagle3Head, golden: GoldenRows) -> str | None:
     found = compute_rows(head, golden.features, golden.embedded)
     for name in STAGES:
         expected = golden.stages[name]
-        if found[name].shape != expected.shape or error_of(found[name], expected) > MAX_ROW_ERROR:
+        if found[name].shape != expected.shape or _error_of(found[name], expected) > MAX_ROW_ERROR:
             return name
     return None if torch.equal(found["top_tokens"], golden.top_tokens) else "top_tokens"
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference relative to the expected root mean square; infinite for NaN."""
+def _error_of(found: Tensor, expected: Tensor) -> float:
     scale = float(expected.double().square().mean().sqrt())
     error = float((found - expected).abs().max()) / max(scale, 1e-30)
     return error if error == error else float("inf")
 
 
-def describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> str:
+def _describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> str:
     """Return which tensor differs from the golden rows, and which weights have changed."""
     name = first_difference(head, golden)
     assert name is not None
     changed = [
         weight
         for weight, tensor in head.state_dict().items()
-        if not same_number(fingerprint(tensor), golden.fingerprints.get(weight))
+        if not _same_number(fingerprint(tensor), golden.fingerprints.get(weight))
     ]
     hint = f"changed weights: {', '.join(changed)}" if changed else "no weight has changed"
     return (
@@ -199,23 +180,18 @@ def describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> str
     )
 
 
-def same_number(found: float, expected: float | None) -> bool:
-    """Whether two fingerprints agree within rounding."""
+def _same_number(found: float, expected: float | None) -> bool:
     return expected is not None and abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
 
 
-def matching_layers(
+def _matching_layers(
     config: Eagle3Config, where: str, golden: GoldenRows, target: LanguageModel
 ) -> tuple[int, ...]:
-    """Return the layers of the target whose input equals the features in the golden rows.
-
-    Raises:
-        IncompatibleDraft: some feature is not the input of any layer.
-    """
+    """Return the layers of the target whose input equals the features in the golden rows."""
     if not config.own_embedding:
         embedded = target.embed(golden.tokens[1:].to(target.device)).float().cpu()
         if embedded.shape != golden.embedded.shape or (
-            error_of(embedded, golden.embedded) > MAX_FEATURE_ERROR
+            _error_of(embedded, golden.embedded) > MAX_FEATURE_ERROR
         ):
             raise IncompatibleDraft(
                 f"the EAGLE-3 head in {where} was trained for another target: its golden rows hold "
@@ -242,11 +218,7 @@ def matching_layers(
 def target_features(
     golden: GoldenRows, target: LanguageModel
 ) -> Float[Tensor, "rows layers width"]:
-    """Run the target over the golden rows' tokens; returns the inputs of all its layers.
-
-    Raises:
-        IncompatibleDraft: the tokens are not in the target's vocabulary.
-    """
+    """Run the target over the golden rows' tokens; returns the inputs of all its layers."""
     ids = golden.tokens[: len(golden.features)].tolist()
     if not 0 <= min(ids) <= max(ids) < target.vocab_size:
         raise IncompatibleDraft(
@@ -267,14 +239,7 @@ logger = logging.getLogger("forerun.loading")
 
 
 def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
-    """Load the EAGLE-3 head in a folder for a loaded target.
-
-    Raises:
-        InvalidModel: the folder is damaged or of an unsupported kind.
-        IncompatibleDraft: the head was made for another target.
-        UnsupportedFeatures: the target has no embedding that the head could use.
-        NotEnoughMemory: there is no room for its keys and values.
-    """
+    """Load the EAGLE-3 head in a folder for a loaded target."""
     report = examine(folder, target)
     if not report.head.config.own_embedding:  # a target without one is refused before any request
         target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
@@ -298,8 +263,8 @@ def examine(folder: Path, target: LanguageModel) -> GateReport:
     """
     where = str(folder)
     config, tensors = read_parts(folder, num_target_layers=target.num_layers)
-    check_target(config, target, where)
-    report = check_head(config, tensors, where, golden=read_golden(folder), target=target)
+    _check_target(config, target, where)
+    report = _check_head(config, tensors, where, golden=read_golden(folder), target=target)
     check_layers(report.head.config, target, where)  # golden rows may have corrected the layers
     return report
 
@@ -314,12 +279,8 @@ def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
     return Eagle3Model(head, target)
 
 
-def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> None:
-    """Refuse a head whose sizes differ from those of the target.
-
-    Raises:
-        IncompatibleDraft: naming the first size that differs.
-    """
+def _check_target(config: Eagle3Config, target: LanguageModel, where: str) -> None:
+    """Refuse a head whose sizes differ from those of the target."""
     sizes = {
         "hidden size": (config.target_hidden_size, target.hidden_size),
         "vocabulary": (config.target_vocab_size, target.vocab_size),

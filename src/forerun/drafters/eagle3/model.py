@@ -24,8 +24,6 @@ from forerun.models.runner.native import NativeModel
 from forerun.models.runner.packed import PackedWeights, new_decoder
 from forerun.native.library import MatrixKind, PassStruct, VectorKind
 
-__all__ = ["Eagle3Model", "NativeEagle3Model"]
-
 
 class Eagle3Model(StoredModel):
     """A LanguageModel over an EAGLE-3 head; logits of tokens it cannot draft are -inf.
@@ -120,7 +118,7 @@ class NativeEagle3Model(NativeModel):
         )
         self.vocab_size = config.target_vocab_size
         self.network = head
-        self._projection = packed_projection(head, target)
+        self._projection = _packed_projection(head, target)
         self.target = target  # whose embedding the kernels read
         self._target_ids = head.target_ids
         num_slots = self.store.geometry.num_slots
@@ -150,7 +148,6 @@ class NativeEagle3Model(NativeModel):
         return ModelOutput(logits=self._over_target(logits))
 
     def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
-        """Add the input states of the rows, and a buffer for their output states, to a pass."""
         self._given = self._states.of(batch).contiguous()
         self._fed_back = torch.empty(len(batch.logit_rows), self.hidden_size)
         rows.states, rows.fed_back = self._given.data_ptr(), self._fed_back.data_ptr()
@@ -175,8 +172,8 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
     }
-    weights = empty_weights(head, rotary_sizes(config)[0], target, flags)
-    num_parameters = weights.put_layer(0, layer_of(head))
+    weights = _empty_weights(head, rotary_sizes(config)[0], target, flags)
+    num_parameters = weights.put_layer(0, _layer_of(head))
     norm = head.state_dict()["layers.0.hidden_norm.weight"]
     num_parameters += weights.put_vector(VectorKind.HIDDEN_NORM, 0, norm)
     num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, head.norm.weight)
@@ -189,31 +186,24 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
     return weights, num_parameters + head.fc.weight.numel()
 
 
-def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
+def _packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
     """Pack the matrix from features to states as the output matrix of a decoder without layers."""
     num_outputs, num_inputs = head.fc.weight.shape
     no_layers = replace(
         rotary_sizes(head.config)[0], num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs
     )
-    weights = empty_weights(head, no_layers, target)
+    weights = _empty_weights(head, no_layers, target)
     weights.put_matrix(MatrixKind.HEAD, 0, head.fc.weight)
     return weights
 
 
-def empty_weights(
+def _empty_weights(
     head: Eagle3Head,
     architecture: Architecture,
     target: NativeModel,
     flags: Mapping[str, bool] = MappingProxyType({}),
 ) -> PackedWeights:
-    """Create a decoder of these sizes in the target's kernels, whose weights are still to be put.
-
-    Args:
-        head: whose constants it has.
-        architecture: its sizes.
-        target: of the head.
-        flags: see `new_decoder`.
-    """
+    """Create a decoder of these sizes, without weights, in the target's kernels."""
     decoder = Decoder(
         architecture=architecture,
         intermediate_size=head.config.intermediate_size,
@@ -229,7 +219,7 @@ def empty_weights(
     return PackedWeights(kernels, handle, head.config.norm_eps)
 
 
-def layer_of(head: Eagle3Head) -> LayerWeights:
+def _layer_of(head: Eagle3Head) -> LayerWeights:
     """Return the weights of the head's layer; matrices with the same input are concatenated."""
     tensors = {name.removeprefix("layers.0."): tensor for name, tensor in head.state_dict().items()}
     projections = [tensors[f"self_attn.{kind}_proj.weight"] for kind in ("q", "k", "v")]

@@ -19,8 +19,6 @@ from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsu
 from forerun.models.memory import KVGeometry
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 
-__all__ = ["ModelFiles", "run_by", "try_out"]
-
 logger = logging.getLogger("forerun.runner")
 
 
@@ -46,24 +44,15 @@ class ModelFiles:
 
 
 def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """Load the model with the requested runner; "auto" is the fastest available one.
-
-    Raises:
-        RunnerUnavailable: a runner was named that cannot run this model here.
-        InvalidModel: the weights do not fit the configuration, or a first pass fails.
-    """
-    model = loaded_by(runner, files)
+    """Load the model with the requested runner; "auto" is the fastest available one."""
+    model = _loaded_by(runner, files)
     if files.device.type == "cpu":  # elsewhere a first pass may take seconds to prepare
         try_out(model, f"the weights in {files.checkpoint.folder}")
     return model
 
 
 def try_out(model: LanguageModel, name: str) -> None:
-    """Run a test pass over one token and refuse a model whose pass fails or returns NaN.
-
-    Raises:
-        InvalidModel: the pass over one token fails, or its logits are NaN or infinite.
-    """
+    """Run a test pass over one token and refuse a model whose pass fails or returns NaN."""
     slot = model.store.reserve()
     tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
     span = Span(slot=slot, start=0, num_chain=1)
@@ -81,13 +70,8 @@ def try_out(model: LanguageModel, name: str) -> None:
         )
 
 
-def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """Load the model with a named runner; "auto" tries all runners, the fastest first.
-
-    Raises:
-        RunnerUnavailable: a runner was named that cannot run this model here.
-        InvalidModel: the weights do not fit the configuration.
-    """
+def _loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
+    """Load the model with a named runner; "auto" tries all runners, the fastest first."""
     if runner != "auto":
         return LOADERS[runner](files)
     reasons: list[str] = []
@@ -149,12 +133,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def decoder_of(files: ModelFiles) -> Decoder:
-    """Check the weight files of a model and return its sizes and constants.
-
-    Raises:
-        RunnerUnavailable: the model has something that form has no place for.
-        InvalidModel: the weights do not fit the configuration.
-    """
+    """Check the weight files of a model and return its sizes and constants."""
     num_positions = files.geometry.capacity + files.geometry.max_staged_rows
     try:
         if objection := unsupported(files.architecture, files.settings, num_positions):
@@ -173,5 +152,4 @@ def decoder_of(files: ModelFiles) -> Decoder:
 
 @cache
 def usual_threads() -> int:
-    """Return the number of threads torch used before this module changed it."""
     return torch.get_num_threads()

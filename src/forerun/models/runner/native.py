@@ -42,8 +42,6 @@ from forerun.native.library import (
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["NativeModel", "build_native_model"]
-
 TREE_NODE = struct.Struct("qqqd")
 """`ForerunTreeNode` in kernels/interface.h."""
 
@@ -216,7 +214,7 @@ class NativeModel(StoredModel):
         )
         found = [*TREE_NODE.iter_unpack(nodes)]
         return [
-            likely_tree(found[place * most : place * most + count])
+            _likely_tree(found[place * most : place * most + count])
             for place, count in enumerate(counts)
         ]
 
@@ -273,7 +271,7 @@ class NativeModel(StoredModel):
         """Add the input states of an attached head's rows to a pass; other models have none."""
 
 
-def likely_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
+def _likely_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
     """Return the tree of nodes that the kernels list as token, parent, row and log-probability."""
     if not nodes:
         return LikelyTree(NO_TREE, (), (), ())
@@ -303,17 +301,7 @@ class Stops:
 def build_native_model(
     decoder: Decoder, read: ReadTensor, geometry: KVGeometry, kernels: Kernels
 ) -> NativeModel:
-    """Pack a decoder's weights layer by layer and return the model.
-
-    Args:
-        decoder: sizes and constants.
-        read: gives its parameters in `geometry.dtype`, on the CPU.
-        geometry: of the KV store.
-        kernels: what will run it.
-
-    Raises:
-        RunnerUnavailable: the kernels are not written for these sizes, or memory is short.
-    """
+    """Pack a decoder's weights layer by layer and return the model."""
     weights = PackedWeights(
         kernels, new_decoder(decoder, geometry.dtype, kernels), decoder.norm_eps
     )

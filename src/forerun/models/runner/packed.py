@@ -14,8 +14,6 @@ from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.native.library import ELEMENTS, Kernels, MatrixKind, Sizes, VectorKind
 
-__all__ = ["PackedWeights", "new_decoder"]
-
 
 class PackedWeights:
     """Packed weights in memory of the kernels, freed with this object.

@@ -22,21 +22,11 @@ from forerun.plan.simulation.result import Result, SimulationTally, result_of
 from forerun.plan.simulation.times import CycleTimes, Times
 from forerun.plan.simulation.traffic import NDFloats, SimulatedDraw, Traffic, key_of, normals
 
-__all__ = ["num_steps_of", "simulate_coarsely"]
-
 
 def simulate_coarsely(
     workload: Workload, traffic: Traffic, times: Times, num_speculative_tokens: int, name: str
 ) -> Result:
-    """Simulate a workload at fixed K, event by event.
-
-    Args:
-        workload: the workload to simulate.
-        traffic: its requests.
-        times: times of cycles, at the workload's temperature.
-        num_speculative_tokens: K.
-        name: name of the controller, for the result.
-    """
+    """Simulate a workload at fixed K, event by event."""
     tally = SimulationTally(num_phases=len(workload.phases))
     steps = num_steps_of(traffic, num_speculative_tokens)
     Flow(workload, traffic, times, num_speculative_tokens, tally).serve(steps)

@@ -19,27 +19,14 @@ from forerun.plan.simulation.server import SCHEDULES, Schedule, Sequential, Serv
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import Traffic, traffic_of
 
-__all__ = ["ControllerComparison", "Oracle", "simulate"]
-
 METHOD = "draft_model"
 """Name of the simulated drafter."""
 
 
-def controller_maker(
+def _controller_maker(
     name: str, costs: DraftCosts, max_k: int, *, has_trees: bool = False, max_tree_nodes: int = 0
 ) -> Callable[[], Controller]:
-    """Return a function that builds a fresh controller for each run.
-
-    Args:
-        name: "plain", "fixed:K", "tree:NODES[,DEPTH,WIDTH]", or a name of `forerun.control`.
-        costs: costs of cycles that it receives.
-        max_k: largest K.
-        has_trees: whether the controller may plan trees.
-        max_tree_nodes: the most nodes of such a tree.
-
-    Raises:
-        InvalidRequest: there is no controller of that name, or its K is out of range.
-    """
+    """Return a function that builds a fresh controller for each run."""
     base, colon, argument = name.partition(":")
     if base == "tree":
         tree = Tree.parse(argument)
@@ -119,18 +106,14 @@ class Oracle:
         )
 
 
-def oracle_of(fixed: Mapping[int, Result]) -> Oracle:
-    """Return the oracle over runs at fixed K.
-
-    Args:
-        fixed: by K, all of the same workload and seed.
-    """
+def _oracle_of(fixed: Mapping[int, Result]) -> Oracle:
+    """Return the oracle over runs at fixed K."""
     num_phases = len(next(iter(fixed.values())).phases)
-    best = [phase_best(fixed, phase) for phase in range(num_phases)]
+    best = [_phase_best(fixed, phase) for phase in range(num_phases)]
     return Oracle(ks=tuple(k for k, _ in best), decode_s=tuple(seconds for _, seconds in best))
 
 
-def phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
+def _phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
     """Return the fixed K with the fewest request-seconds in a phase, and their number."""
     costs: Sequence[tuple[float, int]] = sorted(
         (result.phases[phase].decode_s, k) for k, result in fixed.items()
@@ -174,8 +157,8 @@ class ControllerComparison:
             InvalidRequest: a controller is unknown, or the coarse mode does not support it.
         """
         for name in names:
-            controller_maker(name, self.costs, self.workload.server.max_k)
-            if self.coarse and fixed_k(name) is None:
+            _controller_maker(name, self.costs, self.workload.server.max_k)
+            if self.coarse and _fixed_k(name) is None:
                 raise InvalidRequest(
                     f"the coarse mode has no steps that {name} could learn from; take plain or "
                     "fixed:K, or leave --coarse out"
@@ -194,13 +177,13 @@ class ControllerComparison:
         return found
 
     def _run(self, name: str) -> Result:
-        k = fixed_k(name)
+        k = _fixed_k(name)
         if self.coarse:
             assert k is not None
             return simulate_coarsely(self.workload, self.traffic, self.times, k, name)
         has_trees = self.workload.sibling_acceptance > 0.0 and self.overlap == "none"
         server = self.workload.server
-        make = controller_maker(
+        make = _controller_maker(
             name,
             self.costs,
             server.max_k,
@@ -212,10 +195,10 @@ class ControllerComparison:
 
     def oracle(self, ks: Iterable[int]) -> Oracle:
         """Return the oracle over several fixed K, which chooses one K per phase."""
-        return oracle_of({k: self.run(f"fixed:{k}") for k in ks})
+        return _oracle_of({k: self.run(f"fixed:{k}") for k in ks})
 
 
-def fixed_k(name: str) -> int | None:
+def _fixed_k(name: str) -> int | None:
     """Return K of a fixed controller, 0 for plain decoding, or None for any other controller."""
     if name == "plain":
         return 0

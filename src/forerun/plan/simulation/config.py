@@ -16,8 +16,6 @@ from forerun.plan.simulation.kinds import (
     Together,
 )
 
-__all__ = ["Phase", "SimulatedServerConfig", "Slo", "Workload"]
-
 MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 1_000_000_000
 """Prompts and outputs together, by their means; more would take a simulation hours."""
@@ -38,7 +36,6 @@ class Phase:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a share that is not above 0 and at most 1."""
         check_ranges(self, Range("share", 0, high=1, above_low=True))
 
 

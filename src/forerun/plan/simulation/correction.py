@@ -18,8 +18,6 @@ from forerun.theory.reading_cost import ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.trace.schema import Item
 
-__all__ = ["CostCorrection", "corrected", "correction_of"]
-
 PLAIN, CYCLE, READING = "plain", "cycle", "reading"
 
 
@@ -114,18 +112,17 @@ def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
     """Return the costs with corrected times."""
     reading = costs.reading
     return DraftCosts(
-        greedy=scaled_table(costs.greedy, correction),
-        sampled=scaled_table(costs.sampled, correction),
-        reading=None if reading is None else scaled_reading(reading, correction.reading),
+        greedy=_scaled_table(costs.greedy, correction),
+        sampled=_scaled_table(costs.sampled, correction),
+        reading=None if reading is None else _scaled_reading(reading, correction.reading),
     )
 
 
-def scaled_table(table: CostTable, correction: CostCorrection) -> CostTable:
-    """Return a cost table whose times of plain steps and cycles are multiplied by two factors."""
-    return CostTable(lines=tuple(scaled_line(line, correction) for line in table.lines))
+def _scaled_table(table: CostTable, correction: CostCorrection) -> CostTable:
+    return CostTable(lines=tuple(_scaled_line(line, correction) for line in table.lines))
 
 
-def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
+def _scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
     """Return a line with corrected times; errors keep their relative size."""
     plain, cycle = correction.plain, correction.cycle
     return replace(
@@ -141,7 +138,7 @@ def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
     )
 
 
-def scaled_reading(reading: ReadingCost, factor: float) -> ReadingCost:
+def _scaled_reading(reading: ReadingCost, factor: float) -> ReadingCost:
     """Return reading costs whose times for both models are multiplied by one factor."""
     return replace(
         reading,

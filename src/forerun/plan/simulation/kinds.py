@@ -8,27 +8,6 @@ from itertools import pairwise
 
 from forerun.errors import InvalidRequest, Range, check_ranges
 
-__all__ = [
-    "SQRT_3",
-    "Acceptance",
-    "AcceptancePart",
-    "Arrivals",
-    "Bursty",
-    "Clustered",
-    "Constant",
-    "Drifting",
-    "Fixed",
-    "Lengths",
-    "Listed",
-    "Lognormal",
-    "Mixed",
-    "PerPosition",
-    "Poisson",
-    "Recorded",
-    "Together",
-    "Uniform",
-]
-
 SQRT_3 = math.sqrt(3.0)
 """Half the width of a uniform distribution over its standard deviation."""
 
@@ -49,7 +28,6 @@ class Poisson:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        """Refuse arrival rates that are not above 0."""
         check_ranges(self, Range("rate_per_s", 0, above_low=True))
 
 
@@ -66,7 +44,6 @@ class Bursty:
     burst: float = 8.0
 
     def __post_init__(self) -> None:
-        """Refuse arrival rates that are not above 0."""
         check_ranges(self, Range("rate_per_s", 0, above_low=True), Range("burst", 1))
 
 
@@ -103,7 +80,6 @@ class Fixed:
     tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse texts without a token."""
         check_ranges(self, Range("tokens", 1, integer=True))
 
     @property
@@ -125,7 +101,6 @@ class Uniform:
     most: int
 
     def __post_init__(self) -> None:
-        """Refuse an empty range."""
         check_ranges(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
 
     @property
@@ -197,7 +172,6 @@ class Constant:
     alpha: float
 
     def __post_init__(self) -> None:
-        """Refuse values outside [0, 1]."""
         check_ranges(self, Range("alpha", 0, high=1))
 
 
@@ -252,7 +226,6 @@ class Drifting:
     end: float
 
     def __post_init__(self) -> None:
-        """Refuse values outside [0, 1]."""
         check_ranges(self, Range("start", 0, high=1), Range("end", 0, high=1))
 
 
@@ -271,7 +244,6 @@ class AcceptancePart:
     acceptance: Acceptance
 
     def __post_init__(self) -> None:
-        """Refuse a weight that is not above 0."""
         check_ranges(self, Range("weight", 0, above_low=True))
 
 
@@ -282,7 +254,6 @@ class Mixed:
     parts: tuple[AcceptancePart, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a mixture without parts."""
         if not self.parts:
             raise InvalidRequest("a mixture has no parts")
 

@@ -13,8 +13,6 @@ from forerun.plan.simulation.result import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot"]
-
 
 def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
     """Draw seconds per token by phase beside mean K by phase, a line per controller.
@@ -26,11 +24,11 @@ def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
     """
     with picture([path], width=9.6, height=4.0) as figure:
         left, right = figure.subplots(1, 2)
-        draw_latency(left, results, oracle)
-        draw_ks(right, results, oracle)
+        _draw_latency(left, results, oracle)
+        _draw_ks(right, results, oracle)
 
 
-def draw_latency(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
+def _draw_latency(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
     """Draw milliseconds of decoding per token, phase by phase."""
     for index, result in enumerate(results):
         latency = [1e3 * p.decode_s / p.num_tokens if p.num_tokens else 0.0 for p in result.phases]
@@ -43,7 +41,7 @@ def draw_latency(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -
     finish(axes, len(results[0].phases))
 
 
-def draw_ks(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
+def _draw_ks(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
     """Draw drafted tokens per step, phase by phase."""
     for index, result in enumerate(results):
         line(axes, [phase.mean_k for phase in result.phases], index, result.controller)

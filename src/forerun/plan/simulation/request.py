@@ -14,8 +14,6 @@ from forerun.theory.static_tree import static_tree
 from forerun.theory.stop_rule import Measure, StopRule
 from forerun.theory.tree import TokenTree
 
-__all__ = ["Records", "SimulatedCycle", "SimulatedRequest", "States", "stopped_depth"]
-
 
 def measured(measure: Measure, alpha: float) -> float:
     """Return the value that a stop rule would measure at a position.
@@ -29,7 +27,7 @@ def measured(measure: Measure, alpha: float) -> float:
     return -math.fsum(share * math.log(share) for share in shares if share)
 
 
-def stopped_depth(rule: StopRule, alphas: Sequence[float], depth: int) -> int:
+def _stopped_depth(rule: StopRule, alphas: Sequence[float], depth: int) -> int:
     """Return how many of `depth` tokens are drafted; the first one always is."""
     for position in range(1, depth):
         if rule.stops(measured(rule.measure, alphas[position])):
@@ -130,7 +128,7 @@ class SimulatedRequest:
         else:
             num_nodes = depth = min(depth, num_nodes)
             if plan.stop is not None:
-                num_nodes = depth = stopped_depth(plan.stop, self.alphas, depth)
+                num_nodes = depth = _stopped_depth(plan.stop, self.alphas, depth)
         if depth > 0:
             self.depth, self.num_nodes, self.plan = depth, num_nodes, plan
         elif self.depth:
@@ -223,7 +221,6 @@ class SimulatedCycle:
 
     @property
     def num_decode_rows(self) -> int:
-        """Return the number of rows of the target pass that are not rows of prompts."""
         return self.num_rows - self.num_prefill_rows
 
     @property
@@ -258,7 +255,7 @@ class Records(Sequence[StepRecord]):
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     """Return the record of one request after a cycle."""
     depth, rule = request.num_tested, request.plan.stop
-    ranks, children = path_of(request)
+    ranks, children = _path_of(request)
     return StepRecord(
         cycle_id=cycle.number,
         t_s=cycle.started_s,
@@ -286,7 +283,7 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     )
 
 
-def path_of(
+def _path_of(
     request: SimulatedRequest,
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the accepted path of a tree as ranks and numbers of children; None for a chain."""

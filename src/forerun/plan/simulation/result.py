@@ -11,8 +11,6 @@ import numpy as np
 from forerun.plan.simulation.config import Slo
 from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
 
-__all__ = ["PhaseResult", "Quantiles", "Result", "SimulationTally", "result_of"]
-
 
 @dataclass(slots=True, kw_only=True)
 class SimulationTally:
@@ -164,7 +162,6 @@ class Result:
 
     @property
     def goodput_per_s(self) -> float:
-        """Return the requests per second that stayed within the latency limits."""
         return self.num_in_slo / self.total_s
 
     @property
@@ -220,6 +217,5 @@ def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
 
 
 def quantiles(values: np.ndarray) -> Quantiles:
-    """Return mean, median and 99th percentile."""
     p50, p99 = np.quantile(values, [0.5, 0.99])
     return Quantiles(mean=float(values.mean()), p50=float(p50), p99=float(p99))

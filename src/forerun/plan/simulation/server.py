@@ -22,8 +22,6 @@ from forerun.plan.simulation.request import (
 from forerun.plan.simulation.result import SimulationTally
 from forerun.plan.simulation.times import CycleTimes, Times
 
-__all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential", "Server"]
-
 
 class Sequential:
     """Schedule of the engine: draft all tokens, then verify them."""
@@ -222,7 +220,6 @@ class Server:
         self.num_cycles += 1
 
     def _num_decoding_tokens(self, decoding: Sequence[SimulatedRequest]) -> int:
-        """Return the committed tokens of the decoding requests."""
         if len(decoding) == len(self.running):
             return self.num_tokens
         return sum([request.num_committed for request in decoding])

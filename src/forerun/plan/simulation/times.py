@@ -5,8 +5,6 @@ from __future__ import annotations
 from forerun.theory.cost import CostTable
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["CycleTimes", "Times"]
-
 CONTEXT_BUCKET = 64
 """Tokens of mean context that share one reading of the table."""
 
@@ -73,7 +71,7 @@ class Times:
 
     def __init__(self, table: CostTable, reading: ReadingCost | None = None) -> None:
         self.table = table
-        self.reading = reading or reading_as_verified(table)
+        self.reading = reading or _reading_as_verified(table)
         self._found: dict[tuple[int, int], CycleTimes] = {}
 
     def at(self, batch: int, num_tokens: int) -> CycleTimes:
@@ -91,7 +89,7 @@ class Times:
         return found
 
 
-def reading_as_verified(table: CostTable) -> ReadingCost:
+def _reading_as_verified(table: CostTable) -> ReadingCost:
     """Estimate reading costs by verification of as many rows, which is an upper bound.
 
     The target is taken to read as it verifies, and the draft to read for as much less as a drafted

@@ -33,8 +33,6 @@ from forerun.plan.simulation.kinds import (
 from forerun.theory.speedup import conditional_acceptance
 from forerun.theory.splitmix import FACTORS, INCREMENT, MASK, SHIFTS, finalise
 
-__all__ = ["NDFloats", "SimulatedDraw", "Traffic", "key_of", "normals", "traffic_of", "uniforms"]
-
 NDFloats = NDArray[np.float64]
 
 
@@ -122,12 +120,12 @@ class Traffic:
 def traffic_of(workload: Workload, seed: int) -> Traffic:
     """Draw the requests of a workload."""
     count = workload.requests
-    phases = phase_numbers(workload.phases, count)
+    phases = _phase_numbers(workload.phases, count)
     alphas: list[tuple[float, ...]] = []
     tags: list[tuple[str, ...]] = []
     for number, phase in enumerate(workload.phases):
         size = phases.count(number)
-        found, its_tags = alphas_of(
+        found, its_tags = _alphas_of(
             phase.acceptance,
             size,
             workload.server.max_k,
@@ -136,9 +134,9 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
         alphas += found
         tags += its_tags
     return Traffic(
-        arrival_s=arrivals_of(workload.arrivals, count, seed),
-        num_prompt=lengths_of(workload.prompt_tokens, count, key_of(seed, SimulatedDraw.PROMPTS)),
-        num_output=lengths_of(workload.output_tokens, count, key_of(seed, SimulatedDraw.OUTPUTS)),
+        arrival_s=_arrivals_of(workload.arrivals, count, seed),
+        num_prompt=_lengths_of(workload.prompt_tokens, count, key_of(seed, SimulatedDraw.PROMPTS)),
+        num_output=_lengths_of(workload.output_tokens, count, key_of(seed, SimulatedDraw.OUTPUTS)),
         alphas=alphas,
         tags=tags,
         phases=phases,
@@ -150,7 +148,7 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
     )
 
 
-def phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
+def _phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
     """Return the phase of every request."""
     ends = [round(count * share) for share in accumulate(phase.share for phase in phases)]
     ends[-1] = count
@@ -162,7 +160,7 @@ def phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
     ]
 
 
-def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
+def _arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
     """Arrival time of every request in seconds, ascending."""
     if isinstance(arrivals, Recorded):
         return list(arrivals.times_s)
@@ -171,7 +169,7 @@ def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
             gaps(key_of(seed, SimulatedDraw.ARRIVALS), count, arrivals.rate_per_s).cumsum()
         )
     if isinstance(arrivals, Bursty):
-        sizes = burst_sizes(key_of(seed, SimulatedDraw.BURSTS), count, arrivals.burst)
+        sizes = _burst_sizes(key_of(seed, SimulatedDraw.BURSTS), count, arrivals.burst)
         rate_per_s = arrivals.rate_per_s / arrivals.burst
         starts = gaps(key_of(seed, SimulatedDraw.ARRIVALS), len(sizes), rate_per_s).cumsum()
         return floats(np.repeat(starts, sizes)[:count])
@@ -183,7 +181,7 @@ def gaps(key: int, count: int, rate_per_s: float) -> NDFloats:
     return -np.log1p(-uniforms(key, count)) / rate_per_s
 
 
-def burst_sizes(key: int, count: int, mean: float) -> list[int]:
+def _burst_sizes(key: int, count: int, mean: float) -> list[int]:
     """Return geometric burst sizes, from 1 on, that add up to at least `count` requests."""
     if mean == 1.0:
         return [1] * count
@@ -193,7 +191,7 @@ def burst_sizes(key: int, count: int, mean: float) -> list[int]:
     return whole(sizes[:enough])
 
 
-def lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
+def _lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
     """Return the length of every text."""
     if isinstance(lengths, Fixed):
         return [lengths.tokens] * count
@@ -207,12 +205,11 @@ def lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
 
 
 def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
-    """Return rounded lognormal lengths, at least 1 and at most the largest length."""
     found = np.rint(lengths.median * np.exp(lengths.sigma * normals(key, count)))
     return whole(np.clip(found, 1.0, lengths.most))
 
 
-def alphas_of(
+def _alphas_of(
     acceptance: Acceptance, count: int, max_k: int, key: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
     """Return acceptance by position and tags for `count` requests."""
@@ -243,7 +240,7 @@ def mixed(
     tags: list[tuple[str, ...]] = [()] * count
     for number, part in enumerate(acceptance.parts):
         places = np.flatnonzero(chosen == number).tolist()
-        found, its_tags = alphas_of(part.acceptance, len(places), max_k, key_of(key, number))
+        found, its_tags = _alphas_of(part.acceptance, len(places), max_k, key_of(key, number))
         for place, alpha, inner in zip(places, found, its_tags, strict=True):
             alphas[place] = alpha
             tags[place] = (part.tag, *inner)
@@ -257,7 +254,6 @@ def conditional(beta: Sequence[float], max_k: int) -> tuple[float, ...]:
 
 
 def floats(values: NDFloats) -> list[float]:
-    """Return the values as a list of floats."""
     found: list[float] = values.tolist()
     return found
 

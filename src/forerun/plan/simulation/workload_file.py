@@ -21,8 +21,6 @@ from forerun.theory.record import RequestRecord, StepRecord
 from forerun.trace.files import read_trace
 from forerun.trace.schema import Item
 
-__all__ = ["load_workload", "workload_from", "workload_of"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
@@ -46,17 +44,6 @@ def workload_of(
 
     A request arrives its time to first token before its first token. Acceptance is that of all
     requests together, by position: requests keep their own lengths, but not their own alphas.
-
-    Args:
-        items: records of the trace.
-        where: name of the trace, for messages.
-        server: settings of the server.
-        slo: latency limits of the requests.
-        temperature: temperature at which the costs are read.
-
-    Raises:
-        InvalidTrace: no request of it ended with a token, or too little was drafted.
-        InvalidRequest: the requests do not fit the server.
     """
     seen = read(items)
     ended = sorted(finished(seen), key=lambda pair: pair[0])
@@ -69,7 +56,7 @@ def workload_of(
         arrivals=Recorded(times_s=tuple(arrival_s - start_s for arrival_s, _ in ended)),
         prompt_tokens=Listed(values=tuple(record.num_prompt_tokens for record in records)),
         output_tokens=Listed(values=tuple(record.num_output_tokens for record in records)),
-        phases=(Phase(share=1.0, acceptance=acceptance_of(seen.values())),),
+        phases=(Phase(share=1.0, acceptance=_acceptance_of(seen.values())),),
         temperature=temperature,
         server=server,
         slo=slo,
@@ -100,7 +87,7 @@ def finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
             yield found.first_token_s - record.ttft_s, record
 
 
-def acceptance_of(requests: Iterable[Seen]) -> Constant | PerPosition:
+def _acceptance_of(requests: Iterable[Seen]) -> Constant | PerPosition:
     """Return the acceptance of all drafts together, or 0 where nothing was drafted."""
     pooled = sum((request.counts for request in requests), AcceptanceCounts())
     reached = pooled.reached_per_position
@@ -183,8 +170,8 @@ def traced(content: Mapping[str, Any], path: Path) -> Workload:
     trace = content["trace"]
     if not isinstance(trace, str):
         raise InvalidRequest(f"{path}, trace is {trace!r}; it must be a path")
-    server = value_of("server", options.get("server", {}), str(path))
-    slo = value_of("slo", options.get("slo", {}), str(path))
+    server = _value_of("server", options.get("server", {}), str(path))
+    slo = _value_of("slo", options.get("slo", {}), str(path))
     assert isinstance(server, SimulatedServerConfig) and isinstance(slo, Slo)
     file = path.parent / trace
     temperature = options.get("temperature", 0.0)
@@ -195,11 +182,8 @@ def workload_from(content: object, where: str) -> Workload:
     """Return the workload that YAML or JSON describes.
 
     One `acceptance` may stand for a single phase.
-
-    Raises:
-        InvalidRequest: it describes no workload; the message names the mistake and its place.
     """
-    values: Mapping[str, Any] = as_mapping(content, where)
+    values: Mapping[str, Any] = _as_mapping(content, where)
     if "acceptance" in values:
         if "phases" in values:
             raise InvalidRequest(f"{where}: give acceptance, or phases that have one each")
@@ -223,7 +207,7 @@ def built(cls: type, values: Mapping[str, Any], where: str) -> object:
         required = item.default is MISSING and item.default_factory is MISSING
         if required and name not in values:
             raise InvalidRequest(f"{where} lacks {name}")
-    arguments = {name: value_of(name, value, where) for name, value in values.items()}
+    arguments = {name: _value_of(name, value, where) for name, value in values.items()}
     try:
         return cls(**arguments)
     except InvalidRequest as error:
@@ -232,18 +216,18 @@ def built(cls: type, values: Mapping[str, Any], where: str) -> object:
         raise InvalidRequest(f"{where} is malformed: {error}") from error
 
 
-def value_of(name: str, value: object, where: str) -> object:
+def _value_of(name: str, value: object, where: str) -> object:
     """Return the value of a field; a mapping for an object is converted to that object."""
     place = f"{where}, {name}"
     if name in OF_KIND:
         return of_kind(OF_KIND[name], value, place)
     if name in PARTS:
-        return built(PARTS[name], as_mapping(value, place), place)
+        return built(PARTS[name], _as_mapping(value, place), place)
     if name in LISTS:
         if not isinstance(value, list):
             raise InvalidRequest(f"{place} is {value!r}; it must be a list")
         return tuple(
-            built(LISTS[name], as_mapping(entry, f"{place} {number}"), f"{place} {number}")
+            built(LISTS[name], _as_mapping(entry, f"{place} {number}"), f"{place} {number}")
             for number, entry in enumerate(value, start=1)
         )
     return tuple(value) if isinstance(value, list) else value
@@ -253,7 +237,7 @@ def of_kind(family: str, value: object, where: str) -> object:
     """Build one of several classes, chosen by the field `kind`; a number is a fixed length."""
     if family == "lengths" and isinstance(value, int) and not isinstance(value, bool):
         value = {"kind": "fixed", "tokens": value}
-    values = dict(as_mapping(value, where))
+    values = dict(_as_mapping(value, where))
     choices = KINDS[family]
     kind = values.pop("kind", None)
     if kind not in choices:
@@ -261,8 +245,7 @@ def of_kind(family: str, value: object, where: str) -> object:
     return built(choices[kind], values, where)
 
 
-def as_mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return a value as a mapping of names, or raise."""
+def _as_mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InvalidRequest(f"{where} is {value!r}; it must be names and values")
     return value

@@ -28,8 +28,6 @@ from forerun.probe.evidence.tape import (
 )
 from forerun.theory.intervals import normal_interval
 
-__all__ = ["GreedyTally", "noise_width"]
-
 MIN_TOKENS = 30
 """Least number of reached positions for a fact about acceptance."""
 CHANCE = 0.05

@@ -31,45 +31,29 @@ from forerun.probe.rounds import Stopwatch, measure
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import wilson_interval
 
-__all__ = [
-    "add_card_ratio",
-    "add_files",
-    "add_head_files",
-    "add_pass_costs",
-    "add_self_draft",
-    "add_step_costs",
-    "drafting_for_itself",
-    "evidence_of_misfit",
-    "pass_config",
-]
-
 
 def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
     """Add facts about two model folders; raises InvalidModel if files are missing or damaged."""
     positions = read_config(read_checkpoint(draft))[1].max_positions
     evidence.add("draft_max_context", positions, f"{draft.name}: positions of the configuration")
-    add_vocabularies(evidence, target, draft)
+    _add_vocabularies(evidence, target, draft)
     card = read_card(draft)
     if card is not None:
-        add_card(evidence, card, target)
+        _add_card(evidence, card, target)
     elif template_hash(draft) == template_hash(target):
         evidence.add("template_differs", False, "both folders have one chat template")
     add_weights(evidence, read_checkpoint(draft).weight_files)
 
 
 def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:
-    """Add facts about the folders of a target and of a head on its hidden states.
-
-    Raises:
-        InvalidModel: files are missing or damaged.
-    """
+    """Add facts about the folders of a target and of a head on its hidden states."""
     card = read_card(head)
     if card is not None:
-        add_card(evidence, card, target)
+        _add_card(evidence, card, target)
     add_weights(evidence, sorted(head.glob("*.safetensors")))
 
 
-def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
+def _add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
     """Add whether both tokenizers map every id to the same text."""
     try:
         check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
@@ -79,7 +63,7 @@ def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
         evidence.add("vocabularies_differ", False, "both folders' tokenizers compared id by id")
 
 
-def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
+def _add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
     """Add whether the draft was made for this target and its prompt format."""
     changed = card.made_for.differences(identify(target))
     words = f"the card names {card.target}; not the same: {', '.join(changed) or 'nothing'}"
@@ -90,14 +74,7 @@ def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
 
 
 def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float, float]]) -> None:
-    """Add the measured acceptance probability relative to the one on the draft's card.
-
-    Args:
-        evidence: takes the fact.
-        draft: folder of the draft.
-        found: temperatures of texts and what was found on them, on other prompts than the card's;
-            the first that the card has figures of counts.
-    """
+    """Add the measured acceptance probability relative to the one on the draft's card."""
     card = read_card(draft)
     if card is None:
         return
@@ -156,18 +133,14 @@ def matrices(files: Sequence[Path]) -> Iterator[tuple[str, Float[Tensor, "rows c
 
 
 def looks_drawn(matrix: Float[Tensor, "rows columns"]) -> bool:
-    """Whether a matrix is consistent with independent entries from one distribution (untrained).
-
-    Args:
-        matrix: finite, not constant, with some dozens of rows and columns.
-    """
+    """Whether a matrix is consistent with independent entries from one distribution (untrained)."""
     centred = matrix - matrix.mean()
     squares = centred.square()
-    scatter = max(abs(dispersion(squares)), abs(dispersion(squares.T)))
-    return scatter < MAX_Z and edge_excess(centred) < MAX_Z
+    scatter = max(abs(_dispersion(squares)), abs(_dispersion(squares.T)))
+    return scatter < MAX_Z and _edge_excess(centred) < MAX_Z
 
 
-def dispersion(squares: Float[Tensor, "rows columns"]) -> float:
+def _dispersion(squares: Float[Tensor, "rows columns"]) -> float:
     """Deviation of the row sums' variance from independent entries, in standard errors."""
     num_rows, num_columns = squares.shape
     expected = squares.var() / num_columns
@@ -175,7 +148,7 @@ def dispersion(squares: Float[Tensor, "rows columns"]) -> float:
     return (ratio - 1.0) / math.sqrt(2.0 / (num_rows - 1))
 
 
-def edge_excess(centred: Float[Tensor, "rows columns"]) -> float:
+def _edge_excess(centred: Float[Tensor, "rows columns"]) -> float:
     """Standardised excess of the largest singular value over that of independent entries."""
     long, short = max(centred.shape), min(centred.shape)
     generator = torch.Generator().manual_seed(0)
@@ -206,22 +179,13 @@ def add_pass_costs(
     config: ProbeConfig,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Add v(n) of the target over one sequence, and the time of one drafted token.
-
-    Args:
-        evidence: takes the facts.
-        target: with a free slot and room for the widest pass.
-        draft: likewise; None where there is no model behind the drafter.
-        num_speculative_tokens: length of the timed chain.
-        config: rows, context and time.
-        clock: seconds.
-    """
+    """Add v(n) of the target over one sequence, and the time of one drafted token."""
     context = config.contexts[0]
     target_cells = [ProfileCell(Quantity.TARGET_PASS, 1, context, rows) for rows in config.rows]
-    rigs = [rig_of(target, target_cells, context, clock)]
+    rigs = [_rig_of(target, target_cells, context, clock)]
     drafting = ProfileCell(Quantity.DRAFT_CHAIN, 1, context, num_speculative_tokens)
     if draft is not None and num_speculative_tokens:
-        rigs.append(rig_of(draft, [drafting], context, clock))
+        rigs.append(_rig_of(draft, [drafting], context, clock))
     # The least of all times: a probe is short, and what else a machine does only adds.
     samples = measure(rigs, config, clock, lambda rounds, error: None).samples
     least_s = {cell: min(chain.from_iterable(visits)) for cell, visits in samples.items()}
@@ -241,10 +205,9 @@ def add_pass_costs(
         evidence.add("draft_token_s", token_s, words)
 
 
-def rig_of(
+def _rig_of(
     model: LanguageModel, cells: list[ProfileCell], context: int, clock: Callable[[], float]
 ) -> PassRig:
-    """Return the measurement object for the cells of one model at one context."""
     stopwatch = Stopwatch(clock, model.device)
     return PassRig(model, cells, prefixes(model, [context])[context], stopwatch)
 

@@ -33,8 +33,6 @@ from forerun.sampling.config import draft_params
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.noise import position_key, request_key, uniform
 
-__all__ = ["ReferenceHead", "Replay", "Transform", "reference_head", "replay"]
-
 
 class ReferenceHead:
     """A head with its target, evaluated over whole texts without caches.
@@ -69,12 +67,7 @@ class ReferenceHead:
 
 
 def reference_head(folder: Path, target: LanguageModel) -> ReferenceHead:
-    """Load the head in a folder in fp32 for evaluation without caches.
-
-    Raises:
-        InvalidModel: it is damaged.
-        IncompatibleDraft: it was trained for another target.
-    """
+    """Load the head in a folder in fp32 for evaluation without caches."""
     if is_eagle3(read_object(folder / "config.json")):
         head = examine(folder, target).head
         return ReferenceHead(head.to(target.device).requires_grad_(False), target)
@@ -168,7 +161,7 @@ def replay(
     ids, num_prompt = request.ids, request.num_prompt
     if target.store.feature_layers:
         target.store.keep_features(())  # an engine over this target asks for them again
-    rows = histories_of(request, target.vocab_size, eos_token_ids)
+    rows = _histories_of(request, target.vocab_size, eos_token_ids)
     target_logits = torch.cat([*logits_of(target, ids, num_prompt - 1)]).float()
     target_probs = probs_of_rows(target_logits, request.params, rows)
     draft_logits, draft_probs, near_probs = target_logits[:0], target_probs[:0], None
@@ -204,7 +197,7 @@ def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tens
     return torch.cat(found).float() if found else torch.empty(0, model.vocab_size)
 
 
-def histories_of(
+def _histories_of(
     request: TapedRequest, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> list[RowHistory]:
     """Return the state of the logits processors before each output token; empty if unused."""

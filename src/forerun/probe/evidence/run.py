@@ -43,8 +43,6 @@ from forerun.probe.evidence.sampled import SampledTally
 from forerun.probe.evidence.tape import TapedRequest, run_taped
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["PairNames", "ProbedEngine", "load_probed", "probe_engine"]
-
 Notify = Callable[[str, float], None]
 
 
@@ -75,7 +73,6 @@ class ProbedEngine:
 
     @property
     def reads_features(self) -> bool:
-        """Whether the draft is a head on the target's hidden states."""
         drafter = self.engine.drafter
         return drafter is not None and bool(drafter.required_features)
 
@@ -126,12 +123,12 @@ def probe_engine(
     ids = chosen(probed.engine, prompts, config)
     asked = params_of(params or SamplingParams(), len(ids), config)
     notify("greedy text", 0.0)
-    greedy, plain = probe_greedy(probed, ids, asked)
+    greedy, plain = _probe_greedy(probed, ids, asked)
     greedy.add_facts(evidence)
     notify("sampled text", 0.4)
-    sampled = probe_sampled(probed, ids, asked, config)
+    sampled = _probe_sampled(probed, ids, asked, config)
     sampled.add_facts(evidence)
-    add_both(evidence, greedy, sampled, reads_features=probed.reads_features)
+    _add_both(evidence, greedy, sampled, reads_features=probed.reads_features)
     if probed.target_folder is not None and probed.draft_folder is not None:
         add = add_head_files if probed.reads_features else add_files
         add(evidence, probed.target_folder, probed.draft_folder)
@@ -145,11 +142,11 @@ def probe_engine(
     notify("costs of passes", 0.9)
     if config.costs_s:
         add_step_costs(evidence, plain)
-        probe_costs(evidence, probed, config)
+        _probe_costs(evidence, probed, config)
     return evidence
 
 
-def add_both(
+def _add_both(
     evidence: Evidence, greedy: GreedyTally, sampled: SampledTally, *, reads_features: bool
 ) -> None:
     """Add facts that follow from greedy and sampled requests together.
@@ -207,7 +204,7 @@ def groups(engine: Engine, num: int) -> Iterator[range]:
         yield range(start, min(start + size, num))
 
 
-def probe_greedy(
+def _probe_greedy(
     probed: ProbedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> tuple[GreedyTally, list[TapedRequest]]:
     """Compare greedy text with plain decoding and with replays."""
@@ -231,7 +228,7 @@ def probe_greedy(
     return tally, plain_steps
 
 
-def probe_sampled(
+def _probe_sampled(
     probed: ProbedEngine,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
@@ -251,7 +248,7 @@ def probe_sampled(
     return tally
 
 
-def probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig) -> None:
+def _probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig) -> None:
     """Measure the time of passes of target and draft, up to K + 1 rows where contexts allow it."""
     engine, draft = probed.engine, probed.draft_model
     k = engine.config.num_speculative_tokens
@@ -280,7 +277,6 @@ class PairNames:
 
     @property
     def folders(self) -> tuple[Path | None, Path | None]:
-        """Return the folders of target and draft; None for a drafter without a model."""
         draft = None if parse_drafter(self.draft) else model_folder(self.draft)
         return model_folder(self.target), draft
 

@@ -18,8 +18,6 @@ from forerun.sampling.processors import failed_rows
 from forerun.theory.intervals import normal_interval
 from forerun.theory.uniformity import uniformity_p_value
 
-__all__ = ["SampledTally"]
-
 MIN_VALUES = 50
 """Least number of values for a test of uniformity; with fewer it has no power."""
 CERTAIN = 0.001
@@ -172,7 +170,7 @@ class SampledTally:
         assert step.proposal is not None
         num_accepted = step.record.num_accepted
         method = resolve_verification(request.params, step.proposal.choice)
-        left = residual_probs(method, target, probs, tokens, num_accepted)
+        left = _residual_probs(method, target, probs, tokens, num_accepted)
         if left is not None:
             emitted = torch.tensor([request.token_ids[start + num_accepted]], device=left.device)
             self.residual += self.transform.values(left[None], emitted, left[None])
@@ -287,11 +285,10 @@ def decided(p_value: float) -> bool | None:
 def contrast(
     target: Float[Tensor, "rows vocab"], draft: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """Return log(target probability / draft probability) of each token."""
     return (target.clamp(min=TINY).log() - draft.clamp(min=TINY).log()).nan_to_num(0.0)
 
 
-def residual_probs(
+def _residual_probs(
     method: str, target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int
 ) -> Float[Tensor, " vocab"] | None:
     """Return the residual distribution after a rejection; None for methods without one."""

@@ -17,8 +17,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.record import StepRecord
 
-__all__ = ["AcceptedShare", "StateTally", "TapedRequest", "TapedStep", "before_step", "run_taped"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TapedStep:
@@ -92,11 +90,7 @@ class PassRecorder:
 def run_taped(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[TapedRequest]:
-    """Generate with an engine, and return the recorded requests.
-
-    Raises:
-        NumericalError: the target returned NaN.
-    """
+    """Generate with an engine, and return the recorded requests."""
     recorder = PassRecorder()
     engine.observers.append(recorder)
     try:
@@ -210,14 +204,7 @@ class StateTally:
             was_right = not kind
 
     def add_facts(self, evidence: Evidence, *, reads_features: bool = False) -> None:
-        """Add whether drafts become wrong after a verification, a request's start or a pause.
-
-        Args:
-            evidence: takes the facts.
-            reads_features: the draft is a head on the target's hidden states. Where its drafts are
-                wrong at the start of requests without a prefix from the cache, nothing was lost
-                yet: the head computes something else than the checkpoint.
-        """
+        """Add whether drafts become wrong after a verification, a request's start or a pause."""
         if reads_features and self._add_features(evidence):
             return
         self._add(evidence, "rollback_wrong", AFTER_STEP)
@@ -255,13 +242,12 @@ def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
     for step in request.steps:
         if step.num_drafted:
             found.append((before, step))
-            before = kind_of(step)
+            before = _kind_of(step)
         elif before not in STARTS:
             before = "pause"
     return found
 
 
-def kind_of(step: TapedStep) -> str:
-    """Return "none", "partial" or "full" by how many draft tokens of a step were accepted."""
+def _kind_of(step: TapedStep) -> str:
     accepted = step.record.num_accepted
     return "none" if not accepted else "full" if accepted == step.num_drafted else "partial"

@@ -19,19 +19,6 @@ from forerun.sampling.noise import Purpose, chain_keys, request_key, step_key
 from forerun.testing.exact.pairs import Histories, Inexact, ModelPairs
 from forerun.theory.stop_rule import StopRule
 
-__all__ = [
-    "ChainRows",
-    "ChainVerifier",
-    "Emitted",
-    "certain_before",
-    "confident_before",
-    "decisive_tests",
-    "draft_chain",
-    "emit_chains",
-    "kernel_accept",
-    "kernel_final",
-]
-
 Decision = tuple[int, bool]
 """A node and whether its acceptance test passed."""
 
@@ -54,64 +41,53 @@ class ChainRows:
 
 
 def engine_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """Return the engine's acceptance probabilities."""
     return accept_probs(rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted, rule)
 
 
 def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Return the engine's weights of the final token (recovered or bonus)."""
     draft = rows.draft[:, :-1]
     return final_weights(rows.target, draft, rows.tokens, rows.num_drafted, accepted, rule)
 
 
 def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """Return the acceptance probabilities that the CPU kernels compute, in fp64."""
     inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
     return loaded_kernels().chain_accept(*inputs, is_block=rule == "block")
 
 
 def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Return the weights of the final token from the CPU kernels."""
     inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
     return loaded_kernels().chain_weights(*inputs, accepted, is_block=rule == "block")
 
 
 def loaded_kernels() -> SamplingKernels:
-    """Return the CPU kernels; raises an error if this machine has none."""
     kernels = sampling_kernels()
     assert kernels is not None
     return kernels
 
 
-def engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """Return the noise key with which an engine's drafter draws draft node number `node`."""
+def _engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
     return step_key(request_key, num_committed, node, Purpose.DRAFT)
 
 
-def keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Keep every drawn token, as a filter for chains that are not cut."""
+def _keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
     return torch.ones_like(drawn_prob, dtype=torch.bool)
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Apply a valid stop rule, which reads the draft's distribution but not the drawn token."""
-    return going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
+    return _going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
 
 
 def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Apply a valid stop rule that reads the entropy of the draft's distribution."""
     entropy = torch.special.entr(draft_row).sum(-1)
-    return going_on(StopRule(measure="entropy", threshold=0.8), entropy)
+    return _going_on(StopRule(measure="entropy", threshold=0.8), entropy)
 
 
-def going_on(rule: StopRule, values: Tensor) -> Tensor:
-    """Return for each value of a stop rule whether drafting continues."""
+def _going_on(rule: StopRule, values: Tensor) -> Tensor:
     goes = [not rule.stops(value) for value in values.flatten().tolist()]
     return torch.tensor(goes).reshape(values.shape)
 
 
-def one_more(num_drafts: int, num_accepted: int) -> int:
-    """Return a K for the second step that depends on the outcome of the first."""
+def _one_more(num_drafts: int, num_accepted: int) -> int:
     return num_accepted + 1
 
 
@@ -133,10 +109,10 @@ class ChainVerifier:
     rule: Rule
     accept: Callable[[ChainRows, Rule], Tensor] = engine_accept
     final: Callable[[ChainRows, Tensor, Rule], Tensor] = engine_final
-    draft_key: Callable[[int, int, int], int] = engine_draft_key
+    draft_key: Callable[[int, int, int], int] = _engine_draft_key
     verify_keys: Callable[[int, int, int], list[int]] = chain_keys
-    keep: Callable[[Tensor, Tensor], Tensor] = keep_all
-    next_k: Callable[[int, int], int] = one_more
+    keep: Callable[[Tensor, Tensor], Tensor] = _keep_all
+    next_k: Callable[[int, int], int] = _one_more
 
 
 def decisive_tests(rule: Rule, num_nodes: int) -> list[tuple[Decision, ...]]:
@@ -208,11 +184,6 @@ def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> 
 
     The K of the second step depends on what the first one accepted: it then tells of the noise of
     the first, which is what noise used twice needs to do harm.
-
-    Args:
-        pairs: target and draft, given every prefix.
-        verifier: how to draft and verify.
-        num_drafts: K of the first step.
     """
     mass: dict[int, Tensor] = {}
     num_histories = 0

@@ -14,8 +14,6 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-__all__ = ["Histories", "Inexact", "ModelPairs", "random_pairs", "structured_pairs"]
-
 Interval = tuple[Tensor, Tensor]
 
 
@@ -106,7 +104,6 @@ class Histories:
 
 
 def _share(inside: Interval, whole: Interval) -> Tensor:
-    """Return the fraction of one interval that lies in another; 0 for an empty one."""
     width = (inside[1] - inside[0]).clamp(min=0)
     total = whole[1] - whole[0]
     return torch.where(total > 0, width / total, 0.0)

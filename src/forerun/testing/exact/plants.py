@@ -21,8 +21,6 @@ from forerun.sampling.processors import pack_params, target_probs
 from forerun.testing.exact.chains import ChainRows, ChainVerifier, engine_accept, engine_final
 from forerun.testing.exact.pairs import ModelPairs
 
-__all__ = ["PLANTED", "PLANTED_VIEWS", "SHAPES", "PlantedView", "Shape", "View", "shaped_pairs"]
-
 Text = tuple[int, ...]
 View = Callable[[History, Text], RowHistory]
 """The history of a row, from the committed one and the draft tokens above the row."""
@@ -83,7 +81,7 @@ def penalised(params: SamplingParams, logits: Tensor, output: Text) -> Tensor:
     return logits
 
 
-def without_repeats(logits: Tensor, output: Text) -> Tensor:
+def _without_repeats(logits: Tensor, output: Text) -> Tensor:
     """Set the logit of the last output token to -inf."""
     logits = logits.clone()
     if output:
@@ -95,7 +93,7 @@ def without_repeats(logits: Tensor, output: Text) -> Tensor:
 PENALTIES = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.75, presence_penalty=0.5)
 SHAPES: Mapping[str, Shape] = {
     "penalties": Shape(params=PENALTIES, define=partial(penalised, PENALTIES)),
-    "token mask": Shape(params=SamplingParams(), define=without_repeats, mask=NoRepeats),
+    "token mask": Shape(params=SamplingParams(), define=_without_repeats, mask=NoRepeats),
 }
 
 
@@ -117,14 +115,7 @@ class ShapedPairs(ModelPairs):
 def shaped_pairs(
     pairs: ModelPairs, shape: Shape, max_depth: int, view: View = History.at
 ) -> ShapedPairs:
-    """Apply penalties and masks to the target of every pair; the draft is unchanged.
-
-    Args:
-        pairs: without zeros, for a mask has to leave something.
-        shape: what the text does to the distribution.
-        max_depth: of the proposals that will be verified.
-        view: the history of a row; a bug may be planted here.
-    """
+    """Apply penalties and masks to the target of every pair; the draft is unchanged."""
     vocab_size = pairs.vocab_size
     logits = [rows.log() + OFFSET for rows in pairs.target]
     texts = [list(product(range(vocab_size), repeat=level)) for level in range(pairs.horizon)]
@@ -136,14 +127,14 @@ def shaped_pairs(
         target=tuple(rows.softmax(-1) for rows in target),
         draft=pairs.draft,
         seen={
-            (level - depth, depth): seen_rows(logits[level], texts[level], depth, shape, view)
+            (level - depth, depth): _seen_rows(logits[level], texts[level], depth, shape, view)
             for level in range(pairs.horizon)
             for depth in range(min(level, max_depth) + 1)
         },
     )
 
 
-def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view: View) -> Tensor:
+def _seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view: View) -> Tensor:
     """Return the engine's rows after `texts`, whose last `depth` tokens are drafted."""
     num_pairs, num_texts, vocab_size = logits.shape
     bases: dict[Text, History] = {}
@@ -151,7 +142,7 @@ def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view:
     for text in texts:
         committed, path = text[: len(text) - depth], text[len(text) - depth :]
         if committed not in bases:
-            bases[committed] = history_after(committed, shape, vocab_size)
+            bases[committed] = _history_after(committed, shape, vocab_size)
         histories += [view(bases[committed], path)] * num_pairs
     rows = logits.transpose(0, 1).flatten(0, 1)
     packed = pack_params([shape.params], rows=[0] * len(rows))
@@ -159,7 +150,7 @@ def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view:
     return found.view(num_texts, num_pairs, vocab_size).transpose(0, 1)
 
 
-def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
+def _history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
     """Return the history of a request whose output is `committed`."""
     mask = None if shape.mask is None else shape.mask(vocab_size)
     history = History.of(shape.params, PROMPT, vocab_size=vocab_size, mask=mask)
@@ -168,7 +159,7 @@ def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
     return history
 
 
-def uncapped_accept(rows: ChainRows, rule: Rule) -> Tensor:
+def _uncapped_accept(rows: ChainRows, rule: Rule) -> Tensor:
     """Bug: accept a block by the plain product of ratios instead of the capped product."""
     accept = engine_accept(rows, rule)
     nodes = rows.tokens[..., None]
@@ -177,7 +168,7 @@ def uncapped_accept(rows: ChainRows, rule: Rule) -> Tensor:
     return torch.cat([accept[:, :-1], product.clamp(max=1)[:, None]], -1)
 
 
-def final_from_next_row(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
+def _final_from_next_row(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
     """Bug: take the residual from the row after the rejected token's row."""
     right = engine_final(rows, accepted, rule)
     chains = torch.arange(len(accepted))
@@ -188,42 +179,35 @@ def final_from_next_row(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor
     return torch.where((accepted < rows.num_drafted)[:, None], wrong, right)
 
 
-def bonus_from_draft(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Bug: draw the bonus token from the draft's distribution."""
+def _bonus_from_draft(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
     right = engine_final(rows, accepted, rule)
     draft_row = rows.draft[torch.arange(len(accepted)), accepted]
     return torch.where((accepted == rows.num_drafted)[:, None], draft_row, right)
 
 
-def position_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """Bug: derive the key of a draft draw from the position of its token alone."""
+def _position_draft_key(request_key: int, num_committed: int, node: int) -> int:
     return step_key(request_key, num_committed + node, 0, Purpose.DRAFT)
 
 
-def accept_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """Bug: draw a draft token with the noise of its own acceptance test."""
+def _accept_draft_key(request_key: int, num_committed: int, node: int) -> int:
     return step_key(request_key, num_committed, node, Purpose.ACCEPT)
 
 
-def position_verify_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int]:
-    """Bug: derive the keys of acceptance tests from the position alone."""
+def _position_verify_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int]:
     accept = [step_key(request_key, num_committed + i, 0, Purpose.ACCEPT) for i in range(num_nodes)]
     last = [step_key(request_key, num_committed, 0, p) for p in (Purpose.RECOVERED, Purpose.BONUS)]
     return accept + last
 
 
-def confident_after(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Bug: drop a drawn token and its successors because of the drawn token's probability."""
+def _confident_after(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
     return drawn_prob >= 0.25
 
 
-def committed_only(history: History, path: tuple[int, ...]) -> RowHistory:
-    """Bug: give a draft node the token counts of the committed text without its own path."""
+def _committed_only(history: History, path: tuple[int, ...]) -> RowHistory:
     return history.at()
 
 
-def masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
-    """Bug: apply the mask at the row of the last committed token but at no draft node."""
+def _masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
     return RowHistory(base=history, path=path) if path else history.at()
 
 
@@ -250,18 +234,18 @@ def planted(
 
 
 PLANTED = (
-    planted("uncapped product", rules=("block",), accept=uncapped_accept),
-    planted("residual from the wrong row", final=final_from_next_row),
-    planted("bonus from the draft", final=bonus_from_draft),
-    planted("position-only draft noise", rules=("block",), draft_key=position_draft_key),
-    planted("position-only accept noise", rules=("block",), verify_keys=position_verify_keys),
-    planted("one noise for draft and acceptance", draft_key=accept_draft_key),
-    planted("drawn token dropped by its own probability", keep=confident_after),
+    planted("uncapped product", rules=("block",), accept=_uncapped_accept),
+    planted("residual from the wrong row", final=_final_from_next_row),
+    planted("bonus from the draft", final=_bonus_from_draft),
+    planted("position-only draft noise", rules=("block",), draft_key=_position_draft_key),
+    planted("position-only accept noise", rules=("block",), verify_keys=_position_verify_keys),
+    planted("one noise for draft and acceptance", draft_key=_accept_draft_key),
+    planted("drawn token dropped by its own probability", keep=_confident_after),
 )
 
 PLANTED_VIEWS = (
     PlantedView(
-        name="penalty counts not extended along the path", shape="penalties", view=committed_only
+        name="penalty counts not extended along the path", shape="penalties", view=_committed_only
     ),
-    PlantedView(name="mask not applied at draft nodes", shape="token mask", view=masked_root_only),
+    PlantedView(name="mask not applied at draft nodes", shape="token mask", view=_masked_root_only),
 )

@@ -14,7 +14,7 @@ from rich.text import Text
 from forerun.sampling.chain import Rule
 from forerun.sampling.history import History
 from forerun.sampling.kernels import sampling_kernels
-from forerun.sampling.tree_rules import TreeRule
+from forerun.sampling.tree_residuals import TreeRule
 from forerun.testing.exact.chains import (
     ChainVerifier,
     Emitted,
@@ -30,8 +30,6 @@ from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
 from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
 from forerun.testing.exact.walks import Walker, compare_with_plain, emit_walks, goodput_k
 from forerun.theory.tree import TokenTree
-
-__all__ = ["ExactReport", "PlantedResult", "VerifierResult", "render", "run_enumeration"]
 
 TOLERANCE = 1e-12
 """Largest total variation an exact verifier may show in fp64."""
@@ -295,7 +293,6 @@ def _trees(verifier: TreeVerifier) -> Emit:
 
 
 def horizon_of(tree: TokenTree) -> int:
-    """Return the largest number of tokens that two steps emit."""
     return max(tree.depths) + 1 + max(SECOND_TREE.depths) + 1
 
 
@@ -316,15 +313,7 @@ def _walks(walker: Walker) -> Emit:
 def _pair_sets(
     settings: tuple[Setting, ...], num_pairs: int, seed: int, *, full: bool = False
 ) -> PairSets:
-    """Return `num_pairs` random pairs spread over all settings, and structured pairs for each.
-
-    Args:
-        settings: sizes and topologies.
-        num_pairs: random pairs.
-        seed: of the random pairs.
-        full: leave out structured pairs whose draft gives some token no probability, so that there
-            are always enough siblings to draw.
-    """
+    """Return `num_pairs` random pairs spread over all settings, and structured pairs for each."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
         sizes = (setting.vocab_size, setting.horizon)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from forerun.sampling.noise import Purpose, step_key
-from forerun.sampling.tree_rules import TreeRule, TreeWeights, expanded, tree_weights
+from forerun.sampling.tree_residuals import TreeRule
+from forerun.sampling.tree_rules import TreeWeights, tree_weights
 from forerun.testing.exact.trees import DrawnTrees, Stage, TreeVerifier, without
-from forerun.theory.tree import TokenTree
-
-__all__ = ["PLANTED_TREE", "PLANTED_TREES"]
+from forerun.theory.tree import TokenTree, expanded
 
 PLANTED_TREE = TokenTree((-1, -1, 0, 0))
 """The topology the bugs are tried on: two siblings, the first of which has two children."""
@@ -24,17 +23,15 @@ LOW = 0.3
 LeftWeight = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def right_weight(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
-    """Correct: Z / (Z + 1 - w), the weight of a node after one of its children is rejected."""
+def _right_weight(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
     return mass / (mass + 1 - weight).clamp(min=1e-300)
 
 
-def mass_over_draft(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
-    """Bug: Z / sum of Q without the rejected token, as in a public implementation."""
+def _mass_over_draft(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
     return mass / draft.sum(-1).clamp(min=1e-300)
 
 
-def traversal(left: LeftWeight = right_weight, *, keeps_drawn: bool = False) -> Stage:
+def traversal(left: LeftWeight = _right_weight, *, keeps_drawn: bool = False) -> Stage:
     """Return traversal verification with one of its parts replaced."""
 
     def stage(
@@ -65,7 +62,7 @@ def traversal(left: LeftWeight = right_weight, *, keeps_drawn: bool = False) -> 
     return stage
 
 
-def cut_by_own_probability(
+def _cut_by_own_probability(
     rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
 ) -> TreeWeights:
     """Bug: drop the last node if the draft gave its token a low probability."""
@@ -85,15 +82,14 @@ def cut_by_own_probability(
     )
 
 
-def of_another_request(
+def _of_another_request(
     rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
 ) -> TreeWeights:
-    """Bug: compute the target's rows at the temperature of another request."""
     flatter = target.sqrt()
     return tree_weights(rule, tree, flatter / flatter.sum(-1, keepdim=True), draft, tokens)
 
 
-def sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
+def _sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
     """Bug: order the first siblings by their probabilities instead of their draws."""
     index = {tuple(draft): place for place, draft in enumerate(trees.tokens.tolist())}
     first, second = SIBLINGS
@@ -110,7 +106,7 @@ def sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
     return replace(trees, probs=torch.where(one == other, trees.probs, probs))
 
 
-def most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
+def _most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
     """Bug: propose the most likely tokens and declare them as drawn."""
     probs = torch.ones_like(trees.probs)
     for row, parent in enumerate(expanded(tree)):
@@ -120,12 +116,11 @@ def most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees
     return replace(trees, probs=probs)
 
 
-def optimistic_positions(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Bug: read every row one position later, as if a rejected token had been committed."""
+def _optimistic_positions(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
     return replace(trees, target=trees.target.roll(-1, 3))
 
 
-def position_keys(
+def _position_keys(
     request_key: int, num_committed: int, num_nodes: int
 ) -> tuple[list[int], list[int]]:
     """Bug: derive the keys of tests and final draws from the position alone."""
@@ -145,40 +140,40 @@ def planted(name: str, *rules: TreeRule, **replaced: object) -> tuple[str, list[
 
 
 PLANTED_TREES = (
-    planted("tree: weight of a parent Z / sum Q", "traversal", stage=traversal(mass_over_draft)),
+    planted("tree: weight of a parent Z / sum Q", "traversal", stage=traversal(_mass_over_draft)),
     planted("tree: drawn token kept in Q", "traversal", stage=traversal(keeps_drawn=True)),
-    planted("tree: siblings sorted", "traversal", "rejection", damage=sorted_siblings),
+    planted("tree: siblings sorted", "traversal", "rejection", damage=_sorted_siblings),
     planted(
         "tree: node cut by its own probability",
         "traversal",
         "rejection",
-        stage=cut_by_own_probability,
+        stage=_cut_by_own_probability,
     ),
     planted(
         "tree: most likely tokens called sampled",
         "traversal",
         "rejection",
-        damage=most_likely_called_sampled,
+        damage=_most_likely_called_sampled,
     ),
     planted(
         "tree: parameters of another request",
         "traversal",
         "rejection",
         "greedy_coupling",
-        stage=of_another_request,
+        stage=_of_another_request,
     ),
     planted(
         "tree: positions from an optimistic length",
         "traversal",
         "rejection",
         "greedy_coupling",
-        damage=optimistic_positions,
+        damage=_optimistic_positions,
     ),
     planted(
         "tree: position-only noise",
         "traversal",
         "rejection",
         "greedy_coupling",
-        keys=position_keys,
+        keys=_position_keys,
     ),
 )

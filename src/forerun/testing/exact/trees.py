@@ -1,7 +1,7 @@
 """Enumerates two steps with sampled draft trees over all drafts and test outcomes.
 
 The noise of a step is keyed by the committed length, by node and by purpose, so that no key occurs
-twice (`check_keys`). Then all draws are independent and the probability of a text is a sum over
+twice (`_check_keys`). Then all draws are independent and the probability of a text is a sum over
 drafts and outcomes. The outcomes are those of the engine's draw stage on every pattern of passed
 and failed tests.
 """
@@ -17,28 +17,16 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from forerun.sampling.noise import Purpose, step_key
+from forerun.sampling.tree_residuals import TreeRule
 from forerun.sampling.tree_rules import (
-    TreeRule,
     TreeWeights,
     accepted_node,
-    expanded,
     tree_keys,
     tree_weights,
 )
 from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted, loaded_kernels
 from forerun.testing.exact.pairs import Inexact, ModelPairs
-from forerun.theory.tree import TokenTree
-
-__all__ = [
-    "DrawnTrees",
-    "Stage",
-    "TreeVerifier",
-    "all_trees",
-    "check_keys",
-    "emit_trees",
-    "kernel_weights",
-    "without",
-]
+from forerun.theory.tree import TokenTree, expanded
 
 Stage = Callable[[TreeRule, TokenTree, Tensor, Tensor, Tensor], TreeWeights]
 Keys = Callable[[int, int, int], tuple[list[int], list[int]]]
@@ -68,14 +56,12 @@ def kernel_weights(
     draft_probs: Float64[Tensor, "batch parents vocab"],
     tokens: Int64[Tensor, "batch nodes"],
 ) -> TreeWeights:
-    """Compute traversal's weights with the CPU kernels; a replacement for `tree_weights`."""
     assert rule == "traversal"
     accept, weights = loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens)
     return TreeWeights(accept=accept, final=weights, shares=torch.zeros_like(accept))
 
 
-def as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Return the trees unchanged."""
+def _as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
     return trees
 
 
@@ -92,7 +78,7 @@ class TreeVerifier:
 
     rule: TreeRule
     stage: Stage = tree_weights
-    damage: Callable[[DrawnTrees, TokenTree], DrawnTrees] = as_drawn
+    damage: Callable[[DrawnTrees, TokenTree], DrawnTrees] = _as_drawn
     keys: Keys = tree_keys
 
 
@@ -113,18 +99,8 @@ def all_trees(max_nodes: int, max_depth: int, max_width: int) -> list[TokenTree]
 def emit_trees(
     pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, second: TokenTree
 ) -> Emitted:
-    """Return the output distribution of two steps, completed by the target to the horizon.
-
-    Args:
-        pairs: target and draft, given every prefix.
-        verifier: how trees are drawn and verified.
-        tree: topology of the first proposal.
-        second: topology of the second one.
-
-    Raises:
-        Inexact: a noise key decides twice.
-    """
-    check_keys(verifier, tree, second)
+    """Return the output distribution of two steps, completed by the target to the horizon."""
+    _check_keys(verifier, tree, second)
     mass: dict[int, Tensor] = {}
     num_histories = 0
     for length, first in step(pairs, verifier, tree, 0).items():
@@ -140,7 +116,7 @@ def step(
 ) -> dict[int, Float64[Tensor, "pairs prefixes texts"]]:
     """Return the probability of every emitted text by length, after every prefix of `start`."""
     vocab, rule = pairs.vocab_size, verifier.rule
-    trees = verifier.damage(draw_trees(pairs, tree, start, rule), tree)
+    trees = verifier.damage(_draw_trees(pairs, tree, start, rule), tree)
     num_nodes = len(tree.parents)
     shape = trees.probs.shape
     tokens = trees.tokens.expand(*shape, num_nodes).flatten(0, 2)
@@ -156,7 +132,7 @@ def step(
             for child in tree.children(node)[:-1]:  # a token of theirs goes on instead
                 rows = rows.scatter(-1, tokens[:, child, None], 0.0)
         texts = torch.zeros(*shape[:2], vocab ** len(path) * vocab, dtype=torch.float64)
-        index = spelled(trees.tokens, path, vocab)[:, None] * vocab + torch.arange(vocab)
+        index = _spelled(trees.tokens, path, vocab)[:, None] * vocab + torch.arange(vocab)
         texts.index_add_(2, index.flatten(), rows.reshape(*shape[:2], -1))
         emitted[len(path) + 1] = emitted.get(len(path) + 1, 0.0) + texts
     return emitted
@@ -173,7 +149,7 @@ def reach_probs(
     """
     nodes = range(len(tree.parents))
     if rule == "greedy_coupling":
-        return coupled_reach_probs(tree, accept, final, tokens)
+        return _coupled_reach_probs(tree, accept, final, tokens)
     found: dict[int, Tensor] = {}
     for passed in product((False, True), repeat=len(nodes)):
         node = accepted_node(rule, tree, passed)
@@ -184,7 +160,7 @@ def reach_probs(
     return found
 
 
-def coupled_reach_probs(
+def _coupled_reach_probs(
     tree: TokenTree, accept: Tensor, final: Tensor, tokens: Tensor
 ) -> dict[int, Tensor]:
     """Return the probability that greedy coupling draws its final token at each node."""
@@ -203,7 +179,7 @@ def coupled_reach_probs(
     return found
 
 
-def draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -> DrawnTrees:
+def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -> DrawnTrees:
     """Enumerate drafts after every prefix: children drawn without replacement, or the top ones."""
     vocab, num_nodes = pairs.vocab_size, len(tree.parents)
     tokens = torch.tensor(list(product(range(vocab), repeat=num_nodes)))
@@ -212,7 +188,7 @@ def draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -
     draft: list[Tensor] = []
     for parent in expanded(tree):
         path = tree.path(parent)
-        after = prefixes[:, None] * vocab ** len(path) + spelled(tokens, path, vocab)
+        after = prefixes[:, None] * vocab ** len(path) + _spelled(tokens, path, vocab)
         row = pairs.draft[start + len(path)][:, after]
         drawn, children = row, tree.children(parent)
         if rule == "greedy_coupling":
@@ -230,7 +206,7 @@ def draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -
         pairs.target[start + len(tree.path(node))][
             :,
             prefixes[:, None] * vocab ** len(tree.path(node))
-            + spelled(tokens, tree.path(node), vocab),
+            + _spelled(tokens, tree.path(node), vocab),
         ]
         for node in range(-1, num_nodes)
     ]
@@ -245,7 +221,7 @@ def without(rows: Tensor, tokens: Int64[Tensor, " drafts"]) -> Tensor:
     return left / left.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
-def spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab: int) -> Tensor:
+def _spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab: int) -> Tensor:
     """Return the tokens along a path as a number in base `vocab`."""
     value = torch.zeros(len(tokens), dtype=torch.int64)
     for node in path:
@@ -253,20 +229,16 @@ def spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab:
     return value
 
 
-def check_keys(verifier: TreeVerifier, first: TokenTree, second: TokenTree) -> None:
-    """Refuse noise keys that occur twice in a step or in two consecutive steps.
-
-    Raises:
-        Inexact: one does.
-    """
-    at_start = set(keys_of(verifier, first, NUM_PROMPT))
+def _check_keys(verifier: TreeVerifier, first: TokenTree, second: TokenTree) -> None:
+    """Refuse noise keys that occur twice in a step or in two consecutive steps."""
+    at_start = set(_keys_of(verifier, first, NUM_PROMPT))
     for num_emitted in range(1, max(first.depths) + 2):
-        keys = [*keys_of(verifier, second, NUM_PROMPT + num_emitted)]
+        keys = [*_keys_of(verifier, second, NUM_PROMPT + num_emitted)]
         if len(set(keys)) < len(keys) or at_start.intersection(keys):
             raise Inexact("a noise key decides twice")
 
 
-def keys_of(verifier: TreeVerifier, tree: TokenTree, num_committed: int) -> Iterator[int]:
+def _keys_of(verifier: TreeVerifier, tree: TokenTree, num_committed: int) -> Iterator[int]:
     """Return all noise keys of one step: draft draws, acceptance tests and final draws."""
     num_nodes = len(tree.parents)
     for node in range(num_nodes):

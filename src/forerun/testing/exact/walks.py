@@ -28,8 +28,6 @@ from forerun.theory.cost_line import CostLine
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 
-__all__ = ["Walker", "compare_with_plain", "emit_walks", "goodput_k", "walk_table"]
-
 Walk = Callable[[TokenTree, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], int]]
 Rows = tuple[int, ...]
 
@@ -64,17 +62,7 @@ class WalkTable:
 
 
 def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
-    """Return the output distribution of two steps, completed by the target to the horizon.
-
-    Args:
-        pairs: target and draft, given every prefix.
-        walker: the walk and how proposals are chosen.
-        tree: topology of the first proposal. The second has the same, or is a chain of one more
-            node than were accepted where proposals are sampled, as far as the horizon allows.
-
-    Raises:
-        Inexact: the walk is no function of the draws it visits, or noise is consumed twice.
-    """
+    """Return the output distribution of two steps, completed by the target to the horizon."""
     mass: dict[int, Tensor] = {}
     num_histories = 0
     for first, used in step(pairs, walker, Histories.begin(pairs.num_pairs), frozenset(), tree):
@@ -99,10 +87,10 @@ def step(
     for num_emitted, emits in table.emits.items():
         spent = used
         for rows in table.visited[num_emitted]:
-            spent |= consume([keys[row] for row in rows], used | set(drafted.intervals))
+            spent |= _consume([keys[row] for row in rows], used | set(drafted.intervals))
         possible = emits[drafts]
         owners, texts = possible.any(0).nonzero(as_tuple=True)
-        drawn = target_texts(pairs, histories, num_emitted)[:, owners // num_drafts, texts]
+        drawn = _target_texts(pairs, histories, num_emitted)[:, owners // num_drafts, texts]
         probs = drawn * possible[:, owners, texts]
         prefixes = drafted.prefixes[owners] * pairs.vocab_size**num_emitted + texts
         weights = drafted.weights[:, owners] * probs
@@ -120,7 +108,7 @@ def draft(
     return drafted.histories, number(drafted.tokens, pairs.vocab_size)[None]
 
 
-def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
+def _consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
     """Return the keys of one text as a set; raises if a key repeats or was used before."""
     fresh = frozenset(keys) - used
     if len(fresh) < len(keys):
@@ -138,20 +126,16 @@ def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
     }
     visited: dict[int, set[Rows]] = {m: set() for m in lengths}
     for index, drafts in enumerate(product(range(vocab_size), repeat=num_nodes)):
-        for text, rows in walk_outcomes(walk, tree, drafts, vocab_size).items():
+        for text, rows in _walk_outcomes(walk, tree, drafts, vocab_size).items():
             emits[len(text)][index, spell(text, vocab_size)] = True
             visited[len(text)].add(rows)
     return WalkTable(emits=emits, visited=visited)
 
 
-def walk_outcomes(
+def _walk_outcomes(
     walk: Walk, tree: TokenTree, drafts: tuple[int, ...], vocab_size: int
 ) -> dict[tuple[int, ...], Rows]:
-    """Return every text that the walk emits for given draft tokens, with the rows it visits.
-
-    Raises:
-        Inexact: a text is not what was drawn at the visited rows, or other rows had a say.
-    """
+    """Return every text that the walk emits for given draft tokens, with the rows it visits."""
     num_rows = len(drafts) + 1
     outcomes: dict[tuple[int, ...], Rows] = {}
     counts: dict[tuple[int, ...], int] = {}
@@ -186,7 +170,7 @@ def top_tokens(
     return drafts
 
 
-def target_texts(
+def _target_texts(
     pairs: ModelPairs, histories: Histories, num_tokens: int
 ) -> Float64[Tensor, "pairs histories texts"]:
     """Return the target's probability of every next `num_tokens` tokens after each history."""
@@ -219,15 +203,6 @@ def compare_with_plain(pairs: ModelPairs, tree: TokenTree, seeds: range) -> tupl
 
     If each step, started from what plain decoding has committed, emits what plain decoding emits
     next, then by induction so does any number of steps, with any drafter, shared noise or not.
-
-    Args:
-        pairs: target distribution given every prefix; the draft's is not needed, for all drafts
-            are tried.
-        tree: topology of the proposals.
-        seeds: request seeds to try.
-
-    Returns:
-        Number of steps compared, and how many of them differed.
     """
     num_compared = num_different = 0
     for seed in seeds:

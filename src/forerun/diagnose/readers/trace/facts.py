@@ -26,8 +26,6 @@ from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord
 from forerun.trace.summary import MIN_PLAIN_STEPS
 
-__all__ = ["add_contrasts", "add_figures"]
-
 MIN_RISES = 0.03
 """Of steps, the share with a larger K than the one before, from which on K is being chosen."""
 
@@ -45,13 +43,13 @@ def add_figures(
     evidence.note("num_drafted", counts.num_drafted, source)
     evidence.note("num_accepted", counts.num_accepted, source)
     if counts.num_steps:
-        add_counts(evidence, totals, counts, source)
+        _add_counts(evidence, totals, counts, source)
     add_costs(evidence, totals, source)
-    add_shares(evidence, totals, source)
+    _add_shares(evidence, totals, source)
     add_requests(evidence, requests, source)
 
 
-def add_counts(
+def _add_counts(
     evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
 ) -> None:
     """Add the number of drafted tokens and how many of them were accepted."""
@@ -101,8 +99,8 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     if compared:
         plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
         evidence.note("plain_step_s", plain_s / used.num_cycles, source)
-        add_batch(evidence, compared, plain_step_s, source)
-        add_verify_curve(evidence, totals, plain_step_s, source)
+        _add_batch(evidence, compared, plain_step_s, source)
+        _add_verify_curve(evidence, totals, plain_step_s, source)
 
 
 MIN_CYCLES = 20
@@ -112,7 +110,7 @@ FAR = 2.0
 """Many are at least so many times few: nearer ones tell nothing."""
 
 
-def add_batch(
+def _add_batch(
     evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
 ) -> None:
     """Add how plain steps slow down with the batch, and kappa at the smallest and largest batch."""
@@ -133,7 +131,7 @@ def add_batch(
         evidence.note("slower_with_batch", answer, f"{source}: {words}")
 
 
-def add_verify_curve(
+def _add_verify_curve(
     evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
 ) -> None:
     """Add pass times by number of rows, at the batch size with the most cycles."""
@@ -152,7 +150,7 @@ def add_verify_curve(
         evidence.note("verify_costs", [cost for _, cost in curve], source)
 
 
-def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add shares of steps, of passes and of time."""
     by_kind = {
         kind: merged([t for (k, _), t in totals.cycles.items() if k == kind])
@@ -171,12 +169,12 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.note("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
         evidence.note("k_change_share", totals.num_k_changes / totals.num_pairs, source)
-        add_swing(evidence, totals, source)
+        _add_swing(evidence, totals, source)
     if graphs := totals.graph_hits.total():
         evidence.note("graph_hit_share", totals.graph_hits[True] / graphs, source)
 
 
-def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add how much K varies between steps, if a controller chooses it."""
     if PAUSING & totals.methods.keys():
         return
@@ -227,27 +225,27 @@ def add_contrasts(
 ) -> None:
     """Add facts that compare parts of a trace, and the data series of their charts."""
     stretches = totals.stretches
-    add_outcomes(evidence, stretches.by("previous"), source)
+    _add_outcomes(evidence, stretches.by("previous"), source)
     if not PAUSING & totals.methods.keys():
         paused = stretches.by("paused")
         no_recent, after = (paused.place == index for index in range(len(PAUSES)))
         found = compare(paused, no_recent, after)
-        add_fall(evidence, "acceptance_falls_after_handoff", found, source)
+        _add_fall(evidence, "acceptance_falls_after_handoff", found, source)
     for name, key in (("context", "context"), ("generation", "index")):
         places = stretches.by(key)
-        add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
+        _add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
     company = stretches.by("company")
     found = compare(company, company.place == 0, company.place == 1)
-    add_fall(evidence, "acceptance_falls_with_batch", found, source)
-    add_growth(evidence, totals.far, source)
+    _add_fall(evidence, "acceptance_falls_with_batch", found, source)
+    _add_growth(evidence, totals.far, source)
     known = {request.request_id: request for request in requests}
     by_stretch = [known.get(name) for name in stretches.request_ids]
-    add_tags(evidence, stretches.by("all"), by_stretch, source)
-    add_temperatures(evidence, stretches.by("all"), by_stretch, source)
-    add_acceptance_over_time(evidence, totals, source)
+    _add_tags(evidence, stretches.by("all"), by_stretch, source)
+    _add_temperatures(evidence, stretches.by("all"), by_stretch, source)
+    _add_acceptance_over_time(evidence, totals, source)
 
 
-def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
+def _add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
     """Compare acceptance by the outcome of the previous draft.
 
     Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
@@ -257,10 +255,10 @@ def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None
     for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
         found = compare(places, high, low)
         fact = f"acceptance_falls_after_{name}"
-        add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
+        _add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
 
 
-def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
+def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     evidence: Evidence,
     name: str,
     found: Comparison | None,
@@ -270,17 +268,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     share: float = 0.0,
     chance: float = CHANCE,
 ) -> None:
-    """Add whether acceptance is lower in the second group of a comparison than in the first.
-
-    Args:
-        evidence: takes the fact.
-        name: of it.
-        found: None where there was too little to compare.
-        source: name of the trace.
-        least: difference that matters, as a share of the draft.
-        share: the same as a share of the higher side.
-        chance: of seeing a difference that is not there.
-    """
+    """Add whether acceptance is lower in the second group of a comparison than in the first."""
     if found is None:
         return
     high, low = found.high, found.low
@@ -292,7 +280,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     evidence.note(name, answer, f"{source}: {words}")
 
 
-def add_growth(
+def _add_growth(
     evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
 ) -> None:
     """Add how pass time grows from short to long contexts, at equal batch size and rows."""
@@ -313,7 +301,7 @@ def add_growth(
         evidence.note("context_growth", growth, f"{source}: {words}")
 
 
-def add_tags(
+def _add_tags(
     evidence: Evidence,
     places: StretchCounts,
     by_stretch: Sequence[RequestRecord | None],
@@ -340,16 +328,15 @@ def add_tags(
             pairs = len(found) * (len(found) - 1)  # the best was looked for, and the worst
             words = f"{source}: {high[0][:60]} and {low[0][:60]}"
             comparison = compare(places, high[1], low[1])
-            add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
+            _add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
 
 
 def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
-    """Return acceptance at the first position, and the number of steps."""
     num_steps = float(places.num_steps[mask].sum())
     return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
 
 
-def add_temperatures(
+def _add_temperatures(
     evidence: Evidence,
     places: StretchCounts,
     by_stretch: Sequence[RequestRecord | None],
@@ -360,10 +347,10 @@ def add_temperatures(
     cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
     greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
     found = compare(places, greedy, known & ~greedy)
-    add_fall(evidence, "acceptance_falls_with_temperature", found, source)
+    _add_fall(evidence, "acceptance_falls_with_temperature", found, source)
 
 
-def add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add acceptance over time, and whether it dropped at some point."""
     ordered = sorted(totals.over_time, key=lambda point: point[0])
     if not ordered:
@@ -375,17 +362,17 @@ def add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: st
         rate = sum(num_first) / max(1, sum(num_steps))
         points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
     evidence.series["time"] = tuple(points)
-    best = sharpest(totals.stretches)
+    best = _sharpest(totals.stretches)
     # A trace that did not change within itself may all lie behind the change.
     if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
-        add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
+        _add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
 
 
 NUM_CUTS = 16
 """Moments at which acceptance may have dropped."""
 
 
-def sharpest(stretches: Stretches) -> Comparison | None:
+def _sharpest(stretches: Stretches) -> Comparison | None:
     """Return the most significant drop of acceptance over several candidate times."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
     if not len(starts_s):

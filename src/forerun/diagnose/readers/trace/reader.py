@@ -19,8 +19,6 @@ from forerun.theory.text import ngrams
 from forerun.trace.arrow import Piece, read_columns, table_of
 from forerun.trace.schema import Damage
 
-__all__ = ["evidence_of_steps", "read_trace_evidence"]
-
 METHODS = {"draft_model": "draft_model", "suffix": "ngram", "eagle3": "eagle", "medusa": "mtp"}
 """Ours under the names of the vocabulary."""
 MIN_PROMPT_TOKENS = 200
@@ -29,7 +27,7 @@ COMMON = 10
 """The ten commonest tokens are a good part of any text, and next to nothing of random ids."""
 
 
-def add_setup(
+def _add_setup(
     evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
 ) -> None:
     """Add models, versions and methods from the trace headers, and changes between headers."""
@@ -47,7 +45,7 @@ def add_setup(
         value = values.pop() if len(values) == 1 else None
         if value is not None and len(value) <= MAX_WORD:
             evidence.note(name, value, source)
-    add_changed_target(evidence, headers, source)
+    _add_changed_target(evidence, headers, source)
     if methods:
         most = max(methods, key=lambda method: methods[method])
         evidence.note("method", METHODS.get(most, "other"), source)
@@ -57,7 +55,7 @@ SWITCHING = frozenset({"auto", "goodput", "bandit"})
 """Controllers that plan K = 0 where they expect or measured that drafting does not pay."""
 
 
-def add_off_share(
+def _add_off_share(
     evidence: Evidence, headers: Sequence[TraceHeader], totals: TraceTotals, source: str
 ) -> None:
     """Add the share of decode steps with K = 0, if every controller can switch a draft off."""
@@ -69,7 +67,7 @@ def add_off_share(
         evidence.note("off_share", totals.num_off / steps, f"{source}: {controller}")
 
 
-def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
+def _add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
     """Add that the target changed, if the headers of a trace name two targets and one draft.
 
     Other combinations are a comparison of several arms, of which nothing is added.
@@ -80,7 +78,7 @@ def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], sourc
         evidence.note("changed", ["target"], f"{source}: its headers name two targets, one draft")
 
 
-def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+def _add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
     """Add the verification method, if it is the same for all requests, and facts about prompts."""
     rules = {
         (r.parameters.get("verification"), r.parameters.get("draft_temperature"))
@@ -92,10 +90,10 @@ def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str
         evidence.note("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
         if rule in ("walk", "block", "token"):
             evidence.note("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
-    add_prompts(evidence, requests, source)
+    _add_prompts(evidence, requests, source)
 
 
-def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+def _add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
     """Add whether prompts consist of random tokens, if the trace contains their tokens."""
     counts: Counter[int] = Counter()
     for request in requests:
@@ -189,9 +187,9 @@ def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
     evidence = Evidence(readings=[reading_of(read, name)])
     add_figures(evidence, read.totals, read.requests, source)
     add_contrasts(evidence, read.totals, read.requests, source)
-    add_setup(evidence, read.headers, read.totals.methods, source)
-    add_off_share(evidence, read.headers, read.totals, source)
-    add_asked(evidence, read.requests, source)
+    _add_setup(evidence, read.headers, read.totals.methods, source)
+    _add_off_share(evidence, read.headers, read.totals, source)
+    _add_asked(evidence, read.requests, source)
     add_texts(evidence, read.totals.texts.values(), source)
     return evidence
 
@@ -204,7 +202,7 @@ def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
                 read.headers.append(piece)
         elif isinstance(piece, RequestRecord):
             if len(read.requests) < MAX_REQUESTS:
-                read.requests.append(trimmed(piece, read))
+                read.requests.append(_trimmed(piece, read))
         elif isinstance(piece, Damage):
             read.num_damaged += 1
             if len(read.damage) < MAX_NAMED_DAMAGE:
@@ -213,7 +211,7 @@ def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
             yield piece
 
 
-def trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
+def _trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
     """Remove the fields of a request that evidence does not need, to save memory."""
     tokens = request.prompt_token_ids
     if tokens is not None:
@@ -237,7 +235,7 @@ def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     for table in tables:
         waiting.append(table)
         if sum(map(len, waiting)) >= BLOCK_ROWS:
-            whole, rest = before_last_cycle(pa.concat_tables(waiting))
+            whole, rest = _before_last_cycle(pa.concat_tables(waiting))
             # A cycle as long as a block is none; without this, memory would grow with the trace.
             if not len(whole) or len(rest) >= BLOCK_ROWS:
                 whole, rest = pa.concat_tables([whole, rest]), rest[:0]
@@ -247,7 +245,7 @@ def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
+def _before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     """Split a table before its last cycle, which may continue in the next table."""
     last = table.slice(len(table) - 1)
     same = pc.and_(

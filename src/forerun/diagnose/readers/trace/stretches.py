@@ -13,20 +13,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = [
-    "AFTER_PAUSE",
-    "NO_RECENT_PAUSE",
-    "OUTCOMES",
-    "PAUSES",
-    "Comparison",
-    "StretchCounts",
-    "Stretches",
-    "compare",
-    "ends",
-    "summed",
-]
-
-
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
 """Of a request where there are few of them: after so many steps its text has moved on."""
@@ -98,11 +84,11 @@ class Stretches:
 
     def add(self, drafting: pa.Table) -> None:
         """Count a block of drafting steps, ordered by request and step."""
-        stretch, first = stretch_of(drafting)
-        share = expected_share(drafting)
+        stretch, first = _stretch_of(drafting)
+        share = _expected_share(drafting)
         accepted = (column(drafting, "num_accepted") > 0).astype(np.float64)
         rows = column(drafting, "batch_rows") // (column(drafting, "depth_drafted") + 1)
-        around, outcome = against_others(drafting, stretch, share)
+        around, outcome = _against_others(drafting, stretch, share)
         for name, place, values in (
             ("all", np.zeros_like(stretch), share),
             ("previous", outcome, around),
@@ -128,7 +114,6 @@ def column(table: pa.Table, name: str) -> Ints:
 
 
 def codes(table: pa.Table, name: str, words: Sequence[str]) -> Ints:
-    """Convert words to their indices in a list; NO_PLACE for any other word."""
     indices = pc.fill_null(pc.index_in(table[name], value_set=pa.array(words)), NO_PLACE)
     found: Ints = indices.to_numpy().astype(np.int64)
     return found
@@ -140,7 +125,7 @@ def bucket(values: Ints) -> Ints:
     return found
 
 
-def stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
+def _stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
     """Return the number of the stretch of every row, and the first row of every stretch."""
     names = drafting["request_id"].combine_chunks().dictionary_encode()
     request = names.indices.to_numpy()
@@ -152,7 +137,7 @@ def stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
     return np.cumsum(begins) - 1, np.flatnonzero(begins)
 
 
-def expected_share(drafting: pa.Table) -> Reals:
+def _expected_share(drafting: pa.Table) -> Reals:
     """Return the expected accepted share of each draft, corrected for the draft's depth.
 
     The expectation is over the verifier's own draws, so it scatters less than what was accepted. A
@@ -166,7 +151,7 @@ def expected_share(drafting: pa.Table) -> Reals:
     return levelled
 
 
-def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
+def _against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
     """Return each share minus the mean of its stretch's other steps, and the previous outcomes.
 
     Where steps of a stretch come in any order, the one after a certain step is one of the others.
@@ -257,12 +242,7 @@ class Comparison:
         return self.difference / self.error if self.error > 0.0 else math.inf * self.difference
 
     def is_lower(self, least: float, chance: float) -> bool | None:
-        """Whether acceptance is lower in the second group; None if the test does not decide it.
-
-        Args:
-            least: difference that matters.
-            chance: how often one that is not there may be seen.
-        """
+        """Whether acceptance is lower in the second group; None if the test does not decide it."""
         if self.difference >= least and self.t >= student_quantile(1.0 - chance, self.freedom):
             return True
         return False if self.difference + 2.0 * self.error < NO_FALL else None
@@ -274,7 +254,7 @@ def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
     The error is the larger of two: by the scatter between stretches, which is right however steps
     of one hang together but vague where there are few, and by that between steps.
     """
-    sides = [side_of(places, mask) for mask in (high, low)]
+    sides = [_side_of(places, mask) for mask in (high, low)]
     if any(s.num_steps < MIN_STEPS or s.num_stretches < MIN_STRETCHES for s in sides):
         return None
     spread: list[float] = []
@@ -312,7 +292,7 @@ def ends(places: StretchCounts) -> Comparison | None:
     return None if best is None else compare(places, best[1], ~best[1])
 
 
-def side_of(places: StretchCounts, mask: Mask) -> Side:
+def _side_of(places: StretchCounts, mask: Mask) -> Side:
     """Compute the counts and the mean acceptance of one group of steps."""
     num_steps = int(places.num_steps[mask].sum())
     return Side(
@@ -324,12 +304,7 @@ def side_of(places: StretchCounts, mask: Mask) -> Side:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees.
-
-    Args:
-        probability: above one half.
-        freedom: degrees.
-    """
+    """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees."""
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / (4.0 * freedom)
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)

@@ -13,8 +13,6 @@ import pyarrow.compute as pc
 
 from forerun.diagnose.readers.trace.stretches import AFTER_PAUSE, NO_RECENT_PAUSE, Stretches
 
-__all__ = ["PAUSING", "Seconds", "TraceTotals", "merged"]
-
 SOON, LONG = 2, 5
 """Drafting steps after a plain one that it may affect, and after which it should not any more."""
 KEPT = 50_000
@@ -119,8 +117,8 @@ class TraceTotals:
             self._add_acceptance(drafting)
             self._add_times(drafting)
             self.stretches.add(drafting)
-            add_values(self.methods, drafting["method"])
-            add_values(self.drafting_steps, drafting["request_id"])
+            _add_values(self.methods, drafting["method"])
+            _add_values(self.drafting_steps, drafting["request_id"])
 
     def _add_acceptance(self, drafting: pa.Table) -> None:
         keys = ["k_budget", "depth_drafted", "num_accepted", "num_drafted"]
@@ -155,7 +153,7 @@ class TraceTotals:
         cycles = cycles.append_column("kind", kind).append_column("rows", per_request)
         cycles = cycles.append_column("size", cycles["count_all"]).drop_columns(["count_all"])
         sums = [(f"{name}_max", "sum") for name in ("draft_s", "verify_s", "other_s")]
-        cycles = cycles.append_column("context", log_bucket(cycles["context_tokens_mean"]))
+        cycles = cycles.append_column("context", _log_bucket(cycles["context_tokens_mean"]))
         keys = ["kind", "size", "rows", "context"]
         for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
             self._add_seconds(row)
@@ -186,11 +184,11 @@ class TraceTotals:
                 break
 
     def _add_graphs(self, steps: pa.Table) -> None:
-        add_values(self.graph_hits, steps["graph_hit"].drop_null())
+        _add_values(self.graph_hits, steps["graph_hit"].drop_null())
 
     def _add_requests(self, steps: pa.Table) -> None:
         decoding = steps.filter(pc.equal(steps["num_prefill_rows"], 0))
-        add_values(self.request_steps, decoding["request_id"])
+        _add_values(self.request_steps, decoding["request_id"])
         self.num_off += decoding.filter(pc.equal(decoding["k_budget"], 0)).num_rows
 
     def _add_changes(self, steps: pa.Table) -> None:
@@ -233,13 +231,13 @@ def with_previous(steps: pa.Table) -> pa.Table:
     )
     previous = pc.if_else(follows, outcome, pa.scalar(None, pa.string()))
     previous_k = pc.if_else(follows, before["k_budget"], pa.scalar(None, pa.int64()))
-    steps = steps.append_column("previous", after_nothing(previous, pa.string())).append_column(
-        "previous_k", after_nothing(previous_k, pa.int64())
+    steps = steps.append_column("previous", _after_nothing(previous, pa.string())).append_column(
+        "previous_k", _after_nothing(previous_k, pa.int64())
     )
-    return with_pauses(steps)
+    return _with_pauses(steps)
 
 
-def with_pauses(steps: pa.Table) -> pa.Table:
+def _with_pauses(steps: pa.Table) -> pa.Table:
     """Append each step's index in its request, and whether a plain step came shortly before.
 
     AFTER_PAUSE where one is among the last few, NO_RECENT_PAUSE where all steps since the request
@@ -261,19 +259,16 @@ def with_pauses(steps: pa.Table) -> pa.Table:
     return steps.append_column("since_start", since_start).append_column("paused", paused)
 
 
-def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Shift the values by one row; the first row becomes null."""
+def _after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
 
 
-def log_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the index of each value's bucket; every bucket spans a factor of sqrt(2)."""
+def _log_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
     floor = pc.floor(pc.multiply(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
     return pc.cast(floor, pa.int64())
 
 
-def add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
-    """Count how often each value occurs."""
+def _add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
     for value in pc.value_counts(values).to_pylist():
         counter[value["values"]] += value["counts"]
 

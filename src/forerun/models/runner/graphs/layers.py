@@ -24,19 +24,6 @@ from forerun.models.decoder import (
     read_layer,
 )
 
-__all__ = [
-    "Attend",
-    "Elementwise",
-    "Pass",
-    "Rotation",
-    "Weights",
-    "features_buffer",
-    "heads_of",
-    "logits_of",
-    "read_weights",
-    "rotation_at",
-]
-
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine per row and pair, fp32 [rows, head_dim / 2]."""
 
@@ -51,7 +38,6 @@ class Elementwise:
         weight: Float[Tensor, " hidden"],
         eps: float,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """Return the sum of two tensors, and its RMS norm times `weight`."""
         total = residual + update
         return total, self.norm(total, weight, eps)
 
@@ -70,7 +56,6 @@ class Elementwise:
 
 
 def rotation_at(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation:
-    """Return the rotary embedding of every row, the same for all layers."""
     angles = positions[:, None].float() * decoder.inv_freq
     return angles.cos() * decoder.rope_scale, angles.sin() * decoder.rope_scale
 

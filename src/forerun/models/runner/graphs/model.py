@@ -30,8 +30,6 @@ from forerun.models.runner.graphs.passes import AttendRows, RectanglePass, ragge
 from forerun.models.runner.graphs.programs import CudaRecorder, GraphRecorder, Programs
 from forerun.models.runner.graphs.rectangle import Rows, ShapeLimits
 
-__all__ = ["TorchModel", "build_torch_model", "torch_attention", "working_or_torch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchAttention:
@@ -81,20 +79,20 @@ def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> T
     """Compute the inputs of attention that are the same in all layers of a pass."""
     sizes = decoder.architecture
     keys = torch.arange(rows.bucket.num_keys, device=rows.slot.device)
-    seen = visible_keys(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
+    seen = _visible_keys(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
     bias = torch.zeros_like(seen, dtype=store.geometry.dtype).masked_fill_(~seen, float("-inf"))
     return TorchAttention(
         decoder=decoder,
         store=store,
         rows=rows,
         rotation=rotation_at(decoder, rows.positions.flatten()),
-        places=written_places(store, rows),
+        places=_written_places(store, rows),
         unwritten=(keys >= rows.end[:, None])[:, None, :, None],
         bias=bias[:, None],
     )
 
 
-def visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequences rows keys"]:
+def _visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequences rows keys"]:
     """Mask of visible keys per row: all before the span, and within it those set in `visible`."""
     offsets = keys - rows.start[:, None]
     bits = rows.visible[:, :, None] >> offsets.clamp(0, 63)[:, None]
@@ -102,7 +100,7 @@ def visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequ
     return torch.where(own[:, None], bits & 1 != 0, (offsets < 0)[:, None])
 
 
-def written_places(store: ContiguousKVStore, rows: Rows) -> Int64[Tensor, " written_heads"]:
+def _written_places(store: ContiguousKVStore, rows: Rows) -> Int64[Tensor, " written_heads"]:
     """Return the flat index at which each head of each row is stored in a layer."""
     _, _, num_kv_heads, width, _ = store.geometry.shape
     heads = torch.arange(num_kv_heads, device=rows.slot.device)
@@ -118,17 +116,15 @@ logger = logging.getLogger("forerun.graphs")
 def kernels_for(device: torch.device) -> Kernels:
     """Return Triton's kernels on CUDA if they work there, otherwise torch's."""
     if device.type != "cuda" or find_spec("triton") is None:
-        return torch_kernels()
+        return _torch_kernels()
     return working_or_torch(triton_kernels, device)
 
 
-def torch_kernels() -> Kernels:
-    """Return kernels made of torch operations, for any device."""
+def _torch_kernels() -> Kernels:
     return torch_attention, Elementwise()
 
 
 def triton_kernels() -> Kernels:
-    """Return Triton kernels, which fuse several torch operations into one launch."""
     from forerun.models.runner.graphs.triton_rows import TritonElementwise, triton_attention
 
     return triton_attention, TritonElementwise()
@@ -146,7 +142,7 @@ def working_or_torch(make: Callable[[], Kernels], device: torch.device) -> Kerne
             type(error).__name__,
             error,
         )
-        return torch_kernels()
+        return _torch_kernels()
     return attend_rows, elementwise
 
 
@@ -231,7 +227,7 @@ class TorchModel(StoredModel):
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         programs = None
         if self.programs is not None:
-            programs = programs_over(weights, self.store, self.programs.recorder)
+            programs = _programs_over(weights, self.store, self.programs.recorder)
         return TorchModel(weights=weights, store=self.store, programs=programs)
 
 
@@ -243,25 +239,16 @@ def build_torch_model(
     *,
     recorder: GraphRecorder | None = None,
 ) -> TorchModel:
-    """Read the weights, allocate the KV store and return the model.
-
-    Args:
-        decoder: sizes and constants.
-        read: parameters in the dtype of the geometry, on `device`.
-        geometry: of the KV store.
-        device: any torch has.
-        recorder: how passes are recorded; by default as CUDA graphs on CUDA and not at all
-            elsewhere.
-    """
+    """Read the weights, allocate the KV store and return the model."""
     weights = read_weights(decoder, read, device)
     store = ContiguousKVStore(geometry, device)
     if recorder is None and device.type == "cuda":
         recorder = CudaRecorder(device)
-    programs = None if recorder is None else programs_over(weights, store, recorder)
+    programs = None if recorder is None else _programs_over(weights, store, recorder)
     return TorchModel(weights=weights, store=store, programs=programs)
 
 
-def programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder) -> Programs:
+def _programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder) -> Programs:
     """Create the recorded passes of a model."""
     geometry = store.geometry
     attend_rows, elementwise = kernels_for(store.device)

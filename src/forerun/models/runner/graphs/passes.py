@@ -29,8 +29,6 @@ from forerun.models.runner.graphs.layers import (
 )
 from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows
 
-__all__ = ["AttendRows", "RectanglePass", "ragged_pass"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RaggedAttention:
@@ -59,12 +57,7 @@ class RaggedAttention:
 
 
 def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
-    """Stage the rows of a pass and run it without a recording.
-
-    Raises:
-        NotEnoughMemory: rows do not fit into their slot.
-        ValueError: rows overwrite committed ones or leave a gap.
-    """
+    """Stage the rows of a pass and run it without a recording."""
     features = features_buffer(weights, len(batch.tokens), batch.feature_layers)
     decoder = weights.decoder
     groups = decoder.architecture.num_heads // decoder.architecture.num_kv_heads
@@ -139,7 +132,7 @@ class RectanglePass:
         tokens = most_likely(logits, vocab_size, inputs.original)
         chain = [tokens]
         for depth in range(num_tokens - 1):
-            logits = self.logits(next_rows(inputs.rows, depth), tokens, sequences)
+            logits = self.logits(_next_rows(inputs.rows, depth), tokens, sequences)
             tokens = most_likely(logits, vocab_size, inputs.original)
             chain.append(tokens)
         return torch.stack(chain, dim=1)
@@ -148,11 +141,10 @@ class RectanglePass:
 def most_likely(
     logits: Float[Tensor, "sequences vocab"], vocab_size: int, original: Int64[Tensor, " sequences"]
 ) -> Int64[Tensor, " sequences"]:
-    """Return the most likely token of each sequence; padding rows take that of their original."""
     return logits[:, :vocab_size].argmax(dim=-1).index_select(0, original)
 
 
-def next_rows(rows: Rows, depth: int) -> Rows:
+def _next_rows(rows: Rows, depth: int) -> Rows:
     """Return one row per sequence, `depth` positions after its first draft position."""
     bucket = PassShape(
         num_sequences=rows.bucket.num_sequences,

@@ -17,8 +17,6 @@ from forerun.models.runner.graphs.layers import features_buffer
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.rectangle import Inputs, PassShape, ShapeLimits, shape_of
 
-__all__ = ["CudaRecorder", "GraphRecorder", "Programs"]
-
 
 @runtime_checkable
 class GraphRecorder(Protocol):
@@ -143,7 +141,6 @@ class Programs:
 
     @property
     def num_recorded(self) -> int:
-        """Number of shapes recorded so far."""
         return len(self._programs)
 
     def forward(self, batch: RowBatch) -> ModelOutput | None:
@@ -163,7 +160,7 @@ class Programs:
             if output.features is not None and expected.features is not None:
                 pair = (output.features.flatten(0, 1), expected.features.flatten(0, 1))
                 distance = max(distance, disagreement(*pair))
-            if distance > tolerance_of(logits.dtype):
+            if distance > _tolerance_of(logits.dtype):
                 self._refuse(bucket, f"recorded they differ by {distance:.1g} of their logits")
                 return expected
             self._trusted.add(bucket)
@@ -228,14 +225,12 @@ class Programs:
 def disagreement(
     actual: Float[Tensor, "rows vocab"], expected: Float[Tensor, "rows vocab"]
 ) -> float:
-    """Return the largest relative distance between two rows; expected rows with NaN are skipped."""
     distances = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     is_finite = expected.isfinite().all(dim=-1)
     return float(distances.nan_to_num(torch.inf).where(is_finite, 0.0).max().item())
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return a tolerance above differences in rounding and far below the effect of a wrong mask."""
+def _tolerance_of(dtype: torch.dtype) -> float:
     return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 

@@ -18,17 +18,6 @@ from torch import Tensor
 
 from forerun.models.base import RowBatch, Span
 
-__all__ = [
-    "MAX_ROWS",
-    "NUM_FIELDS",
-    "Inputs",
-    "PassShape",
-    "Rows",
-    "ShapeLimits",
-    "shape_of",
-    "table_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
@@ -90,7 +79,6 @@ class Inputs:
         )
 
     def packed_features(self, batch: RowBatch) -> Float[Tensor, "rows layers hidden"] | None:
-        """Return a copy of the features of the rows of `batch`, in the order of the rows."""
         if self.features is None:
             return None
         return self.features.index_select(0, self._place[: len(batch.tokens)])
@@ -175,7 +163,7 @@ def shape_of(
     longest = max(span.num_rows for span in spans)
     if longest > MAX_ROWS:
         return None
-    num_sequences = padded_sequences(len(spans), limits.num_sequences)
+    num_sequences = _padded_sequences(len(spans), limits.num_sequences)
     num_rows = next(step for step in ROW_STEPS if step >= longest)
     num_padded = num_sequences * num_rows
     num_free = max(limits.num_free_rows, 2 * sum(span.num_rows for span in spans))
@@ -190,8 +178,7 @@ def shape_of(
     )
 
 
-def padded_sequences(count: int, most: int) -> int:
-    """Round up to 1, 2, 3, 4 or a multiple of a quarter of the next power of two."""
+def _padded_sequences(count: int, most: int) -> int:
     step = max(1, (1 << (count - 1).bit_length()) // 4)
     return min(most, -(-count // step) * step)
 

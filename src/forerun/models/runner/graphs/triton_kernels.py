@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["attend_kernel", "combine_kernel", "gate_kernel", "norm_kernel", "rotate_kernel"]
-
 
 @triton.jit
 def norm_kernel(

@@ -21,8 +21,6 @@ from forerun.models.runner.graphs.triton_kernels import (
     rotate_kernel,
 )
 
-__all__ = ["TritonAttention", "TritonElementwise", "triton_attention"]
-
 # Keys attended to by one program: fewest, and what keeps programs few in long contexts.
 MIN_CHUNK, MAX_CHUNKS = 256, 64
 # Keys it reads at once, and the bytes of them that leave room for two such blocks on any device.
@@ -43,9 +41,8 @@ class TritonElementwise(Elementwise):
         weight: Float[Tensor, " hidden"],
         eps: float,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """Return the sum of two tensors, and its RMS norm times `weight`."""
         total, normed = torch.empty_like(residual), torch.empty_like(residual)
-        launch_norm((residual, update, weight, total, normed), eps, adds=True)
+        _launch_norm((residual, update, weight, total, normed), eps, adds=True)
         return total, normed
 
     def norm(
@@ -53,7 +50,7 @@ class TritonElementwise(Elementwise):
     ) -> Float[Tensor, "rows hidden"]:
         """Return the RMS norm of rows, times `weight`."""
         normed = torch.empty_like(rows)
-        launch_norm((rows, rows, weight, normed, normed), eps, adds=False)
+        _launch_norm((rows, rows, weight, normed, normed), eps, adds=False)
         return normed
 
     def gate(
@@ -67,7 +64,7 @@ class TritonElementwise(Elementwise):
         return gated
 
 
-def launch_norm(tensors: tuple[Tensor, ...], eps: float, *, adds: bool) -> None:
+def _launch_norm(tensors: tuple[Tensor, ...], eps: float, *, adds: bool) -> None:
     """Launch the norm kernel with one program per row."""
     num_rows, num_columns = tensors[0].shape
     block = triton.next_power_of_2(num_columns)
@@ -100,7 +97,6 @@ class TritonAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
         keys, values = self.store.layer(index)
         query = self.rotate(layer, qkv, keys, values)
         return self.attend(query, keys, values)
@@ -146,7 +142,7 @@ class TritonAttention:
         """Attend to every chunk of keys separately, then combine the chunks of each row."""
         sizes, rows, bucket = self.decoder.architecture, self.rows, self.rows.bucket
         groups, num_kv_heads = sizes.num_heads // sizes.num_kv_heads, sizes.num_kv_heads
-        block_rows, num_tiles = tiles_of(groups * bucket.num_rows)
+        block_rows, num_tiles = _tiles_of(groups * bucket.num_rows)
         chunk = chunk_of(bucket.num_keys)
         num_chunks = triton.cdiv(bucket.num_keys, chunk)
         shape = (bucket.num_sequences, num_kv_heads, num_chunks, num_tiles * block_rows)
@@ -198,8 +194,7 @@ class TritonAttention:
         return attended
 
 
-def tiles_of(num_folded: int) -> tuple[int, int]:
-    """Return the rows per tile and the number of tiles for a sequence."""
+def _tiles_of(num_folded: int) -> tuple[int, int]:
     block_rows = min(MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_folded)))
     return block_rows, triton.cdiv(num_folded, block_rows)
 
@@ -211,6 +206,5 @@ def chunk_of(num_keys: int) -> int:
 
 
 def triton_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TritonAttention:
-    """Compute the inputs of attention that are the same in all layers of a pass."""
     rotation = rotation_at(decoder, rows.positions.flatten())
     return TritonAttention(decoder=decoder, store=store, rows=rows, rotation=rotation)
