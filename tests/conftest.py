@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,8 @@ install_import_hook(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the kernels before there are workers, which would all do it at once."""
+    # A shell starts background commands with SIGINT ignored, and the tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "not full":
         checking.BUDGET.per_test = None
     from forerun.errors import RunnerUnavailable

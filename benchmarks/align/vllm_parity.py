@@ -1,7 +1,7 @@
 """Does vLLM accept of an exported draft or EAGLE-3 head what our engine accepts of it?
 
-    make vllm-parity ARGS="--draft aligned/draft --out benchmarks/align/vllm-parity"
-    make vllm-parity ARGS="--target zoo:code-40m --draft zoo:eagle3-for-40m --out OUT"
+    make -f benchmarks/Makefile vllm-parity ARGS="--draft aligned/draft --out OUT"
+    make -f benchmarks/Makefile vllm-parity ARGS="--draft zoo:eagle3-for-40m --out OUT"
 
 Both engines continue the same held-out prompts one at a time in bf16, with the settings the
 export writes for vLLM. vLLM counts with its own metrics. At temperature 0 the texts are the same up
@@ -315,7 +315,9 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.draft = model_folder(arguments.draft)
     if shutil.which(arguments.environments / "vllm" / "bin" / "python") is None:
-        parser.error(f"{arguments.environments / 'vllm'} is no environment; make peers-vllm")
+        parser.error(
+            f"{arguments.environments / 'vllm'} is no environment; see benchmarks/Makefile"
+        )
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own counters of one draft, by prompt; runs in the environment of `make peers-vllm`.
+"""vLLM's own counters of one draft, by prompt; runs in the environment of `peers-vllm`.
 
     python vllm_worker.py JOB.json COUNTS.json
 

@@ -1,7 +1,7 @@
 """Requests of several kinds through the real engine, and what each of them took.
 
-Edits are scripted (benchmarks/suffix): the passes are the target's own, the text is that of a model
-that does the edit. Everything else is the target's own text.
+Edits are scripted (benchmarks/speed/suffix): the passes are the target's own, the text that of a
+model that does the edit. Everything else is the target's own text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from texts import Text, code_texts, edit_texts, prose_texts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "suffix"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "speed" / "suffix"))
 
 from scripted import ScriptedModel
 

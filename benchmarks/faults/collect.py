@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from lab.catalogue import FAULTS
-from lab.laboratory import Lab
-from lab.run import FaultRun, run_fault
-from lab.setups import Fault
+from tests.lab.catalogue import FAULTS
+from tests.lab.laboratory import Lab
+from tests.lab.run import FaultRun, run_fault
+from tests.lab.setups import Fault
 
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.documents import facts_document

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collect import name_of, seeds_of
-from lab.catalogue import FAULTS
-from lab.setups import Fault
 from matplotlib.patches import Rectangle
+from tests.lab.catalogue import FAULTS
+from tests.lab.setups import Fault
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.documents import read_facts

@@ -6,11 +6,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from lab.catalogue import FAULTS
-from lab.laboratory import Lab
-from lab.run import run_fault
 from rich.console import Console
 from rich.table import Table
+from tests.lab.catalogue import FAULTS
+from tests.lab.laboratory import Lab
+from tests.lab.run import run_fault
 
 __all__ = ["main"]
 

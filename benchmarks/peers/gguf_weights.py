@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face as a GGUF file; runs in the environment of `make peers-llamacpp`.
+"""A Llama of Hugging Face as a GGUF file; runs in the environment of `peers-llamacpp`.
 
 python gguf_weights.py MODEL_FOLDER OUT.gguf bf16
 """

@@ -1,4 +1,4 @@
-"""The command of llama.cpp's server, from the Debian system of `make peers-llamacpp`.
+"""The command of llama.cpp's server, from the Debian system of `peers-llamacpp`.
 
 Workers run outside of our environment, so this module needs the standard library only.
 """

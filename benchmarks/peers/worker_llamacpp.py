@@ -1,4 +1,4 @@
-"""llama.cpp's server behind the protocol; runs in the environment of `make peers-llamacpp`.
+"""llama.cpp's server behind the protocol; runs in the environment of `peers-llamacpp`.
 
     python worker_llamacpp.py f16
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI behind the protocol; runs in the environment of `make peers-openvino`."""
+"""OpenVINO GenAI behind the protocol; runs in the environment of `peers-openvino`."""
 
 from __future__ import annotations
 

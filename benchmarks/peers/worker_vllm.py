@@ -1,4 +1,4 @@
-"""vLLM for CPUs behind the protocol; runs in the environment of `make peers-vllm`.
+"""vLLM for CPUs behind the protocol; runs in the environment of `peers-vllm`.
 
 Two engines do not live in one process and an engine has one K, so the harness starts a worker for
 every K, and one for plain decoding.

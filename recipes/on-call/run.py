@@ -1,4 +1,4 @@
-"""On call: a deploy, latency up, most cycles accept nothing or one token: `make on-call`.
+"""On call: a deploy, latency up, most cycles accept nothing or one token.
 
 A pair in service is traced while all is well. Then a deploy takes another draft from the shelf
 and raises K. The target still verifies every draft in one pass, and decoding is slower than without

@@ -1,4 +1,4 @@
-"""The paradox of the useless draft, and its way out: `make paradox`.
+"""The paradox of the useless draft, and its way out: `python recipes/paradox/run.py`.
 
 A draft from the shelf makes the shipped target slower than plain decoding. Distilled on the text of
 the target it makes it faster. The target is updated by a short fine-tune, the draft goes stale, and

@@ -29,7 +29,7 @@ from forerun.sampling.noise import Purpose, step_key
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.sampling.walk import target_keys, walk
 from forerun.theory.record import StepRecord
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import TokenTree, expanded
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -145,7 +145,7 @@ class FeatureTrees:
     ) -> tuple[list[int], list[Tensor]]:
         """Tokens of all nodes and rows they were drawn from; the run's probability is updated."""
         tokens, rows = [0] * len(tree.parents), []
-        for parent in tree_rules.expanded(tree):
+        for parent in expanded(tree):
             above = [tokens[node] + 1 for node in tree.path(parent)]
             row = self.tables[(mark + 3 * sum(above)) % NUM_TABLES].clone()
             children = tree.children(parent)

@@ -1,4 +1,4 @@
-"""A few hundred requests of the soak test; `make soak-server` runs 10,000."""
+"""A few hundred requests of the soak test; `soak-server` runs 10,000."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lab.catalogue import FAULTS
-from lab.dice import Dice
-from lab.laboratory import Lab
-from lab.run import run_fault
+from tests.lab.catalogue import FAULTS
+from tests.lab.dice import Dice
+from tests.lab.laboratory import Lab
+from tests.lab.run import run_fault
 
 from forerun.diagnose.causes import CAUSES
 from forerun.diagnose.derive import derive

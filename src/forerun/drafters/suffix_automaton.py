@@ -188,7 +188,7 @@ class SuffixAutomaton:
 PRIOR = (0.0, 0.15, 0.35, 0.55, 0.7, 0.85, 0.95)
 """Rates before anything is known, for matches of 0, 1, 2-3, 4-7, 8-15, 16-31 and more tokens.
 
-Between those of prose and of repeated edits, near those of code: benchmarks/suffix.
+Between those of prose and of repeated edits, near those of code: benchmarks/speed/suffix.
 """
 LONGEST = len(PRIOR) - 1
 SPEED = 1 / 8

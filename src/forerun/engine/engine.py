@@ -28,7 +28,7 @@ class Engine(EngineCore):
     raised between two steps, after which the engine can be used further.
 
     Example:
-        engine = Engine.load("zoo:target", draft="zoo:draft-domain")
+        engine = Engine.load("zoo:code-40m", draft="zoo:code-2m-for-40m")
         print(engine.generate("def add(a, b):")[0].text)
 
     Attributes:
@@ -56,7 +56,7 @@ class Engine(EngineCore):
         """Load a target, and optionally a draft, from a local folder, the hub or the zoo.
 
         Args:
-            target: folder, hub name, "zoo:target", or a model that transformers has loaded, whose
+            target: folder, hub name, "zoo:code-40m", or a model that transformers has loaded, whose
                 weights are then shared.
             draft: the same for a draft model, the folder of an EAGLE-3 or Medusa head, "suffix",
                 "recycling" or "self:N" (see `DRAFTERS`), or several of them for the controller to

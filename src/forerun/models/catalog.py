@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +10,9 @@ from forerun.errors import InvalidModel
 
 PREFIX = "zoo:"
 ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
-# Names of release 0.1; each works for one release more, with a notice.
-OLD_NAMES = {"target": "code-11m", "draft-domain": "code-2m", "draft-off-the-shelf": "books-1m"}
+# Test models, in the repository only: they would be a quarter of the wheel.
+REPOSITORY_ONLY = ("code-11m", "code-2m")
 FOLDER = Path(__file__).parent / "zoo"
-
-logger = logging.getLogger("forerun.models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +38,18 @@ def zoo_path(name: str) -> Path:
         InvalidModel: there is no such model, or it is not part of this installation.
     """
     short = name.removeprefix(PREFIX)
-    if short in OLD_NAMES:
-        logger.warning(
-            "%s%s is now called %s%s; the old name goes with the next release",
-            *(PREFIX, short, PREFIX, OLD_NAMES[short]),
-        )
-        short = OLD_NAMES[short]
     if short not in ZOO:
         known = ", ".join(PREFIX + model for model in ZOO)
         raise InvalidModel(f"no shipped model is called {name!r}; there are {known}")
     folder = FOLDER / short
     if not folder.is_dir():
+        advice = (
+            "it is a test model that only a checkout has (pip install -e .); use zoo:code-40m"
+            if short in REPOSITORY_ONLY
+            else "reinstall forerun or rebuild it with recipes/zoo"
+        )
         raise InvalidModel(
-            f"{PREFIX}{short} is missing from this installation ({folder}); reinstall forerun or "
-            "rebuild it with recipes/zoo"
+            f"{PREFIX}{short} is missing from this installation ({folder}); {advice}"
         )
     return folder
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lab.device import DRAFT_PACE, Device, on_device
 from tests import tiny
+from tests.lab.device import DRAFT_PACE, Device, on_device
 from tests.natives import native_model
 
 from forerun.control.base import Plan

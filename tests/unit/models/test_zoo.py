@@ -51,10 +51,3 @@ def test_damaged_prompts(shelf, content):
         (shelf / "prompts.jsonl").write_text(content)
     with pytest.raises(InvalidModel, match=r"prompts\.jsonl"):
         catalog.held_out_prompts()
-
-
-@pytest.mark.parametrize(("old", "new"), catalog.OLD_NAMES.items())
-def test_old_names_work_with_a_notice(shelf, caplog, old, new):
-    (shelf / new).mkdir()
-    assert catalog.zoo_path(f"zoo:{old}") == shelf / new
-    assert f"zoo:{old} is now called zoo:{new}" in caplog.text

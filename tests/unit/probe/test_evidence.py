@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lab.drafts import KeepsRejected
+from tests.lab.drafts import KeepsRejected
 from tests.tiny import cousin, drafting, engine_over, tabular
 
 from forerun.diagnose.evidence import Evidence

@@ -14,14 +14,13 @@ from forerun.sampling.tree_rules import (
     TreeRule,
     TreeWeights,
     accepted_node,
-    expanded,
     expected_accepted,
     post_order,
     tree_keys,
     tree_weights,
     verify_trees,
 )
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import TokenTree, expanded
 
 TREE = TokenTree((-1, -1, 0, 0, 1, 3))
 VOCAB = 5
