@@ -27,7 +27,7 @@ TORCH_FREE = (
     "forerun.engine.config",
     "forerun.plan.advice",
     "forerun.plan.simulation.comparison",
-    "forerun.probe.profile",
+    "forerun.measure.profile.profile",
     "forerun.sampling.config",
     "forerun.trace.files",
     "forerun.trace.summary",

@@ -31,6 +31,7 @@ CLEAN: tuple[str, ...] = (
     "drafters",
     "engine",
     "errors.py",
+    "measure",
     "models",
     "native",
     "pictures.py",

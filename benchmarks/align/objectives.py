@@ -31,8 +31,6 @@ from openings import modules
 from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.evaluation.figures import DraftFigures
-from forerun.align.evaluation.judge import Judge
 from forerun.align.objectives import make_objective, suited_objective
 from forerun.align.progress import StepMetrics
 from forerun.align.teachers.choose import TeacherSource, make_teacher
@@ -41,6 +39,8 @@ from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.training.trainer import Trainer, make_accelerator
 from forerun.align.workspace import Workspace, read_settings
 from forerun.engine.engine import Engine
+from forerun.measure.judge.figures import DraftFigures
+from forerun.measure.judge.judge import Judge
 from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash
 

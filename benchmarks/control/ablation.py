@@ -31,6 +31,7 @@ from scipy import stats
 
 from forerun.control.base import Controller, Tree
 from forerun.control.fixed import FixedController
+from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds import AcceptancePart, Constant, Fixed, Mixed, Uniform
@@ -39,7 +40,6 @@ from forerun.plan.simulation.result import Result, SimulationTally, result_of
 from forerun.plan.simulation.server import Sequential, Server, levels
 from forerun.plan.simulation.times import CycleTimes, Times
 from forerun.plan.simulation.traffic import traffic_of
-from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 
 HERE = Path(__file__).parent

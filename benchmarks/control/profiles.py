@@ -13,18 +13,18 @@ from served import LOOKAHEADS, Place, fixed_arms, items_of, serve, warm_up
 from texts import edit_texts, halves
 
 from forerun.engine.config import EngineConfig
+from forerun.measure.profile.config import ProfileConfig
+from forerun.measure.profile.measurement import estimates_of, measure_pair
+from forerun.measure.profile.pair import facts_of, load_pair
+from forerun.measure.profile.profile import Profile, load_profile, write_profile
+from forerun.measure.profile.rounds import widest
 from forerun.plan.costs import DraftCosts, with_draft_cost
-from forerun.probe.config import ProbeConfig
-from forerun.probe.measurement import estimates_of, measure_pair
-from forerun.probe.pair import facts_of, load_pair
-from forerun.probe.profile import Profile, load_profile, write_profile
-from forerun.probe.rounds import widest
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
 
 NUM_COPIED = 24
 """Edits, of the half that nothing is tested on."""
-CONFIG = ProbeConfig(
+CONFIG = ProfileConfig(
     rows=(*range(1, LOOKAHEADS[-1] + 2), EngineConfig().max_tree_nodes + 1),
     batches=(1,),
     contexts=(256, 768),  # steps are timed whole at the first: about where requests are

@@ -34,10 +34,10 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
 from forerun.engine.observing import EmittedRecords
+from forerun.measure.profile.profile import load_profile
 from forerun.models.catalog import held_out_prompts
 from forerun.models.load import model_folder
 from forerun.pictures import picture
-from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal

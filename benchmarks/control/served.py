@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "speed" / "suffix"))
 
 from scripted import ScriptedModel
 
-from forerun.bench.compare import MIN_TOKENS
 from forerun.cli.flags import ZOO_DRAFT, ZOO_DRAFTS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
+from forerun.measure.bench.compare import MIN_TOKENS
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams

@@ -23,7 +23,7 @@ from tests.lab.setups import Fault
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.documents import facts_document
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.evidence.run import ProbedEngine, probe_engine
+from forerun.probe.run import ProbedEngine, probe_engine
 
 PROBE = EvidenceConfig(num_prompts=8, num_tokens=64, num_self_prompts=0, max_rows=0)
 """Passes are not timed: this machine is not the device of the laboratory."""

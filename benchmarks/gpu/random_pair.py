@@ -11,12 +11,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
+from forerun.measure.profile.pair import ModelFacts
 from forerun.models.architecture import read_architecture
 from forerun.models.decoder import parameter_shapes, read_decoder
 from forerun.models.huggingface import geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
 from forerun.models.tokenizers import Tokenizer, adopt
-from forerun.probe.pair import ModelFacts
 
 __all__ = ["SHAPES", "Room", "Shape", "facts_of", "random_model", "static_model", "tokenizer_of"]
 

@@ -26,13 +26,13 @@ from random_pair import SHAPES, Room, facts_of, random_model, static_model, toke
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.measure.profile.config import ProfileConfig
+from forerun.measure.profile.measurement import measure_pair
+from forerun.measure.profile.pair import LoadedPair
+from forerun.measure.profile.profile import Profile
+from forerun.measure.profile.rounds import Stopwatch
 from forerun.models.base import LanguageModel
 from forerun.models.runner.graphs.model import TorchModel
-from forerun.probe.config import ProbeConfig
-from forerun.probe.measurement import measure_pair
-from forerun.probe.pair import LoadedPair
-from forerun.probe.profile import Profile
-from forerun.probe.rounds import Stopwatch
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
 
@@ -199,7 +199,7 @@ def main() -> None:
             engine=config,
         ),
         (facts_of(options.target, target), facts_of(options.draft, draft)),
-        ProbeConfig(
+        ProfileConfig(
             rows=ROWS,
             batches=batches,
             contexts=(PROMPT_TOKENS, 512),

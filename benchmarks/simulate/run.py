@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Workload
 from forerun.plan.simulation.workload_file import load_workload
-from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 
 HERE = Path(__file__).parent

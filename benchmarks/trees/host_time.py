@@ -30,8 +30,8 @@ from forerun.drafters.tree_builder import Path as TreePath
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
+from forerun.measure.profile.rounds import Stopwatch, TimedModel, timed
 from forerun.models.catalog import held_out_prompts
-from forerun.probe.rounds import Stopwatch, TimedModel, timed
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio

@@ -32,7 +32,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from forerun.bench.compare import BenchArm, Block, Prompt, run_blocks
 from forerun.control.base import Tree
 from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
@@ -40,9 +39,10 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
+from forerun.measure.bench.compare import BenchArm, Block, Prompt, run_blocks
+from forerun.measure.profile.profile import load_profile
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.catalog import held_out_prompts
-from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.splitmix import finalise

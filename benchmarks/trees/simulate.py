@@ -19,11 +19,11 @@ from rich.progress import track
 from rich.table import Table
 
 from forerun.control.named import ControllerInputs, build_controller
+from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import METHOD, ControllerComparison, simulate
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds import Constant, Fixed, Uniform
-from forerun.probe.profile import load_profile
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 CHAINS = ("plain", *(f"fixed:{k}" for k in (1, 2, 3, 4, 6, 8)))

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forerun.probe.config import Quantity
-from forerun.probe.profile import Profile, load_profile, plot
+from forerun.measure.profile.config import Quantity
+from forerun.measure.profile.profile import Profile, load_profile, plot
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
 

@@ -17,7 +17,6 @@ from tests.lab.device import DRAFT_PACE, Device
 from tests.lab.laboratory import TARGET, Lab
 from torch import Tensor
 
-from forerun.align.evaluation.teacher_forced import read_text
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
@@ -25,6 +24,7 @@ from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import examine, model_of
 from forerun.drafters.medusa import MedusaDrafter
 from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from forerun.measure.judge.teacher_forced import read_text
 from forerun.models.base import LanguageModel
 from forerun.models.kv_store import KVStore
 from forerun.models.load import model_folder

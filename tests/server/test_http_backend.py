@@ -15,10 +15,10 @@ from tests.unit.align.data.conftest import prompt
 
 from forerun.align.data.responses import seed_of
 from forerun.align.data.server import SEED_MASK, ResponseServer, ResponseServerConfig
-from forerun.bench.compare import BenchArm, Prompt, measure
 from forerun.engine.http_backend import HttpBackend, counts_of
 from forerun.engine.results import Backend
 from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.measure.bench.compare import BenchArm, Prompt, measure
 from forerun.sampling.config import SamplingParams
 from forerun.server.answers import speculation_of
 

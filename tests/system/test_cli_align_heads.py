@@ -8,13 +8,13 @@ import pytest
 from tests.profiles import exact_times
 from tests.system.conftest import byte_tokenizer, save_model
 
-from forerun.align.evaluation.teacher_forced import attached_acceptance, head_in
 from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
+from forerun.measure.judge.teacher_forced import attached_acceptance, head_in
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from forerun.bench import compare as arms
-from forerun.bench.comparison import BenchComparison
 from forerun.cli.main import main
+from forerun.measure.bench import compare as arms
+from forerun.measure.bench.comparison import BenchComparison
 
 SMALL = ("--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1")
 

@@ -9,11 +9,11 @@ from itertools import count
 
 import pytest
 
-from forerun.bench.config import DemoConfig, DraftArms
-from forerun.bench.demo import Demo
-from forerun.bench.report import Mismatch
 from forerun.cli import demo as command
 from forerun.cli.main import main
+from forerun.measure.bench.config import DemoConfig, DraftArms
+from forerun.measure.bench.demo import Demo
+from forerun.measure.bench.report import Mismatch
 
 ROW_KEYS = {
     "name",

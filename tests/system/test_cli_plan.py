@@ -11,7 +11,7 @@ from tests.profiles import SETUP, profile_of
 from tests.records import HEADER, REQUEST, steps
 
 from forerun.cli.main import main
-from forerun.probe.profile import write_profile
+from forerun.measure.profile.profile import write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.trace.files import open_trace

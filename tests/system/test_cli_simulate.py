@@ -9,7 +9,7 @@ import pytest
 from tests.profiles import profile_of
 
 from forerun.cli.main import main
-from forerun.probe.profile import write_profile
+from forerun.measure.profile.profile import write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.report import check_exactness
 from forerun.cli.main import main
 from forerun.control.base import Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.measure.bench.report import check_exactness
 from forerun.models.catalog import held_out_prompts, zoo_path
 from forerun.models.draft_card import identify, read_card
 from forerun.sampling.config import SamplingParams

@@ -23,7 +23,14 @@ from edits import edit_prompts
 from scripted import ScriptedModel, ScriptReader
 
 import forerun
-from forerun.bench.compare import (
+from forerun.control.base import Plan
+from forerun.drafters.base import DraftRequest
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.drafters.suffix_automaton import SuffixAutomaton
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
+from forerun.measure.bench.compare import (
     BenchArm,
     Prompt,
     batched,
@@ -32,14 +39,7 @@ from forerun.bench.compare import (
     scouted,
     warm_up,
 )
-from forerun.bench.summary import ArmSummary, summarise
-from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest
-from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.suffix_automaton import SuffixAutomaton
-from forerun.engine.config import EngineConfig
-from forerun.engine.engine import Engine
-from forerun.engine.observing import EmittedRecords
+from forerun.measure.bench.summary import ArmSummary, summarise
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures
 from forerun.align.progress import StepMetrics
+from forerun.measure.judge.figures import AcceptanceFigures, DraftFigures
 from forerun.pictures import BASELINE, COLOURS, picture
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from forerun.align.checks import DEFAULTS
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import data_hash
-from forerun.align.evaluation.figures import DraftFigures, FigureChange, Ledger, changes, ledger_of
-from forerun.align.evaluation.judge import Judge
 from forerun.align.export import describe_pair, export_draft, push_draft
 from forerun.align.objectives import objective_of
 from forerun.align.plots import plot_survival, plot_training
@@ -32,6 +30,8 @@ from forerun.align.workspace import (
 )
 from forerun.bounded_documents import read_json
 from forerun.errors import InvalidModel
+from forerun.measure.judge.figures import DraftFigures, FigureChange, Ledger, changes, ledger_of
+from forerun.measure.judge.judge import Judge
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder
 from forerun.provenance import Provenance, collect, content_hash, version_of

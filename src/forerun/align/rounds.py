@@ -13,8 +13,6 @@ from accelerate import Accelerator
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.evaluation.figures import DraftFigures
-from forerun.align.evaluation.judge import Judge
 from forerun.align.objectives import objective_of
 from forerun.align.progress import OnProgress, Phases
 from forerun.align.teachers.base import ProcessShare, Teacher
@@ -23,6 +21,8 @@ from forerun.align.texts import TrainingTexts
 from forerun.align.training.trainer import from_main
 from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
 from forerun.atomic_write import atomic_folder
+from forerun.measure.judge.figures import DraftFigures
+from forerun.measure.judge.judge import Judge
 
 logger = logging.getLogger("forerun.align")
 

@@ -31,7 +31,6 @@ from forerun.align.checks import (
 )
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
-from forerun.align.evaluation.judge import Judge
 from forerun.align.objectives import objective_of
 from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
 from forerun.align.report import (
@@ -50,6 +49,7 @@ from forerun.align.training.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.training.trainer import Trainer, from_main, make_accelerator
 from forerun.align.workspace import Workspace, exclusive_access, lock_for
 from forerun.engine.engine import Engine
+from forerun.measure.judge.judge import Judge
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash

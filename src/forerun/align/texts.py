@@ -18,10 +18,10 @@ from forerun.align.data.responses import (
     write_responses,
 )
 from forerun.align.data.sample import Sample, Source, prompt_hash
-from forerun.align.evaluation.judged import EvaluationPrompt
 from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
+from forerun.measure.judge.judged import EvaluationPrompt
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.models.tokenizers import Tokenizer

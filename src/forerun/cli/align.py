@@ -33,13 +33,13 @@ from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
-    from forerun.align.evaluation.figures import (
+    from forerun.align.report import AlignReport
+    from forerun.measure.judge.figures import (
         AcceptanceFigures,
         DraftFigures,
         FigureChange,
         Ledger,
     )
-    from forerun.align.report import AlignReport
     from forerun.theory.intervals import Interval
 
 logger = logging.getLogger("forerun.align")
@@ -184,7 +184,7 @@ def aligned(options: AlignOptions) -> int:
 
     from forerun.align.run import align
     from forerun.cli.pair_costs import PairCosts
-    from forerun.probe.profile import load_profile
+    from forerun.measure.profile.profile import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
     predicted = not options.no_prediction and config.method != "medusa"

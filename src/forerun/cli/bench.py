@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
-from forerun.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
 from forerun.cli.bench_endpoints import EndpointFlags, EndpointRun
 from forerun.cli.command import Command, is_flag
 from forerun.cli.flags import TraceFlags, check_plot, check_threads, check_writable
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
+from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
 from forerun.models.architecture import Runner
 from forerun.models.catalog import PREFIX
 
 if TYPE_CHECKING:
-    from forerun.bench.comparison import BenchComparison, BenchTrace
+    from forerun.measure.bench.comparison import BenchComparison, BenchTrace
     from forerun.plan.costs import DraftCosts
     from forerun.trace.files import TraceWriter
 
@@ -145,8 +145,8 @@ def run(options: BenchOptions) -> int:
     options.check()
     prompts = texts_of(options)
 
-    from forerun.bench.compare import MIN_TOKENS
-    from forerun.bench.comparison import BenchComparison
+    from forerun.measure.bench.compare import MIN_TOKENS
+    from forerun.measure.bench.comparison import BenchComparison
 
     with SafeConsole(stderr=True).status("starting") as status, ExitStack() as opened:
         comparison = BenchComparison(
@@ -208,7 +208,7 @@ def _endpoint_run(options: BenchOptions) -> EndpointRun:
 
 def texts_of(options: BenchOptions) -> list[str]:
     """Read the prompts of the file, or the shipped ones."""
-    from forerun.bench.comparison import neighbours_apart, read_prompts
+    from forerun.measure.bench.comparison import neighbours_apart, read_prompts
 
     if options.prompts is not None:
         return read_prompts(options.prompts, options.tag)
@@ -236,7 +236,7 @@ def _begin_trace(
     trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
 ) -> BenchTrace:
     """Write one trace header per draft; the draft's hash in each step refers to its header."""
-    from forerun.bench.comparison import BenchTrace
+    from forerun.measure.bench.comparison import BenchTrace
     from forerun.provenance import trace_header
 
     device = str(comparison.device)
@@ -261,7 +261,7 @@ def show(comparison: BenchComparison, options: BenchOptions) -> None:
         with atomic_write(options.out) as scratch:
             scratch.write_text(content + "\n", encoding="utf-8")
     if options.plot is not None and report.has_results:
-        from forerun.bench.summary import plot
+        from forerun.measure.bench.summary import plot
 
         panels = {cell.title: cell.rows for cell in report.cells if cell.rows}
         plot(panels, report.config.target, [options.plot])

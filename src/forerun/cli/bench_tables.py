@@ -9,11 +9,11 @@ from rich.panel import Panel
 from rich.table import Column
 from rich.text import Text
 
-from forerun.bench.demo import Example
-from forerun.bench.report import BenchReport, CellReport, DemoReport
-from forerun.bench.summary import ArmSummary, BestOfSeveral, outcome, verdict
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.cli.writers import ColouredText, legend
+from forerun.measure.bench.demo import Example
+from forerun.measure.bench.report import BenchReport, CellReport, DemoReport
+from forerun.measure.bench.summary import ArmSummary, BestOfSeveral, outcome, verdict
 
 HEADINGS = (
     "tokens/s\n(95%)",

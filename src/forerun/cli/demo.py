@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from forerun.atomic_write import atomic_write
-from forerun.bench.config import DEMO_DRAFTS, DemoConfig
 from forerun.cli.command import Command
 from forerun.cli.flags import check_threads, shortened
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.errors import InvalidRequest
+from forerun.measure.bench.config import DEMO_DRAFTS, DemoConfig
 from forerun.models.architecture import Runner
 
 if TYPE_CHECKING:
-    from forerun.bench.demo import Demo
+    from forerun.measure.bench.demo import Demo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def run(options: DemoOptions) -> int:
     if options.out is not None:
         _make_folder(options.out)
 
-    from forerun.bench.demo import Demo
+    from forerun.measure.bench.demo import Demo
     from forerun.models.catalog import edit_prompts, held_out_prompts
 
     with SafeConsole(stderr=True).status("starting") as status:
@@ -77,8 +77,8 @@ def run(options: DemoOptions) -> int:
 
 def show(demo: Demo, options: DemoOptions) -> None:
     """Print and write the results measured until now."""
-    from forerun.bench.summary import plot
     from forerun.cli.bench_tables import print_report
+    from forerun.measure.bench.summary import plot
 
     report = demo.report()
     content = json.dumps(report.to_dict(), indent=None if options.json else 1)

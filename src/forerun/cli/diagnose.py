@@ -150,7 +150,7 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
     """Return the cost table for the temperature."""
     if options.profile is None:
         return None
-    from forerun.probe.profile import load_profile
+    from forerun.measure.profile.profile import load_profile
 
     profile = load_profile(options.profile)
     return profile.sampled if options.temperature else profile.greedy

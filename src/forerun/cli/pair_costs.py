@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import AlignConfig
-from forerun.bench.compare import BenchArm, on_best_threads
-from forerun.bench.comparison import BenchComparison
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
+from forerun.measure.bench.compare import BenchArm, on_best_threads
+from forerun.measure.bench.comparison import BenchComparison
+from forerun.measure.profile.config import ProfileConfig
+from forerun.measure.profile.measurement import measure_pair
+from forerun.measure.profile.pair import LoadedPair, ModelFacts, facts_of, load_pair, setup_of
+from forerun.measure.profile.profile import Profile, check_setup, load_profile
 from forerun.models.load import load_tokenizer
 from forerun.plan.costs import DraftCosts
-from forerun.probe.config import ProbeConfig
-from forerun.probe.measurement import measure_pair
-from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, load_pair, setup_of
-from forerun.probe.profile import Profile, check_setup, load_profile
 from forerun.theory.cost import CostTable
 
 BENCH_BUDGET_S = 6.0
@@ -100,12 +100,12 @@ def _pair_of(
     return pair, (target_facts, facts_of(arm.draft, pair.draft, config.dtype))
 
 
-def _probe_for(comparison: BenchComparison) -> ProbeConfig:
+def _probe_for(comparison: BenchComparison) -> ProfileConfig:
     """Return settings of a profile whose batch sizes and K are those of the comparison."""
     config, room = comparison.config, comparison.arms[0].engine
     assert isinstance(room, Engine)
     longest = room.max_context - config.max_k - 1
-    defaults = ProbeConfig()
+    defaults = ProfileConfig()
     contexts = tuple(c for c in defaults.contexts if c <= longest) or (max(1, longest // 2),)
     return replace(
         defaults,
@@ -156,7 +156,7 @@ class PairCosts:
             dtype=config.dtype,
             device=config.device,
             engine=EngineConfig(num_threads=self._threads()),
-            config=ProbeConfig(
+            config=ProfileConfig(
                 rows=tuple(range(1, most + 2)),
                 batches=(1,),
                 drafted=(1, most) if most > 1 else (1,),

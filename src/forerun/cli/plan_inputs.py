@@ -12,6 +12,7 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
+from forerun.measure.profile.profile import Profile, load_profile
 from forerun.plan.acceptance import Acceptance, counted, given
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_draft_cost
@@ -19,7 +20,6 @@ from forerun.plan.option import DraftCandidate
 from forerun.plan.roofline import PRESETS, Machine, ModelSize, cost_table, preset
 from forerun.plan.traced import TracedDrafts, drafts_in
 from forerun.plan.what_if import BATCH_FACTORS, CONTEXT_FACTORS
-from forerun.probe.profile import Profile, load_profile
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:

@@ -123,8 +123,8 @@ def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
     """Load the models and run the checks; a pair that does not load is recorded as a fact."""
-    from forerun.probe.evidence.models import evidence_of_misfit
-    from forerun.probe.evidence.run import PairNames, load_probed, probe_engine
+    from forerun.probe.models import evidence_of_misfit
+    from forerun.probe.run import PairNames, load_probed, probe_engine
 
     models = options.models
     engine = EngineConfig(
@@ -152,7 +152,7 @@ def texts(options: ProbeOptions) -> list[str]:
         from forerun.models.catalog import held_out_prompts
 
         return [prompt.text for prompt in held_out_prompts()]
-    from forerun.bench.comparison import read_prompts
+    from forerun.measure.bench.comparison import read_prompts
 
     return read_prompts(options.prompts)
 

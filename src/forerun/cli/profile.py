@@ -21,10 +21,10 @@ from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.probe.config import THOROUGH, ProbeConfig, Quantity
+from forerun.measure.profile.config import THOROUGH, ProfileConfig, Quantity
 
 if TYPE_CHECKING:
-    from forerun.probe.profile import Profile
+    from forerun.measure.profile.profile import Profile
     from forerun.theory.cost import CostTable
     from forerun.theory.cost_line import CostLine
     from forerun.theory.intervals import Interval
@@ -57,13 +57,13 @@ class ProfileOptions:
     """Committed tokens of every sequence, such as 64,512."""
 
     @property
-    def config(self) -> ProbeConfig:
+    def config(self) -> ProfileConfig:
         """Return the settings of the measurement.
 
         Raises:
             InvalidRequest: a value cannot work.
         """
-        config = THOROUGH if self.thorough else ProbeConfig()
+        config = THOROUGH if self.thorough else ProfileConfig()
         changes: dict[str, Any] = {
             name: found
             for name in ("rows", "batches", "contexts")
@@ -91,10 +91,10 @@ def run(options: ProfileOptions) -> int:
     return 0
 
 
-def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
+def measured(models: ModelFlags, draft: str, config: ProfileConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
-    from forerun.probe.measurement import measure_pair
-    from forerun.probe.pair import facts_of, load_pair
+    from forerun.measure.profile.measurement import measure_pair
+    from forerun.measure.profile.pair import facts_of, load_pair
 
     engine = EngineConfig(runner=models.runner, num_threads=use_threads(models.threads))
     with SafeConsole(stderr=True).status("loading models"):
@@ -115,7 +115,7 @@ def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
 
 
 @contextmanager
-def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
+def progress(config: ProfileConfig) -> Iterator[Callable[[int, float], None]]:
     """Show a bar for the time budget used, with the current width of the intervals."""
     with progress_bar("warming up", config.budget_s) as fill:
         started_s: list[float] = []
@@ -132,7 +132,7 @@ def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
 
 def show(profile: Profile, options: ProfileOptions) -> None:
     """Print, write and draw the profile."""
-    from forerun.probe.profile import plot, write_profile
+    from forerun.measure.profile.profile import plot, write_profile
 
     if options.json:
         print(json.dumps(profile.to_dict()))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from forerun.bench.summary import drafting_only
 from forerun.cli.flags import PairFlags, use_threads
 from forerun.cli.tables import rates
 from forerun.control.costs import CostSource
@@ -21,9 +20,10 @@ from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords, StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.errors import InvalidRequest
+from forerun.measure.bench.summary import drafting_only
+from forerun.measure.profile.pair import LoadedPair, facts_of, setup_of
+from forerun.measure.profile.profile import ProfileSetup, check_setup, load_profile
 from forerun.plan.costs import DraftCosts, with_draft_cost
-from forerun.probe.pair import LoadedPair, facts_of, setup_of
-from forerun.probe.profile import ProfileSetup, check_setup, load_profile
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, StepRecord

@@ -19,11 +19,11 @@ from forerun.cli.tables import SafeConsole, status_text, table_of
 from forerun.errors import InvalidTrace
 
 if TYPE_CHECKING:
+    from forerun.measure.profile.profile import Profile
     from forerun.plan.costs import DraftCosts
     from forerun.plan.simulation.comparison import Oracle
     from forerun.plan.simulation.config import Workload
     from forerun.plan.simulation.result import PhaseResult, Quantiles, Result
-    from forerun.probe.profile import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ def run(options: SimulateOptions) -> int:
     """Simulate every controller and show the results."""
     check_plot(options.plot)
 
+    from forerun.measure.profile.profile import load_profile
     from forerun.plan.simulation.workload_file import load_workload
-    from forerun.probe.profile import load_profile
 
     workload = load_workload(options.workload)
     profile = load_profile(options.profile)

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from forerun.bench.summary import drafting_only
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
+from forerun.measure.bench.summary import drafting_only
 from forerun.models.tokenizers import Tokenizer
 from forerun.server.protocol import ChatRequest, GenerationRequest
 from forerun.server.tool_calls import ToolCallParser, ToolFormat

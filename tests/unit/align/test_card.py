@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests import tiny
-from tests.unit.align.evaluation.judgements import figures, judged
+from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.sample import Sample, data_hash

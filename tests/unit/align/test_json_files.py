@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.unit.align.evaluation.judgements import figures, judged
+from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.evaluation.figures import ledger_of
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
 from forerun.align.rounds import Judgement
 from forerun.align.workspace import from_json, settings_of
+from forerun.measure.judge.figures import ledger_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 

@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 
 import pytest
-from tests.unit.align.evaluation.judgements import figures, judged
+from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.align.evaluation.figures import DraftFigures
-from forerun.align.evaluation.judge import Judge
 from forerun.align.rounds import DraftSelector, Judgement
 from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
 from forerun.drafters.base import Drafter
 from forerun.errors import InvalidCheckpoint
+from forerun.measure.judge.figures import DraftFigures
+from forerun.measure.judge.judge import Judge
 
 
 class FakeJudge(Judge):

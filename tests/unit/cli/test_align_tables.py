@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.align.evaluation.judgements import figures, judged
+from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.align.evaluation.figures import changes, ledger_of
 from forerun.cli.align import print_changes, print_drafts, print_ledger
+from forerun.measure.judge.figures import changes, ledger_of
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 

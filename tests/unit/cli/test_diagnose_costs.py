@@ -8,7 +8,7 @@ import pytest
 from tests.profiles import profile_of
 
 from forerun.cli.diagnose import DiagnoseOptions, costs_of
-from forerun.probe.profile import write_profile
+from forerun.measure.profile.profile import write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from tests import tiny
 
-from forerun.bench.config import BenchConfig, parse_arms
 from forerun.drafters import registry
 from forerun.drafters.config import DRAFTER_NAMES, NamedDrafter, parse_drafter
 from forerun.drafters.registry import (
@@ -16,6 +15,7 @@ from forerun.drafters.registry import (
 )
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
+from forerun.measure.bench.config import BenchConfig, parse_arms
 
 
 def test_every_name_has_a_drafter():

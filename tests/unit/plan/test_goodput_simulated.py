@@ -7,11 +7,11 @@ from statistics import mean
 
 import pytest
 
+from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds import Constant, Fixed, Poisson, Together, Uniform
-from forerun.probe.profile import load_profile
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import InvalidRequest
+from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds import Constant, Fixed, Uniform
-from forerun.probe.profile import load_profile
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

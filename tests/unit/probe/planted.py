@@ -9,11 +9,11 @@ from tests.tiny import MAX_CONTEXT, tokenizer
 
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
+from forerun.measure.profile.config import ProfileConfig
+from forerun.measure.profile.pair import LoadedPair, ModelFacts
 from forerun.models.tabular import TabularModel, TokenStore
-from forerun.probe.config import ProbeConfig
-from forerun.probe.pair import LoadedPair, ModelFacts
 
-SMALL = ProbeConfig(
+SMALL = ProfileConfig(
     rows=(1, 2, 4, 8),
     batches=(1, 3),
     contexts=(9, 40),

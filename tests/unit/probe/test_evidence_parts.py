@@ -15,7 +15,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.documents import facts_document, read_facts
 from forerun.models.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.evidence.models import (
+from forerun.probe.models import (
     add_card_ratio,
     add_files,
     add_pass_costs,
@@ -23,9 +23,9 @@ from forerun.probe.evidence.models import (
     looks_drawn,
     pass_config,
 )
-from forerun.probe.evidence.replay import Transform
-from forerun.probe.evidence.run import ProbedEngine, probe_engine
-from forerun.probe.evidence.tape import AcceptedShare, Onsets, StateTally
+from forerun.probe.replay import Transform
+from forerun.probe.run import ProbedEngine, probe_engine
+from forerun.probe.tape import AcceptedShare, Onsets, StateTally
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 from forerun.theory.uniformity import uniformity_p_value

@@ -16,8 +16,8 @@ from forerun.engine import step as engine_step
 from forerun.models.catalog import zoo_path
 from forerun.models.tabular import TabularModel
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.evidence.models import add_files
-from forerun.probe.evidence.run import ProbedEngine, probe_engine
+from forerun.probe.models import add_files
+from forerun.probe.run import ProbedEngine, probe_engine
 from forerun.sampling.config import SamplingParams
 
 WIDE = 16

@@ -18,7 +18,7 @@ from forerun.drafters.eagle3.load import model_of
 from forerun.drafters.medusa import MedusaDrafter
 from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.evidence.run import ProbedEngine, probe_engine
+from forerun.probe.run import ProbedEngine, probe_engine
 from forerun.sampling.config import SamplingParams
 
 CONFIG = EvidenceConfig(num_prompts=8, num_tokens=16, num_self_prompts=0, costs_s=0.0)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.align.data.prompt_files import Message, PromptEntry, read_entries
 from forerun.align.data.sample import Sample, prompt_hash
 from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
+from forerun.measure.prompt_files import Message, PromptEntry, read_entries
 from forerun.models.tokenizers import Tokenizer
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests import tiny
@@ -42,21 +39,6 @@ def plain() -> Tokenizer:
 @pytest.fixture(scope="session")
 def chat() -> Tokenizer:
     return chatty(TEMPLATE)
-
-
-Writer = Callable[..., Path]
-
-
-@pytest.fixture
-def write_lines(tmp_path: Path) -> Writer:
-    """Writes objects as a JSON lines file."""
-
-    def write(*rows: object, name: str = "prompts.jsonl") -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return path
-
-    return write
 
 
 def prompt(*token_ids: int, tag: str = "") -> PromptRecord:

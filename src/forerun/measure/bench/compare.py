@@ -1,0 +1,312 @@
+"""Paired comparison: all arms generate for a batch of prompts before the next batch starts.
+
+An arm is one engine over the loaded target: plain decoding, or a draft with one K, tree or
+controller. A machine's speed drifts by more than the difference between two arms: other processes,
+clocks, caches. Arms measured minutes apart cannot be compared; within a block they share the same
+conditions, and the order rotates from block to block so that no arm always goes first.
+
+Looping text flatters every drafter, and a small model's greedy text often ends in a loop. One
+batched run of plain decoding finds where each completion first repeats itself, and the comparison
+stops there.
+
+The baseline runs on the number of threads with which plain decoding is fastest. A small model waits
+longer at every barrier between two threads than the second one saves, and where another process
+uses a core the wait becomes the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from forerun.control.base import Tree
+from forerun.control.config import ControllerName
+from forerun.control.fixed import FixedController
+from forerun.engine.engine import Engine
+from forerun.engine.loading import default_controller, tree_method
+from forerun.engine.results import RequestOutput
+from forerun.measure.bench.config import SCOUT_BATCH, DraftArms
+from forerun.plan.costs import DraftCosts
+from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.text import first_repeat
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Interface of an engine in comparisons."""
+
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Return one finished request per prompt, with shared parameters or one set per prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchArm:
+    """One configuration that is compared.
+
+    Attributes:
+        num_speculative_tokens: K, 0 for plain decoding; the nodes of a tree.
+        engine: what generates.
+        draft: name of the draft model, None where there is none.
+        tree: shape of every draft; None where drafts are chains or a controller chooses.
+        adaptive: whether a controller chooses K at every step, up to `num_speculative_tokens`.
+    """
+
+    name: str
+    method: str
+    num_speculative_tokens: int
+    engine: Generator
+    draft: str | None = None
+    tree: Tree | None = None
+    adaptive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A text that every arm continues, with its sampling parameters."""
+
+    text: str
+    params: SamplingParams
+
+
+Batch = tuple[Prompt, ...]
+"""Prompts that are continued together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Times and outputs of one arm on one batch of prompts.
+
+    Attributes:
+        total_s: wall time of the call, prefill included.
+        decode_s: time after the first token, prefill excluded; mean over the batch.
+        token_ids: what was emitted, per prompt.
+        acceptance: drafted and accepted counts of all prompts.
+    """
+
+    arm: BenchArm
+    batch: Batch
+    total_s: float
+    decode_s: float
+    token_ids: tuple[tuple[int, ...], ...]
+    num_prompt_tokens: int
+    acceptance: AcceptanceCounts
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of emitted tokens, including the first token of every prompt."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def num_decoded(self) -> int:
+        return sum(max(0, len(tokens) - 1) for tokens in self.token_ids)
+
+    @property
+    def num_decode_steps(self) -> int:
+        return self.acceptance.num_steps - len(self.batch)
+
+
+Block = tuple[Measurement, ...]
+"""Measurements of one batch, in the order of the arms."""
+
+
+def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
+    remaining = iter(prompts)
+    while len(batch := tuple(islice(remaining, size))) == size:
+        yield batch
+
+
+def run_blocks(
+    arms: Sequence[BenchArm], batches: Iterable[Batch], clock: Callable[[], float]
+) -> Iterator[Block]:
+    """Measure every arm on every batch, and yield one block of measurements per batch.
+
+    Nothing is warmed up here: let every arm generate something before.
+    """
+    for index, batch in enumerate(batches):
+        shift = index % len(arms)
+        order = [*arms[shift:], *arms[:shift]]
+        by_name = {arm.name: measure(arm, batch, clock) for arm in order}
+        yield tuple(by_name[arm.name] for arm in arms)
+
+
+def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurement:
+    """Measure one arm on one batch."""
+    texts, params = [p.text for p in batch], [p.params for p in batch]
+    start_s = clock()
+    outputs = arm.engine.generate(texts, params)
+    total_s = clock() - start_s
+    completions = [output.completions[0] for output in outputs]
+    return Measurement(
+        arm=arm,
+        batch=batch,
+        total_s=total_s,
+        decode_s=sum(c.total_s - (c.ttft_s or 0.0) for c in completions) / len(batch),
+        token_ids=tuple(c.token_ids for c in completions),
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        acceptance=sum((c.acceptance for c in completions), AcceptanceCounts()),
+    )
+
+
+def within_budget(
+    blocks: Iterator[Block], deadline_s: float, clock: Callable[[], float], *, at_least: int = 0
+) -> Iterator[Block]:
+    """Yield blocks until another one would probably exceed the time budget."""
+    longest_s, num_done = 0.0, 0
+    while num_done < at_least or clock() + longest_s < deadline_s:
+        start_s = clock()
+        block = next(blocks, None)
+        if block is None:
+            return
+        longest_s = max(longest_s, clock() - start_s)
+        num_done += 1
+        yield block
+
+
+MIN_TOKENS = 16
+"""Shorter completions time little but the prefill; their prompts are passed over."""
+
+
+def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
+    """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram.
+
+    Lazy: a batch is decoded when its first prompt is asked for.
+    """
+    for start in range(0, len(texts), SCOUT_BATCH):
+        batch = texts[start : start + SCOUT_BATCH]
+        for text, output in zip(batch, plain.generate(batch, params), strict=True):
+            length = first_repeat(output.token_ids)
+            if length >= MIN_TOKENS:
+                yield Prompt(text=text, params=replace(params, max_tokens=length))
+
+
+WARM_UP_TOKENS = 8
+
+
+def plain_arm(target: Engine) -> BenchArm:
+    return BenchArm(name="plain", method="plain", num_speculative_tokens=0, engine=target)
+
+
+def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[BenchArm, ...]:
+    """Return one arm per K and per tree with the same loaded target and draft."""
+    drafter = target.with_draft(wanted.draft, wanted.max_nodes, dtype=dtype).drafter
+    assert drafter is not None
+    for tree in wanted.trees:
+        tree_method(drafter, tree)  # refuses a drafter of chains before an engine is made
+    shapes: list[tuple[str, int, Tree | None]] = [(f"K={k}", k, None) for k in wanted.ks]
+    shapes += [(f"tree={tree}", tree.num_nodes, tree) for tree in wanted.trees]
+    return tuple(
+        BenchArm(
+            name=f"{wanted.name} {label}",
+            method=drafter.method,
+            num_speculative_tokens=num_nodes,
+            engine=target.with_draft(
+                drafter, num_nodes, controller=FixedController(tree or num_nodes, drafter.method)
+            ),
+            draft=wanted.draft,
+            tree=tree,
+        )
+        for label, num_nodes, tree in shapes
+    )
+
+
+def adaptive_arms(
+    target: Engine,
+    arms: Sequence[BenchArm],
+    controllers: Sequence[ControllerName],
+    costs: Mapping[str, DraftCosts],
+) -> tuple[BenchArm, ...]:
+    """Return one arm per draft and controller, up to the draft's largest K.
+
+    It goes on learning from prompt to prompt and from cell to cell, as it would in service.
+    """
+    ascending = sorted(arms, key=lambda arm: arm.num_speculative_tokens)
+    largest = {arm.draft: arm for arm in ascending if arm.draft is not None}
+    return tuple(
+        replace(
+            arm,
+            name=f"{arm.name.rpartition(' ')[0]} {name}",
+            engine=under(target, arm, name, costs),
+            tree=None,
+            adaptive=True,
+        )
+        for arm in largest.values()
+        for name in controllers
+    )
+
+
+def under(
+    target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
+) -> Engine:
+    """Return the engine of an arm with another controller."""
+    assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
+    assert arm.draft is not None
+    config = replace(arm.engine.config, controller=name)
+    drafter = arm.engine.drafter
+    known = {arm.method: costs[arm.draft]} if arm.draft in costs else {}
+    controller = default_controller(config, drafter, known)
+    return target.with_draft(drafter, arm.num_speculative_tokens, controller=controller)
+
+
+def warm_up(arms: Sequence[BenchArm], text: str, clock: Callable[[], float]) -> float:
+    """Generate twice with every arm, so that no measurement includes initialisation."""
+    params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    seconds = 0.0
+    for arm in arms:
+        arm.engine.generate([text], params)
+        start_s = clock()
+        arm.engine.generate([text], params)
+        seconds += clock() - start_s
+    return seconds / WARM_UP_TOKENS
+
+
+Loaded = TypeVar("Loaded", bound=Generator)
+
+NUM_TOKENS = 8
+
+
+def on_best_threads(
+    load: Callable[[int], Loaded],
+    text: str,
+    clock: Callable[[], float],
+    num_threads: int | None = None,
+) -> tuple[Loaded, float]:
+    """Load with one thread and with all threads, and keep the engine that decodes faster.
+
+    A runner may fix its threads when it loads; torch has its own number, which is set for the whole
+    process and which a runner may lower while it loads.
+
+    Args:
+        load: an engine that decodes plainly, for a number of threads.
+        text: what it continues.
+        clock: seconds.
+        num_threads: the only number to use; None tries one thread and all.
+
+    Returns:
+        The engine, and its seconds per token, prefill included.
+    """
+    found: list[tuple[float, int, Loaded]] = []
+    candidates = {1, torch.get_num_threads()} if num_threads is None else {num_threads}
+    for candidate in sorted(candidates):
+        torch.set_num_threads(candidate)
+        engine = load(candidate)
+        pace_s = _seconds_per_token(engine, text, clock)
+        found.append((pace_s, torch.get_num_threads(), engine))
+    pace_s, num_torch_threads, best = min(found, key=lambda entry: entry[0])
+    torch.set_num_threads(num_torch_threads)
+    return best, pace_s
+
+
+def _seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
+    """Measure seconds per token of a short completion, excluding a first warm-up run."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    plain.generate([text], params)
+    start_s = clock()
+    plain.generate([text], params)
+    return (clock() - start_s) / NUM_TOKENS

@@ -1,0 +1,295 @@
+"""Compares arms over one target at several temperatures and batch sizes, and writes the trace.
+
+A cell is one temperature and one batch size. Cells take turns block by block, so a run that is
+interrupted has something to say of each, and a machine that gets slower slows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from forerun.engine.engine import Engine
+from forerun.engine.loading import check_card
+from forerun.engine.observing import EmittedRecords
+from forerun.engine.results import RequestOutput, request_records
+from forerun.errors import InvalidRequest
+from forerun.measure.bench.compare import (
+    BenchArm,
+    Block,
+    Prompt,
+    adaptive_arms,
+    batched,
+    draft_arms,
+    on_best_threads,
+    plain_arm,
+    run_blocks,
+    scouted,
+    warm_up,
+)
+from forerun.measure.bench.config import BenchConfig
+from forerun.measure.bench.report import BenchReport, CellReport
+from forerun.measure.prompt_files import TAGGED, PromptEntry, read_entries
+from forerun.plan.costs import DraftCosts
+from forerun.provenance import collect, content_hash
+from forerun.sampling.config import SamplingParams
+from forerun.theory.record import Json, StepRecord
+from forerun.trace.files import TraceWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Requests and step records of one `generate` call."""
+
+    params: tuple[SamplingParams, ...]
+    records: list[StepRecord]
+    outputs: list[RequestOutput]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TracedEngine:
+    """Engine wrapper that keeps step records in memory until the measurement is over.
+
+    Attributes:
+        arm: name of the arm; it is part of every request id.
+        calls: what has not been written.
+    """
+
+    engine: Engine
+    arm: str
+    tags: tuple[str, ...]
+    drafter_hash: str | None
+    calls: list[Call] = field(default_factory=list)
+
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Generate with the engine, and keep the records."""
+        each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
+        records: list[StepRecord] = []
+        observer = EmittedRecords(records.append)
+        self.engine.observers.append(observer)
+        try:
+            outputs = self.engine.generate(prompts, each)
+        finally:
+            self.engine.observers.remove(observer)
+        self.calls.append(Call(params=each, records=records, outputs=outputs))
+        return outputs
+
+    def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
+        """Write the kept records to a trace."""
+        for call in self.calls:
+            texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
+            for record in call.records:
+                emitted = tuple(next(texts[record.request_id]) for _ in range(record.num_emitted))
+                changes: Mapping[str, Json] = {
+                    "request_id": self._name(record.request_id),
+                    "drafter_hash": self.drafter_hash if record.num_drafted else None,
+                    "token_ids": emitted if with_tokens else None,
+                }
+                trace.add(record, changes)
+            for output, params in zip(call.outputs, call.params, strict=True):
+                for request in request_records(output, params, self.tags, with_tokens=with_tokens):
+                    trace.add(request, {"request_id": self._name(request.request_id)})
+        self.calls.clear()
+
+    def _name(self, request_id: str) -> str:
+        return f"{self.arm}/{request_id}"
+
+
+class BenchTrace:
+    """Writes the records of a comparison between blocks, outside the measured time."""
+
+    def __init__(
+        self, trace: TraceWriter, *, draft_hashes: Mapping[str, str], with_tokens: bool
+    ) -> None:
+        self.trace = trace
+        self.draft_hashes = draft_hashes
+        self.with_tokens = with_tokens
+        self.engines: list[TracedEngine] = []
+
+    def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
+        """Return arms that record steps, with requests tagged by arm and by `tags`."""
+        return tuple(self._traced(arms, tags))
+
+    def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
+        for arm in arms:
+            assert isinstance(arm.engine, Engine)
+            traced = TracedEngine(
+                engine=arm.engine,
+                arm=arm.name,
+                tags=(arm.name, *tags),
+                drafter_hash=self.draft_hashes.get(arm.draft or ""),
+            )
+            self.engines.append(traced)
+            yield replace(arm, engine=traced)
+
+    def write(self) -> None:
+        """Write the records of the latest block."""
+        for engine in self.engines:
+            engine.write(self.trace, with_tokens=self.with_tokens)
+
+
+def read_prompts(path: Path, tag: str | None = None) -> list[str]:
+    """Read the prompts of a comparison from a file or a folder.
+
+    Raises:
+        InvalidRequest: something cannot be read, a record is malformed or a conversation, or there
+            is no such prompt.
+    """
+    if tag is not None and not path.is_dir() and path.suffix not in TAGGED:
+        raise InvalidRequest(f"{path} is plain text, which has no tags; --tag needs a .jsonl file")
+    prompts = [text_of(entry) for entry in read_entries(path) if tag in (None, entry.tag)]
+    if not prompts:
+        raise InvalidRequest(f"{path} has no prompts" + (f" tagged {tag!r}" if tag else ""))
+    return prompts
+
+
+def text_of(entry: PromptEntry) -> str:
+    """Return the text of a prompt entry; an entry without a text is refused."""
+    if entry.text is None:
+        raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')
+    return entry.text
+
+
+def neighbours_apart(prompts: Sequence[str], stride: int = 7) -> list[str]:
+    """Reorder prompts with a stride, so that prompts from one module are not adjacent."""
+    return [prompt for start in range(stride) for prompt in prompts[start::stride]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchCell:
+    """Temperature and batch size of one table of results."""
+
+    temperature: float
+    batch: int
+
+
+class BenchComparison:
+    """Runs a comparison; after an interrupt the results so far remain available.
+
+    Attributes:
+        trace: takes every measured request, unless None; set between `load` and `run`.
+    """
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        prompts: Sequence[str],
+        *,
+        clock: Callable[[], float],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.clock = clock
+        self.notify = notify
+        self.arms: tuple[BenchArm, ...] = ()
+        self.trace: BenchTrace | None = None
+        self.num_threads: int | None = None
+        self.costs: dict[str, DraftCosts] = {}
+        self.blocks: dict[BenchCell, list[Block]] = {
+            BenchCell(temperature=temperature, batch=batch): []
+            for batch in config.batches
+            for temperature in config.temperatures
+        }
+
+    def load(self) -> None:
+        """Load all models, choose the number of threads, and warm up every arm.
+
+        Raises:
+            InvalidRequest: there are too few prompts for one block of the largest batch.
+        """
+        largest = max(self.config.batches)
+        if len(self.prompts) < largest:
+            raise InvalidRequest(
+                f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
+            )
+        for draft in self.config.arms:
+            check_card(draft.draft, self.config.target)
+        self.notify("loading models")
+        dtype, wanted = self.config.dtype, self.config.num_threads
+        target, _ = on_best_threads(self.target, self.prompts[0], self.clock, wanted)
+        self.num_threads = target.config.num_threads
+        drafts = [arm for d in self.config.arms for arm in draft_arms(target, d, dtype=dtype)]
+        self.arms = (plain_arm(target), *drafts)
+        self.notify("warming up")
+        warm_up(self.arms, self.prompts[0], self.clock)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the target; available after `load`."""
+        return self.plain.target.device
+
+    @property
+    def plain(self) -> Engine:
+        """Engine of the plain decoding arm; available after `load`."""
+        engine = self.arms[0].engine
+        assert isinstance(engine, Engine)
+        return engine
+
+    def target(self, num_threads: int) -> Engine:
+        """Engine over the target without a draft."""
+        config = self.config
+        engine = replace(config.engine, num_threads=num_threads)
+        return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
+
+    def run(self, costs: Mapping[str, DraftCosts]) -> None:
+        """Measure every arm on every block of prompts and store the results; call `load` before."""
+        self.costs.update(costs)
+        if self.config.controllers:
+            adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)
+            warm_up(adaptive, self.prompts[0], self.clock)
+            self.arms = (*self.arms, *adaptive)
+        waiting = {cell: self.measured(cell) for cell in self.blocks}
+        while waiting:
+            for cell, blocks in list(waiting.items()):
+                self.notify(self.progress)
+                block = next(blocks, None)
+                if block is None:
+                    del waiting[cell]
+                else:
+                    self.blocks[cell].append(block)
+                    if self.trace is not None:
+                        self.trace.write()
+
+    def measured(self, cell: BenchCell) -> Iterator[Block]:
+        """Yield the blocks of one cell as they are measured."""
+        batches = batched(self.prompts_at(cell.temperature), cell.batch)
+        arms = self.arms
+        if self.trace is not None:
+            arms = self.trace.over(arms, (f"T={cell.temperature:g}", f"batch={cell.batch}"))
+        return islice(run_blocks(arms, batches, self.clock), self.config.num_blocks)
+
+    def prompts_at(self, temperature: float) -> Iterable[Prompt]:
+        """Return prompts with parameters; greedy completions end before they become repetitive."""
+        params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens)
+        if temperature == 0:
+            return scouted(self.arms[0].engine, self.prompts, params)
+        return [Prompt(text=text, params=params) for text in self.prompts]
+
+    @property
+    def progress(self) -> str:
+        """Return a text with the number of finished blocks."""
+        num_done = sum(map(len, self.blocks.values()))
+        return f"comparing: {num_done} of {len(self.blocks) * self.config.num_blocks} blocks"
+
+    def report(self) -> BenchReport:
+        """Return the report of the results so far."""
+        return BenchReport(
+            cells=tuple(
+                CellReport.of(
+                    blocks, temperature=cell.temperature, batch=cell.batch, costs=self.costs
+                )
+                for cell, blocks in self.blocks.items()
+            ),
+            provenance=collect(
+                {name: content_hash(name) for name in self.config.models}, self.num_threads
+            ),
+            config=self.config,
+            num_prompts=len(self.prompts),
+        )

@@ -1,0 +1,320 @@
+"""Profiles: measured times, cost tables, machine and models, their file format and their picture.
+
+Torch-free: planning with a profile needs neither the machine nor the models of the profile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from forerun.atomic_write import atomic_write
+from forerun.bounded_documents import read_json
+from forerun.errors import InvalidProfile, UnreadableInput
+from forerun.measure.profile.config import ProfileCell, Quantity
+from forerun.pictures import BASELINE, COLOURS, draw_intervals, picture
+from forerun.plan.costs import DraftCosts
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+from forerun.theory.intervals import Interval
+from forerun.theory.reading_cost import ReadingCost
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMAT = 3
+"""Raised whenever an older program could misread a file."""
+DIGITS = 5
+MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSetup:
+    """Machine, models and settings that must match for a profile to be valid."""
+
+    cpu: str
+    num_cores: int
+    num_threads: int
+    device: str
+    dtype: str
+    target_runner: str
+    draft_runner: str
+    target_hash: str
+    draft_hash: str
+
+    def differences(self, other: ProfileSetup) -> list[str]:
+        """Return every field in which two set-ups differ, with both values."""
+        return [
+            f"{item.name} {getattr(self, item.name)!r} instead of {getattr(other, item.name)!r}"
+            for item in fields(self)
+            if getattr(self, item.name) != getattr(other, item.name)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadLimit:
+    """Lower bounds of pass times from reading weights and KV at the memory read rate.
+
+    Attributes:
+        bytes_per_s: read rate of the device over a buffer of `buffer_bytes`.
+        buffer_bytes: size of that buffer, the target's weights if they fit in twice.
+        target_bytes: weights a pass of the target reads, however many rows it has.
+        draft_bytes: the same of the draft.
+        kv_token_bytes: what each committed token of each sequence adds to a target pass.
+    """
+
+    bytes_per_s: float
+    buffer_bytes: int
+    target_bytes: int
+    draft_bytes: int
+    kv_token_bytes: int
+
+    def pass_s(self, batch: int, context: int) -> float:
+        """Return the least seconds of a target pass: read all weights and every sequence's KV."""
+        return (self.target_bytes + batch * context * self.kv_token_bytes) / self.bytes_per_s
+
+    def draft_s(self) -> float:
+        """Return the least seconds of a draft pass: read all weights."""
+        return self.draft_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCell:
+    """Median, 95% interval and samples of one cell, corrected for drift.
+
+    Attributes:
+        samples_s: as read off the clock, per round and visit.
+    """
+
+    cell: ProfileCell
+    seconds: Interval
+    samples_s: tuple[tuple[float, ...], ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON-ready values, with samples rounded to five digits."""
+        return asdict(self.cell) | {
+            "seconds": asdict(self.seconds),
+            "samples_s": [[float(f"{s:.{DIGITS}g}") for s in visit] for visit in self.samples_s],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Results of `forerun profile`.
+
+    Attributes:
+        setup: what must be the same for this to hold.
+        left_out: cells that did not fit into memory.
+        stable: whether every interval is as narrow as asked.
+        reading: of prompts; None where it was not measured, as in profiles of format 1.
+    """
+
+    target: str
+    draft: str
+    setup: ProfileSetup
+    provenance: Mapping[str, Any]
+    limit: ReadLimit
+    measured: tuple[MeasuredCell, ...]
+    left_out: tuple[ProfileCell, ...]
+    stable: bool
+    greedy: CostTable
+    sampled: CostTable
+    reading: ReadingCost | None = None
+
+    @property
+    def costs(self) -> DraftCosts:
+        """Return the cost tables for plans, controllers and the simulator."""
+        return DraftCosts(greedy=self.greedy, sampled=self.sampled, reading=self.reading)
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds over all cells."""
+        return min(len(measured.samples_s) for measured in self.measured)
+
+    def seconds(self, quantity: Quantity, batch: int, context: int, size: int) -> Interval:
+        """Return the estimate of one cell; raises KeyError if it was not measured."""
+        wanted = ProfileCell(quantity, batch, context, size)
+        return {measured.cell: measured.seconds for measured in self.measured}[wanted]
+
+    def among_work_s(self, batch: int) -> float:
+        """Return how much slower the pass in a plain step is than the same pass measured alone."""
+        at = (batch, self.greedy.contexts[0])
+        step = self.seconds(Quantity.GREEDY_STEP, *at, 0).estimate
+        outside = self.seconds(Quantity.GREEDY_OVERHEAD, *at, 0).estimate
+        return step - outside - self.seconds(Quantity.TARGET_PASS, *at, 1).estimate
+
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON-ready values by name."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "draft": self.draft,
+            "setup": asdict(self.setup),
+            "provenance": dict(self.provenance),
+            "limit": asdict(self.limit),
+            "stable": self.stable,
+            "greedy": self.greedy.to_dict(),
+            "sampled": self.sampled.to_dict(),
+            "reading": None if self.reading is None else self.reading.to_dict(),
+            "left_out": [asdict(cell) for cell in self.left_out],
+            "measured": [measured.to_dict() for measured in self.measured],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
+        """Build a profile from the values that `to_dict` returned, now or in an earlier format.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError: a part is
+                missing or malformed.
+        """
+        tables = {name: values[name] for name in ("greedy", "sampled")}
+        if values["format"] < 3:  # overhead did not depend on K
+            for name, table in tables.items():
+                tables[name] = {"lines": [_with_one_overhead(line) for line in table["lines"]]}
+        reading = values["reading"] if values["format"] > 1 else None
+        measured = [{"cell": entry, **entry} for entry in values["measured"]]
+        return cls(
+            target=str(values["target"]),
+            draft=str(values["draft"]),
+            setup=msgspec.convert(values["setup"], ProfileSetup),
+            provenance=dict(values["provenance"]),
+            limit=msgspec.convert(values["limit"], ReadLimit),
+            measured=msgspec.convert(measured, tuple[MeasuredCell, ...]),
+            left_out=msgspec.convert(values["left_out"], tuple[ProfileCell, ...]),
+            stable=bool(values["stable"]),
+            greedy=CostTable.from_dict(tables["greedy"]),
+            sampled=CostTable.from_dict(tables["sampled"]),
+            reading=None if reading is None else ReadingCost.from_dict(reading),
+        )
+
+
+def _with_one_overhead(line: Mapping[str, Any]) -> dict[str, Any]:
+    names = "overhead_s", "overhead_error_s"
+    return {**line, "overhead_ks": [1], **{name: [line[name]] for name in names}}
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON."""
+    with atomic_write(path) as scratch:
+        scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile that `write_profile` wrote.
+
+    Raises:
+        InvalidProfile: the file cannot be read, or is of a newer format.
+    """
+    try:
+        values = read_json(path)
+    except OSError as error:
+        raise InvalidProfile(f"the profile {path} cannot be read: {error.strerror}") from error
+    except UnreadableInput as error:
+        raise InvalidProfile(f"the profile cannot be read: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("format"), int):
+        raise InvalidProfile(f"{path} is no profile: it names no format")
+    if values["format"] > FORMAT:
+        raise InvalidProfile(
+            f"the profile {path} has format {values['format']}, this forerun reads up to {FORMAT}; "
+            "upgrade forerun, or profile again"
+        )
+    try:
+        return Profile.from_dict(values)
+    except (*MALFORMED, msgspec.ValidationError) as error:
+        raise InvalidProfile(
+            f"the profile {path} is damaged ({type(error).__name__}: {error}); profile again"
+        ) from error
+
+
+def check_setup(profile: Profile, expect: ProfileSetup) -> None:
+    """Refuse a profile of another machine, other models or other settings (InvalidProfile)."""
+    if differences := profile.setup.differences(expect):
+        raise InvalidProfile(
+            f"the profile of {profile.target} and {profile.draft} was made with "
+            f"{', '.join(differences)}; profile this set-up with `forerun profile`"
+        )
+
+
+STYLES = ("-", "--", ":", "-.")
+"""By context."""
+WIDTH, HEIGHT = 6.4, 4.0
+"""Of a panel, in inches."""
+
+
+def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
+    """Draw v(n) with error bars between its two limits, and write the plot to every path."""
+    with picture(paths, width=WIDTH * len(profiles), height=HEIGHT) as figure:
+        panels = figure.subplots(1, len(profiles), squeeze=False)[0]
+        for axes, profile in zip(panels, profiles, strict=True):
+            axes.set_title(title(profile), fontsize=9)
+            _draw_costs(axes, profile)
+            _draw_limits(axes, profile)
+            finish(axes, profile)
+
+
+def _draw_costs(axes: Axes, profile: Profile) -> None:
+    """Draw one monotone line per batch and context through the measured points."""
+    table = profile.greedy
+    for line in table.lines:
+        colour = COLOURS[table.batches.index(line.batch) % len(COLOURS)]
+        style = STYLES[table.contexts.index(line.context) % len(STYLES)]
+        points = list(_points_of(profile, line))
+        look = {"linestyle": "none", "marker": "o", "markersize": 3, "capsize": 2}
+        draw_intervals(axes, line.rows, points, color=colour, **look)
+        fitted = [line.verify(rows).s / line.plain_s for rows in line.rows]
+        label = f"batch {line.batch}, {line.context} tokens each"
+        axes.plot(line.rows, fitted, color=colour, linestyle=style, linewidth=1.4, label=label)
+
+
+def _points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
+    """Return measured passes in plain steps, with the plain step's error ignored."""
+    for rows in line.rows:
+        found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, rows)
+        yield Interval(
+            estimate=found.estimate / line.plain_s,
+            low=found.low / line.plain_s,
+            high=found.high / line.plain_s,
+        )
+
+
+def _draw_limits(axes: Axes, profile: Profile) -> None:
+    """Draw the two limits of v(n): one pass per row, and a single read of all weights."""
+    line = min(profile.greedy.lines, key=lambda line: (line.batch, line.context))
+    floor = profile.limit.pass_s(line.batch, line.context) / line.plain_s
+    axes.axhline(floor, color="black", linewidth=1, linestyle=(0, (1, 2)))
+    axes.annotate(
+        "reading the weights once",
+        (line.rows[-1], floor),
+        xytext=(0, 3),
+        textcoords="offset points",
+        horizontalalignment="right",
+        fontsize=8,
+    )
+    axes.plot(line.rows, line.rows, color=BASELINE, linewidth=1, label="one pass per row")
+
+
+def finish(axes: Axes, profile: Profile) -> None:
+    """Set scales, labels and legend."""
+    lines = profile.greedy.lines
+    ticks = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= max(x.rows[-1] for x in lines)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(rows) for rows in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.15 * max(line.verify(line.rows[-1]).s / line.plain_s for line in lines))
+    axes.set_xlabel("n: rows per sequence in one target pass (K + 1)")
+    axes.set_ylabel("v(n), in plain steps (95% interval)")
+    axes.legend(loc="upper left")
+
+
+def title(profile: Profile) -> str:
+    """Return a title with models and machine."""
+    setup = profile.setup
+    threads = f"{setup.num_threads} thread{'s' * (setup.num_threads > 1)}"
+    machine = f"{setup.cpu}, {threads}" if setup.device == "cpu" else setup.device
+    return f"{Path(profile.target).name}, {setup.dtype}, {setup.target_runner}\n{machine}"

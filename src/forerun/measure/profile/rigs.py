@@ -1,0 +1,284 @@
+"""Measures passes of a model, passes of an EAGLE-3 head, and whole steps of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import Drafter
+from forerun.drafters.eagle3.drafter import AttachedModel, HeadBatch
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.measure.profile.config import OVERHEAD_OF, ProfileCell, Quantity
+from forerun.measure.profile.rounds import Stopwatch, TimedModel
+from forerun.models.base import Context, LanguageModel, RowBatch, Span, pack
+from forerun.models.kv_store import KVPrefix
+from forerun.models.tokenizers import Tokenizer
+from forerun.sampling.config import SamplingParams
+from forerun.theory.tree import TokenTree
+
+NUM_TIMED = 2
+CHUNK = 256
+STRIDE = 7919
+
+
+class PassRig:
+    """Measures passes after a committed prefix, and restores the sequences afterwards."""
+
+    rounds_per_visit = 1
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cells: Sequence[ProfileCell],
+        prefix: KVPrefix,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.model = model
+        self.prefix = prefix
+        self.stopwatch = stopwatch
+        self.cells = tuple(cells)
+        self._slots: list[int] = []
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Fill the slots of the largest batch while the block runs."""
+        store = self.model.store
+        if store.feature_layers:
+            store.keep_features(())  # of an engine whose steps are measured in turn
+        try:
+            for _ in range(max(cell.batch for cell in self.cells)):
+                self._slots.append(store.reserve())
+                store.import_prefix(self._slots[-1], self.prefix)
+            yield
+        finally:
+            for slot in self._slots:
+                store.free(slot)
+            self._slots.clear()
+
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        """Measure the seconds of a pass or a chain, without the packing of its rows.
+
+        One goes ahead unmeasured, so that none finds the caches as a larger pass left them. What a
+        pass costs among the other work of a step is seen in whole steps.
+        """
+        slots = self._slots[: cell.batch]
+        work = self._work(cell, slots)
+        seconds = []
+        for _ in range(1 + NUM_TIMED):
+            seconds.append(self.stopwatch.seconds(work))
+            for slot in slots:
+                self.model.store.commit(slot, ())
+        return {cell: seconds[1:]}
+
+    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+        if cell.quantity is Quantity.DRAFT_CHAIN:
+            batch = self._rows(slots, num_nodes=0)
+            vocab_size = self.model.vocab_size
+            return lambda: self.model.greedy_chain(batch, cell.size, vocab_size)
+        if cell.quantity in (Quantity.TARGET_READ, Quantity.DRAFT_READ):
+            batch = rows_of(self.model, slots[:1], self.prefix.num_tokens, cell.size)
+        else:
+            batch = self._rows(slots, num_nodes=cell.size - 1)
+        return lambda: self.model.forward(batch)
+
+    def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
+        """Return rows of the pending token and a drafted chain per sequence, all with logits."""
+        tree = TokenTree.chain(num_nodes)
+        start = self.prefix.num_tokens
+        spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]
+        num_rows = len(slots) * (1 + num_nodes)
+        tokens = torch.tensor(_some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
+        return pack(spans, tokens, range(num_rows), self.model.device)
+
+
+def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
+    """Return a pass over the next tokens of every slot, with logits for each slot's last token."""
+    spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
+    tokens = torch.tensor(_some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
+    last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
+    return pack(spans, tokens, last, model.device)
+
+
+def prefixes(
+    model: LanguageModel,
+    contexts: Sequence[int],
+    forward: Callable[[RowBatch], object] | None = None,
+) -> Mapping[int, KVPrefix]:
+    """Return KV prefixes of one sequence, by length.
+
+    Args:
+        model: whose keys and values they hold.
+        contexts: lengths.
+        forward: runs a pass of the model; None: its own `forward`.
+    """
+    run = model.forward if forward is None else forward
+    ids = _some_tokens(max(contexts), model.vocab_size)
+    context = Context(model.store, ids)
+    try:
+        while context.num_pending:
+            chunk = context.pending(CHUNK)
+            span = context.span(len(chunk))
+            tokens = torch.tensor(chunk, dtype=torch.int64)
+            run(pack([span], tokens, [], model.device))
+            context.commit(range(len(chunk)))
+        return {length: model.store.export_prefix(context.slot, length) for length in contexts}
+    finally:
+        context.close()
+
+
+def _some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
+    return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]
+
+
+FeatureShape = tuple[int, int]
+"""Layers that a head reads, and the width of the target's residual stream."""
+
+
+class HeadRig(PassRig):
+    """Measures passes and chains of a head after a committed prefix.
+
+    What a pass takes includes the projection of the target's features. Their values are arbitrary:
+    no time depends on them.
+    """
+
+    def __init__(
+        self,
+        model: AttachedModel,
+        cells: Sequence[ProfileCell],
+        prefix: KVPrefix,
+        stopwatch: Stopwatch,
+        shape: FeatureShape,
+    ) -> None:
+        super().__init__(model, cells, prefix, stopwatch)
+        self.attached = model
+        self._shape = shape
+
+    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+        num_rows = 1 if cell.quantity is Quantity.DRAFT_CHAIN else cell.size
+        slots = slots[:1] if cell.quantity is Quantity.DRAFT_READ else slots
+        batch = rows_of(self.attached, slots, self.prefix.num_tokens, num_rows)
+        features = _some_features(self.attached, len(batch.tokens), self._shape)
+        model, vocab_size = self.attached, self.attached.vocab_size
+        if cell.quantity is Quantity.DRAFT_CHAIN:
+            return lambda: model.greedy_chain(
+                HeadBatch.of(batch, model.fuse(features)), cell.size, vocab_size
+            )
+        return lambda: model.forward(HeadBatch.of(batch, model.fuse(features)))
+
+
+def head_prefixes(
+    model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
+) -> Mapping[int, KVPrefix]:
+    """Return KV prefixes of one sequence for a head, by length."""
+
+    def forward(batch: RowBatch) -> object:
+        features = _some_features(model, len(batch.tokens), shape)
+        return model.forward(HeadBatch.of(batch, model.fuse(features)))
+
+    return prefixes(model, contexts, forward)
+
+
+def _some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
+    dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
+    return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)
+
+
+NUM_WARM_STEPS = 4
+"""After all prompts were read: the first lets the draft read them, the next find cold caches."""
+WARM_S, MOST_WARM_STEPS = 0.02, 16
+"""Or more of them, for so long: where a step takes a millisecond, caches take a dozen to settle."""
+NUM_STEPS, SPARE_STEPS = 6, 2
+"""That are timed, and that there is room for beyond them."""
+MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
+"""Of a visit, once all prompts are read."""
+SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
+
+
+class EngineRig:
+    """Measures steps of short generations by the engine."""
+
+    rounds_per_visit = 5
+    """A visit is slow and yields many samples."""
+
+    def __init__(
+        self,
+        *,
+        target: TimedModel,
+        draft: TimedModel,
+        drafter_of: Callable[[LanguageModel], Drafter],
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        cells: Sequence[ProfileCell],
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.drafter_of = drafter_of
+        self.tokenizer = tokenizer
+        self.config = config
+        self.cells = tuple(cells)
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Do nothing: visits share no state."""
+        return nullcontext()
+
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        """Return the seconds of whole steps and of their overhead outside both models.
+
+        Costs of speculative steps are reported in plain steps, so plain steps are measured
+        directly after them: the speed of the machine drifts.
+        """
+        found = dict(self._steps(cell))
+        if cell.size:
+            found |= self._steps(replace(cell, size=0))
+        return found
+
+    def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        engine = self._engine(cell.size)
+        sampled = cell.quantity in SAMPLED
+        step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
+        params = SamplingParams(temperature=float(sampled), ignore_eos=True)
+        prompt = _some_tokens(cell.context, self.target.vocab_size)
+        requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
+        try:
+            unread = set(requests)
+            while unread:
+                unread -= {chunk.request_id for chunk in engine.step()}
+            self._warm_up(engine, cell)
+            times = [self._timed_step(engine) for _ in range(NUM_STEPS)]
+        finally:
+            for request_id in requests:
+                engine.abort(request_id)
+        outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
+        return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
+
+    def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
+        """Run steps until memory and kernel caches are warm, within the room of the context."""
+        room = min(self.target.max_context, self.draft.max_context) - cell.context
+        most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)
+        clock = self.target.stopwatch.clock
+        begun_s = clock()
+        for num_steps in range(min(most, MOST_WARM_STEPS)):
+            if num_steps >= NUM_WARM_STEPS and clock() - begun_s >= WARM_S:
+                return
+            engine.step()
+
+    def _engine(self, k: int) -> Engine:
+        drafter = self.drafter_of(self.draft) if k else None
+        return Engine(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            drafter=drafter,
+            config=replace(
+                self.config, num_speculative_tokens=k, sharing="none", controller="fixed"
+            ),
+        )
+
+    def _timed_step(self, engine: Engine) -> tuple[float, float]:
+        before_s = self.target.inside_s + self.draft.inside_s
+        step_s = self.target.stopwatch.seconds(engine.step)
+        return step_s, step_s - (self.target.inside_s + self.draft.inside_s - before_s)

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from forerun.errors import InvalidRequest
+from forerun.measure.prompt_files import read_entries
+
+HELLO = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "hi"}
+
+
+def entries(path):
+    return list(read_entries(path))
+
+
+def test_json_lines_keep_what_a_record_says_of_itself(write_lines, tmp_path):
+    path = write_lines(
+        {"prompt": "a", "tag": "code", "response": "b", "id": 7},
+        {"text": "c", "tag": None},
+        {"messages": [HELLO, ANSWER], "tag": "chat"},
+    )
+    first, second, third = entries(path)
+    assert (first.text, first.tag, first.response, first.messages) == ("a", "code", "b", ())
+    assert (second.text, second.tag, second.response) == ("c", "", None)
+    assert (third.text, third.tag, third.messages) == (None, "chat", (HELLO, ANSWER))
+    assert [entry.where for entry in (first, third)] == [f"{path}:1", f"{path}:3"]
+
+
+def test_empty_lines_count_but_are_no_records(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n  \n{"prompt": "b"}\n')
+    assert [entry.where for entry in entries(path)] == [f"{path}:1", f"{path}:4"]
+
+
+def test_parquet_rows_are_the_same_records(tmp_path):
+    path = tmp_path / "p.parquet"
+    rows = [
+        {"prompt": "a", "messages": None, "tag": "code", "number": 1},
+        {"prompt": None, "messages": [HELLO], "tag": None, "number": 2},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    first, second = entries(path)
+    assert (first.text, first.tag, first.messages) == ("a", "code", ())
+    assert (second.text, second.tag, second.messages) == (None, "", (HELLO,))
+    assert second.where == f"{path}, row 2"
+
+
+def test_text_is_a_prompt_per_line_or_per_block(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("one\n\n  two \n", encoding="utf-8")
+    assert [(entry.text, entry.where) for entry in entries(path)] == [
+        ("one", f"{path}:1"),
+        ("  two ", f"{path}:3"),
+    ]
+    path.write_text("a\nb\n---\n\n---\nc\n", encoding="utf-8")
+    assert [(entry.text, entry.where) for entry in entries(path)] == [
+        ("a\nb", f"{path}:1"),
+        ("c", f"{path}:6"),
+    ]
+
+
+def test_a_folder_is_all_its_files_in_the_order_of_their_names(write_lines, tmp_path):
+    write_lines({"prompt": "b"}, name="b.jsonl")
+    (tmp_path / "a.txt").write_text("a\n")
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "c.txt").write_text("c\n")
+    (tmp_path / "README.md").write_text("nothing\n")
+    assert [entry.text for entry in entries(tmp_path)] == ["a", "b", "c"]
+
+
+def test_a_folder_without_any_is_refused(tmp_path):
+    with pytest.raises(
+        InvalidRequest, match=r"has no \.csv, \.json, \.jsonl, \.parquet, \.tsv, \.txt file"
+    ):
+        entries(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["a"], "is no object"),
+        ({}, 'must have one of "prompt", "text" and "messages"'),
+        ({"conversations": [1]}, '"conversations" must be a list of objects'),
+        ({"conversations": [{"from": "gpt", "value": "hi"}]}, "begins with the assistant's answer"),
+        ({"conversations": [{"from": "human"}]}, "message 0 must have"),
+        ({"instruction": 3}, '"instruction" and "input" must be text'),
+        ({"prompt": "a", "system": {}, "response": {}}, '"response" is {}'),
+        ({"prompt": None}, "must have one of"),
+        ({"prompt": "a", "messages": [HELLO]}, "must have one of"),
+        ({"prompt": ""}, "\"prompt\" is ''; it must be text, not empty"),
+        ({"prompt": 3}, '"prompt" is 3'),
+        ({"prompt": "a", "response": ""}, '"response" is'),
+        ({"prompt": "a", "tag": ["x"]}, '"tag" is'),
+        ({"messages": []}, "must be a list of messages, not empty"),
+        ({"messages": "hello"}, "must be a list of messages"),
+        ({"messages": [HELLO, "hi"]}, "message 1 must have"),
+        ({"messages": [{"role": "user"}]}, "message 0 must have"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "message 0 must have"),
+        ({"messages": [ANSWER, HELLO]}, "begins with the assistant's answer"),
+    ],
+)
+def test_malformed_records_are_named_by_their_line(write_lines, row, message):
+    path = write_lines({"prompt": "fine"}, row)
+    with pytest.raises(InvalidRequest, match=r"prompts\.jsonl:2") as caught:
+        entries(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("line", [b"{", b"\xff\xfe", b"[" * 100_000])
+def test_lines_that_are_no_json_are_named(tmp_path, line):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    with pytest.raises(InvalidRequest, match=r"p\.jsonl line 2 is not|p\.jsonl line 2 nests"):
+        entries(path)
+
+
+def test_text_of_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes("größe\n".encode("latin-1"))
+    with pytest.raises(InvalidRequest, match=r"cannot be read from .*p\.txt"):
+        entries(path)
+
+
+def test_a_table_that_is_cut_off_is_refused(tmp_path):
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a" * 1000}]), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InvalidRequest, match=r"p\.parquet is no whole Parquet file"):
+        entries(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"cannot be read from .*nowhere"):
+        entries(tmp_path / "nowhere.jsonl")
+
+
+def test_a_json_list_has_the_same_records(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text('[{"prompt": "a", "tag": "code"}, "b"]')
+    assert [(entry.text, entry.tag) for entry in entries(path)] == [("a", "code"), ("b", "")]
+    assert entries(path)[1].where == f"{path}, record 2"
+    path.write_text('{"version": 1, "data": [{"prompt": "c"}]}')
+    assert [entry.text for entry in entries(path)] == ["c"]
+    path.write_text('{"prompt": "c"}')
+    with pytest.raises(InvalidRequest, match=r"no list of records.*name it \.jsonl"):
+        entries(path)
+
+
+def test_a_table_of_text_has_the_same_records(tmp_path):
+    path = tmp_path / "p.csv"
+    cell = '"[{""role"":""user"",""content"":""q""}]"'
+    path.write_text(f'tag,prompt,messages\nx,"a, b\nc",\n,,{cell}\n')
+    first, second = entries(path)
+    assert (first.text, first.tag) == ("a, b\nc", "x")
+    assert (second.text, second.messages) == (None, ({"role": "user", "content": "q"},))
+    tabs = tmp_path / "p.tsv"
+    tabs.write_text("prompt\tresponse\na, b\tc\n")
+    (only,) = entries(tabs)
+    assert (only.text, only.response) == ("a, b", "c")
+
+
+@pytest.mark.parametrize("content", ['prompt\n"open', "other\n1\n", 'prompt\n"a"b\n'])
+def test_a_table_that_is_malformed_is_refused(tmp_path, content):
+    path = tmp_path / "p.csv"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=r"p\.csv"):
+        entries(path)
+
+
+def test_conversations_of_sharegpt_are_messages(write_lines):
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a"},
+    ]
+    (entry,) = entries(write_lines({"id": "1", "conversations": turns}))
+    assert [(message["role"], message["content"]) for message in entry.messages] == [
+        ("system", "s"),
+        ("user", "q"),
+        ("assistant", "a"),
+    ]
+
+
+def test_records_of_alpaca_are_messages_with_a_response(write_lines):
+    first, second = entries(
+        write_lines(
+            {"instruction": "sum", "input": "1 2", "output": "3"},
+            {"instruction": "joke", "input": "", "output": "", "system": "be kind"},
+        )
+    )
+    assert first.messages == ({"role": "user", "content": "sum\n\n1 2"},)
+    assert first.response == "3" and second.response is None
+    assert [message["content"] for message in second.messages] == ["be kind", "joke"]
+
+
+@pytest.mark.parametrize("name", ["p.yaml", "p.jsonlines", "p"])
+def test_an_unknown_suffix_is_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(InvalidRequest, match=r"has the suffix .*rename it"):
+        entries(path)
+
+
+def test_a_name_is_a_dataset_where_that_package_is_installed(monkeypatch):
+    asked = []
+
+    def load_dataset(name, *, split, streaming):
+        asked.append((name, split))
+        if name == "me/none":
+            raise OSError("no such dataset")
+        return iter([{"prompt": "a"}, {"instruction": "b", "output": "c"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert [entry.text for entry in entries(Path("me/prompts"))] == ["a", None]
+    entries(Path("me/prompts:test"))
+    assert asked == [("me/prompts", "train"), ("me/prompts", "test")]
+    with pytest.raises(InvalidRequest, match="no such dataset"):
+        entries(Path("me/none"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidRequest, match="pip install datasets"):
+        entries(Path("me/prompts"))
+
+
+def test_a_small_table_of_many_characters_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("forerun.measure.prompt_files.MAX_CHARACTERS", 10_000)
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["a" * 100] * 1000}), path)
+    with pytest.raises(InvalidRequest, match="more than 10000 characters"):
+        entries(path)
+    pq.write_table(pa.table({"prompt": pa.array(["a"] * 2_100_000)}), path)
+    with pytest.raises(InvalidRequest, match="2100000 rows; the limit is 2000000"):
+        entries(path)
