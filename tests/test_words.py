@@ -21,7 +21,7 @@ CLEAN: tuple[str, ...] = (
     "__main__.py",
     "align",
     "atomic_write.py",
-    "bench",
+    "client",
     "bounded_documents.py",
     "bounded_read.py",
     "cache.py",

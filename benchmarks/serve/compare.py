@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 from servers import Models, Server, arms_of
 
-from forerun.bench.endpoints import LoadBlock, load_figures, load_rows, measure_load
 from forerun.engine.http_backend import HttpBackend
+from forerun.measure.bench.load import LoadBlock, load_figures, load_rows, measure_load
 from forerun.models.catalog import held_out_prompts
 from forerun.models.load import load_tokenizer
 from forerun.provenance import collect, content_hash
@@ -92,8 +92,8 @@ def measure(options: argparse.Namespace, models: Models, results: Results) -> No
 def backend_of(server: Server, extra: Mapping[str, Any]) -> HttpBackend:
     """Return a client that keeps no connections, which a stopped server would have to end."""
     limits = httpx.Limits(max_keepalive_connections=0)
-    client = httpx.Client(timeout=600.0, limits=limits)
-    return HttpBackend(server.url, server.model, extra=extra, client=client)
+    transport = httpx.HTTPTransport(limits=limits)
+    return HttpBackend(server.url, server.model, extra=extra, transport=transport)
 
 
 def check(block: LoadBlock, backend: HttpBackend, num_tokens: int) -> None:
@@ -101,8 +101,8 @@ def check(block: LoadBlock, backend: HttpBackend, num_tokens: int) -> None:
     wrong = [c.num_tokens for c in block.completions if c.num_tokens != num_tokens]
     if wrong:
         raise RuntimeError(f"{block.endpoint} returned {wrong} tokens, not {num_tokens}")
-    if backend.endpoint.waits_s:
-        raise RuntimeError(f"{block.endpoint} failed {len(backend.endpoint.waits_s)} times")
+    if backend.waits_s:
+        raise RuntimeError(f"{block.endpoint} failed {len(backend.waits_s)} times")
 
 
 class Results:

@@ -25,8 +25,8 @@ import httpx
 sys.path.append(str(Path(__file__).resolve().parent))  # benchmarks are scripts
 from run import start_server
 
-from forerun.bench.endpoints import LoadBlock, measure_load
 from forerun.engine.http_backend import HttpBackend
+from forerun.measure.bench.load import LoadBlock, measure_load
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams

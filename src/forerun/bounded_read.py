@@ -1,4 +1,4 @@
-"""Reading of files, standard input and HTTP bodies within limits on bytes and time.
+"""Reading of files and standard input within limits on bytes and time.
 
 Whatever is read was written by others: it may be huge, never end, nest deeply or unpack to more
 than memory holds. Every function here stops at its `ReadLimits` with an `UnreadableInput` that
@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,25 +228,6 @@ def read_text(path: Path, limits: ReadLimits = DEFAULT) -> str:
         UnreadableInput: it cannot be read within the limits, or is not UTF-8.
     """
     return decoded(read_bytes(path, limits), str(path))
-
-
-def collected(chunks: Iterable[bytes], name: str, limits: ReadLimits = DEFAULT) -> bytes:
-    """Join the chunks of a stream, such as an HTTP body, within limits on bytes and seconds.
-
-    Each chunk must itself arrive within a time limit of its own, such as a socket's timeout.
-
-    Raises:
-        UnreadableInput: the stream is over a limit.
-    """
-    deadline = Deadline(limits.max_seconds, name)
-    pieces, num_bytes = [], 0
-    for chunk in chunks:
-        deadline.remaining_s()
-        num_bytes += len(chunk)
-        if num_bytes > limits.max_bytes:
-            raise UnreadableInput(f"{name} sends more than {limits.max_bytes} bytes, the limit")
-        pieces.append(chunk)
-    return b"".join(pieces)
 
 
 def gunzipped(data: bytes, name: str, limits: ReadLimits = DEFAULT) -> bytes:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tests.server.conftest import MODEL, serving, tiny_engine
 
-from forerun.bench.endpoints import LoadBlock, agreement, load_figures, load_outcome, load_rows
 from forerun.cli.main import main
 from forerun.engine.results import Completion
+from forerun.measure.bench.load import LoadBlock, agreement, load_figures, load_outcome, load_rows
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 
@@ -244,14 +244,17 @@ def test_no_prompt_is_sent_twice(bench):
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        (fake([(401, {}, "no key")]), "refuses it with status 401: no key (the key sent is"),
+        (
+            fake([(401, {}, "no key")]),
+            "refuses the request with status 401: no key (the key sent is",
+        ),
         (
             fake([answer()], (401, {}, "no key")),
-            "refuses it with status 401: no key (the key sent is",
+            "refuses the request with status 401: no key (the key sent is",
         ),
-        (fake([(404, {}, "no such model")]), "refuses it with status 404: no such model"),
+        (fake([(404, {}, "no such model")]), "refuses the request with status 404: no such model"),
         (fake([answer()], (200, {}, "{}")), "lists no models"),
-        (fake([answer()], (503, {}, "starting")), "lists no models: status 503: starting"),
+        (fake([answer()], (503, {}, "starting")), "gives no answer; status 503: starting"),
         (fake([answer(num_tokens=None)]), "has two tokens with their count"),
         (fake([(200, {}, "data: {}\n\n")]), "before it was complete"),
     ],

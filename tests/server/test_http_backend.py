@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 from tests import tiny
 from tests.server.conftest import MODEL, serving, tiny_engine
 from tests.unit.align.data.conftest import prompt
 
 from forerun.align.data.responses import seed_of
-from forerun.align.data.server import SEED_MASK, ResponseServer, ResponseServerConfig
-from forerun.engine.http_backend import HttpBackend, counts_of
+from forerun.align.data.server import ResponseServer
+from forerun.client.answers import Speculation
+from forerun.client.client import SEED_MASK, Client
+from forerun.client.config import ClientConfig
+from forerun.engine.http_backend import HttpBackend
 from forerun.engine.results import Backend
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.measure.bench.compare import BenchArm, Prompt, measure
@@ -104,10 +108,9 @@ def test_a_comparison_measures_a_server_as_it_does_an_engine(connect):
 
 
 def test_responses_for_alignment_are_those_of_the_engine(address):
-    config = ResponseServerConfig(url=address, model=MODEL)
     record = prompt(3, 4, 5)
-    server = ResponseServer.connect(config, tiny.tokenizer())
-    with server.client:
+    with Client(ClientConfig(url=address, model=MODEL)) as client:
+        server = ResponseServer(client=client, tokenizer=tiny.tokenizer())
         found = server.respond(record, 0, PARAMS)
     seed = seed_of(record.prompt_hash, 0, PARAMS.seed) & SEED_MASK
     expected = tiny_engine().generate([[3, 4, 5]], replace(PARAMS, seed=seed))[0]
@@ -118,7 +121,7 @@ def test_counts_keep_tau_and_the_rates_per_position():
     for k in (1, 3):
         output = tiny_engine(num_speculative_tokens=k).generate([[3, 4, 5]], PARAMS)[0]
         counts = output.completions[0].acceptance
-        found = counts_of(speculation_of(counts))
+        found = msgspec.convert(speculation_of(counts), Speculation).acceptance
         assert found.acceptance_length == counts.acceptance_length
         assert found.num_drafted == counts.num_drafted
         assert found.acceptance_rate_per_position == counts.acceptance_rate_per_position
@@ -133,10 +136,8 @@ def over(answer: httpx.Response) -> HttpBackend:
     def reply(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=CARD) if request.method == "GET" else answer
 
-    client = httpx.Client(transport=httpx.MockTransport(reply))
-    backend = HttpBackend("http://server", client=client)
-    backend.endpoint.num_tries = 1
-    return backend
+    config = ClientConfig(url="http://server", num_tries=1)
+    return HttpBackend(config, transport=httpx.MockTransport(reply))
 
 
 def events(*data: object) -> httpx.Response:
@@ -164,7 +165,7 @@ def test_a_broken_server_is_an_error_that_names_it(answer, message):
 
 
 def test_a_refusal_is_final():
-    with pytest.raises(InvalidRequest, match="refuses it with status 404: no such model"):
+    with pytest.raises(InvalidRequest, match="refuses the request with status 404: no such model"):
         over(httpx.Response(404, text="no such model")).generate(["a"], PARAMS)
 
 
@@ -187,6 +188,6 @@ def test_what_is_not_supported_is_refused(params):
 def test_no_server_and_no_such_model():
     with pytest.raises(ServerUnavailable, match="cannot be reached"):
         HttpBackend("http://127.0.0.1:9/v1")
-    client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, json=CARD)))
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=CARD))
     with pytest.raises(InvalidRequest, match="does not serve 'other'; it serves m"):
-        HttpBackend("http://server", "other", client=client)
+        HttpBackend("http://server", "other", transport=transport)

@@ -76,7 +76,12 @@ def test_keys_are_checked_here_and_not_passed_on(address):
 def test_the_live_page_shows_what_vllm_counts(address):
     now_s = [100.0]
     with httpx.Client(base_url=address) as client:
-        view = VllmView(client, target="t", methods=["draft_model"], clock=lambda: now_s[0])
+        view = VllmView(
+            lambda path: client.get(path).content,
+            target="t",
+            methods=["draft_model"],
+            clock=lambda: now_s[0],
+        )
         assert view.snapshot().acceptance_length is None
         for _ in range(3):
             httpx.post(f"{address}/v1/completions", json={"prompt": "x"})

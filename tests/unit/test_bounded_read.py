@@ -17,7 +17,6 @@ import pytest
 from forerun.bounded_documents import json_lines, parquet_batches, parse_json, parse_yaml, read_json
 from forerun.bounded_read import (
     ReadLimits,
-    collected,
     gunzipped,
     open_bounded,
     open_stdin,
@@ -174,12 +173,7 @@ def test_ordinary_yaml_is_read():
     assert parse_yaml(b"a: [1, {b: 2.5}]\nc: no\n", "name") == {"a": [1, {"b": 2.5}], "c": False}
 
 
-def test_streams_and_compressed_data_have_limits():
-    assert collected([b"a", b"b"], "name", SMALL) == b"ab"
-    with pytest.raises(UnreadableInput, match="more than 1000 bytes"):
-        collected((b"x" * 100 for _ in range(1 << 60)), "name", SMALL)
-    with pytest.raises(UnreadableInput, match=r"0\.2 s"):
-        collected((time.sleep(0.01) or b"" for _ in range(1 << 60)), "name", BRIEF)
+def test_compressed_data_has_limits():
     assert gunzipped(gzip.compress(b"x" * 1000), "name", SMALL) == b"x" * 1000
     for data, message in (
         (gzip.compress(bytes(1 << 24)), "decompresses to more"),

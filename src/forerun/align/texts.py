@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.packing import mix, shares_of, split
@@ -18,7 +17,10 @@ from forerun.align.data.responses import (
     write_responses,
 )
 from forerun.align.data.sample import Sample, Source, prompt_hash
+from forerun.align.data.server import ResponseServer, write_responses_from
 from forerun.align.progress import OnProgress
+from forerun.client.client import Client
+from forerun.client.config import ClientConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.measure.judge.judged import EvaluationPrompt
@@ -30,9 +32,6 @@ from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import first_repeat
 from forerun.trace.files import read_trace
 from forerun.trace.schema import Damage
-
-if TYPE_CHECKING:
-    from forerun.align.data.server import ResponseServerConfig
 
 HashOfPrompt = Callable[[Sequence[int]], str]
 
@@ -220,37 +219,36 @@ class TrainingTexts:
 
     def _of_target(self, on_progress: OnProgress) -> list[Sample]:
         num_samples = self.config.data.samples_per_prompt
-        server = self._server()
+        server = self._server
         store = ResponseStore(self.folder, self._origin(server))
         if self.target is not None:
             write = partial(write_responses, self.target)
             if server is not None:
-                from forerun.align.data.server import ResponseServer, write_responses_from
-
-                asked = ResponseServer.connect(server, self.tokenizer)
-                write = partial(write_responses_from, asked)
+                client = Client(server)
+                answering = ResponseServer(
+                    client=client, tokenizer=self.tokenizer, num_logprobs=self._num_logprobs
+                )
+                write = partial(write_responses_from, answering)
             with store.writing():
                 write(self.prompts, store, samples_per_prompt=num_samples, on_progress=on_progress)
         return [_without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
 
-    def _server(self) -> ResponseServerConfig | None:
-        """Return the server that responds in place of the target, if the settings name one."""
+    @property
+    def _server(self) -> ClientConfig | None:
+        """The server that responds in place of the target, if the settings name one."""
         url = self.config.data.responses_from
-        if url is None:
-            return None
-        from forerun.align.data.server import ResponseServerConfig
+        model = self.config.data.responses_model or self.config.target
+        return None if url is None else ClientConfig(url=url, model=model, max_connections=16)
 
-        return ResponseServerConfig(
-            url=url,
-            model=self.config.data.responses_model or self.config.target,
-            num_logprobs=NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0,
-        )
+    @property
+    def _num_logprobs(self) -> int:
+        return NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0
 
-    def _origin(self, server: ResponseServerConfig | None) -> ResponseOrigin:
+    def _origin(self, server: ClientConfig | None) -> ResponseOrigin:
         model = self.target_hash
         if server is not None:
             # The model behind the address is not known: another target must not reuse responses.
-            model = f"{model} {server.url} {server.model} {server.num_logprobs}"
+            model = f"{model} {server.url} {server.model} {self._num_logprobs}"
         folder = model_folder(self.config.target)
         return ResponseOrigin(
             source="target",

@@ -20,8 +20,8 @@ from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from forerun.bench.endpoints import LoadBlock
     from forerun.engine.http_backend import HttpBackend
+    from forerun.measure.bench.load import LoadBlock
     from forerun.sampling.config import SamplingParams
     from forerun.theory.intervals import Interval
 
@@ -118,7 +118,7 @@ class EndpointRun:
 
     def run(self, texts: Sequence[str]) -> int:
         """Measure all blocks, with a progress bar, and show what was measured."""
-        from forerun.bench.endpoints import load_prompts, run_load
+        from forerun.measure.bench.load import load_prompts, run_load
 
         check_writable("--out", self.out)
         counts = self.flags.num_requests
@@ -148,13 +148,15 @@ class EndpointRun:
         return 0
 
     def _connected(self, place: int, url: str) -> HttpBackend:
-        from forerun.engine.endpoint import client_for
-        from forerun.engine.http_backend import TIMEOUT_S, HttpBackend
+        from forerun.client.config import ClientConfig
+        from forerun.engine.http_backend import HttpBackend
 
         variables = self.flags.api_key_env
         variable = variables[min(place, len(variables) - 1)] if variables else None
-        client = client_for(TIMEOUT_S, max(self.flags.num_requests), variable)
-        return HttpBackend(url, self.model, client=client)
+        most = max(self.flags.num_requests)
+        return HttpBackend(
+            ClientConfig(url=url, model=self.model, key_variable=variable, max_connections=most)
+        )
 
     def show(self) -> None:
         """Print and write the results measured until now."""
@@ -171,7 +173,7 @@ class EndpointRun:
 
     def report(self) -> dict[str, object]:
         """Return the results as one JSON object."""
-        from forerun.bench.endpoints import agreement, load_figures, load_rows
+        from forerun.measure.bench.load import agreement, load_figures, load_rows
         from forerun.provenance import collect
 
         cells = []
@@ -190,7 +192,7 @@ class EndpointRun:
             cells.append(cell)
         return {
             "endpoints": [
-                {"url": url, "model": backend.model, "num_retries": len(backend.endpoint.waits_s)}
+                {"url": url, "model": backend.model, "num_retries": len(backend.waits_s)}
                 for url, backend in self.backends.items()
             ],
             "cells": cells,
@@ -206,12 +208,12 @@ class EndpointRun:
         }
 
     def _print(self) -> None:
-        from forerun.bench.endpoints import load_figures, load_rows
+        from forerun.measure.bench.load import load_figures, load_rows
 
         console = SafeConsole()
         letters = dict(zip(self.backends, "AB", strict=False))
         for url, backend in self.backends.items():
-            waits = backend.endpoint.waits_s
+            waits = backend.waits_s
             busy = f"; {len(waits)} retries after {sum(waits):.0f} s, included in the times"
             line = f"{letters[url]}: {url}, model {backend.model}{busy if waits else ''}"
             console.print(line, markup=False)
@@ -228,7 +230,7 @@ class EndpointRun:
 
     def _comparison(self, first: Sequence[LoadBlock], second: Sequence[LoadBlock]) -> list[str]:
         """Return sentences on the ratios and on the texts at one number of clients."""
-        from forerun.bench.endpoints import agreement, load_figures, load_outcome
+        from forerun.measure.bench.load import agreement, load_figures, load_outcome
 
         found = [f"A / B with {first[0].concurrency} clients:"]
         for name, ratio in load_figures(first, second).items():

@@ -7,21 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import httpx
 
-from forerun.engine.endpoint import (
-    BrokenReply,
-    Endpoint,
-    check_encoding,
-    check_status,
-    client_for,
-    parsed,
-    read_whole,
-    sampling_fields,
-)
+from forerun.client.answers import ModelCard, ServerAnswer
+from forerun.client.client import Client
+from forerun.client.config import ClientConfig
 from forerun.engine.results import (
     BackendStats,
     Capabilities,
@@ -30,52 +22,77 @@ from forerun.engine.results import (
     RequestOutput,
     StreamChunk,
 )
-from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
+from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 
-MAX_CONCURRENT = 64
-SEED_MASK = (1 << 31) - 1
-"""Seeds that every server takes."""
-TIMEOUT_S = 600.0
-LISTING_TIMEOUT_S = 30.0
-FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "abort": "abort"}
+_FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "abort": "abort"}
 """Every other one, such as that of a tool call, is an end by the model: "stop"."""
+_EXTENSIONS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+)
+"""Sent where they differ from their defaults: not every server accepts all but the first two."""
+_DEFAULTS = SamplingParams()
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, object]:
+    """Return sampling parameters under the names of the OpenAI API and vLLM, without the seed.
+
+    Raises:
+        InvalidRequest: there is no limit to the output, or a parameter that no protocol has.
+    """
+    if params.max_tokens is None:
+        raise InvalidRequest("max_tokens is not set; servers then stop after 16 tokens: set it")
+    if params.bad_token_ids:
+        raise InvalidRequest("bad_token_ids cannot be asked of a server; use logit_bias")
+    found: dict[str, object] = {
+        name: getattr(params, name) for name in ("temperature", "top_p", "max_tokens")
+    }
+    if params.stop:
+        found["stop"] = list(params.stop)
+    if params.logit_bias:
+        found["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    for name in _EXTENSIONS:
+        value = getattr(params, name)
+        if value != getattr(_DEFAULTS, name):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
-class Arriving:
-    """One sample of a request while its events are received.
+class _Arriving:
+    """A request whose events are received."""
 
-    Attributes:
-        started_s: when its request was posted.
-        acceptance: of the whole request, from the server's usage.
-        num_prompt_tokens: prompt length, by the server's count.
-        num_tokens: output tokens, by the server's count; None before the end.
-    """
-
-    started_s: float
+    started_s: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     sources: list[TokenSource] = field(default_factory=list)
     first_s: float | None = None
     last: StreamChunk | None = None
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    num_prompt_tokens: int = 0
-    num_tokens: int | None = None
+    num_counted: int | None = None
 
-    def add(self, chunk: StreamChunk, now_s: float) -> None:
-        """Append a chunk."""
+    def add(self, chunk: StreamChunk) -> None:
         if self.first_s is None and (chunk.text or chunk.token_ids):
-            self.first_s = now_s
+            self.first_s = time.monotonic()
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
         self.last = chunk
 
-    def completion(self, ended_s: float) -> Completion:
+    def completion(self) -> Completion:
         """Return the finished sample; an incomplete one has the finish reason "abort"."""
         ttft_s = None if self.first_s is None else self.first_s - self.started_s
         last = self.last
@@ -90,10 +107,10 @@ class Arriving:
             acceptance=self.acceptance,
             ttft_s=ttft_s,
             prefill_s=ttft_s,
-            total_s=ended_s - self.started_s,
+            total_s=time.monotonic() - self.started_s,
             num_cached_tokens=0,
             num_preemptions=0,
-            num_counted=self.num_tokens,
+            num_counted=self.num_counted,
         )
 
 
@@ -109,11 +126,11 @@ class HttpBackend:
             print(backend.generate(["def add(a, b):"], SamplingParams(max_tokens=20))[0].text)
 
     Args:
-        url: of the API, with or without /v1.
+        server: address of the API, or all settings of the client.
         model: name of the model on the server; None takes the first one it lists.
         tokenizer: of the model, for servers that return no token ids.
         extra: further fields of every request, such as {"speculation": "off"}.
-        client: carries the requests; None makes one.
+        transport: carries the requests, for tests; None takes the network.
 
     Raises:
         InvalidRequest: the server refuses the API key, or does not serve the model.
@@ -122,30 +139,28 @@ class HttpBackend:
 
     def __init__(
         self,
-        url: str,
+        server: str | ClientConfig,
         model: str | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         extra: Mapping[str, object] | None = None,
-        client: httpx.Client | None = None,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        base = url.rstrip("/")
-        self.base = base if base.endswith("/v1") else base + "/v1"
-        self.client = client or client_for(TIMEOUT_S, MAX_CONCURRENT)
-        self.endpoint = Endpoint(url=self.base + "/completions", client=self.client)
+        config = ClientConfig(url=server) if isinstance(server, str) else server
+        config = config if model is None else replace(config, model=model)
+        self.client = Client(config, transport)
         self.tokenizer = tokenizer
         self.extra = dict(extra or {})
         try:
-            card = self._card(model)
+            card = self.client.find_model()
         except BaseException:
             self.client.close()
             raise
-        self.model: str = card["id"]
-        self._capabilities = _capabilities_of(card)
+        self.model = card.id
+        self._capabilities = _capabilities(card, config.max_connections)
         self._lock = threading.Lock()
         self._num_requests = 0
-        self._ended: dict[str, threading.Event] = {}
-        self._arriving: dict[str, Arriving] = {}
+        self._arriving: dict[str, _Arriving] = {}
         self._num_emitted = 0
         self._acceptance = AcceptanceCounts()
 
@@ -157,40 +172,19 @@ class HttpBackend:
 
     def close(self) -> None:
         """Close the connections to the server; the backend cannot be used afterwards."""
-        self.endpoint.closing.set()
         self.client.close()
 
-    def _card(self, model: str | None) -> dict[str, Any]:
-        """Return the server's description of the model."""
-        url = self.base + "/models"
-        try:
-            with self.client.stream("GET", url, timeout=LISTING_TIMEOUT_S) as reply:
-                check_encoding(reply, url)
-                read_whole(reply, url, LISTING_TIMEOUT_S)
-            check_status(reply, url, "the list of models")
-            listed = parsed(reply)["data"]
-            cards = [card for card in listed if model is None or card["id"] == model]
-            names = ", ".join(str(card["id"]) for card in listed)
-        except InvalidRequest:
-            raise
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            problem = printable(error) or type(error).__name__
-            raise ServerUnavailable(f"{self.base} cannot be reached: {problem}") from error
-        except (UnreadableInput, BrokenReply, KeyError, TypeError, ValueError) as error:
-            problem = printable(error) or type(error).__name__
-            raise ServerUnavailable(f"{url} lists no models: {problem}") from error
-        if not cards:
-            raise InvalidRequest(
-                f"{self.base} does not serve {model!r}; it serves {printable(names) or 'nothing'}"
-            )
-        return dict(cards[0])
+    @property
+    def waits_s(self) -> list[float]:
+        """Seconds waited before every retry of a request."""
+        return self.client.connection.waits_s
 
     def generate(
         self,
         prompts: str | Seq[str | Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, at most 64 at once, and return one output per prompt, in order.
+        """Generate for all prompts, at most `max_connections` at once; return outputs in order.
 
         Raises:
             InvalidRequest: the server refuses a request, or a parameter has no name in its API.
@@ -201,11 +195,15 @@ class HttpBackend:
             each = [params or SamplingParams()] * len(batch)
         else:
             each = list(params)
-        bodies = [self._body(*pair) for pair in zip(batch, each, strict=True)]
+        if len(each) != len(batch):
+            raise InvalidRequest(f"{len(batch)} prompts and {len(each)} sampling parameters")
+        for one in each:
+            self._fields(one)  # refuses what no server takes, before any request is sent
         if len(batch) == 1:
-            return [self._finish(batch[0], bodies[0])]
-        with ThreadPoolExecutor(max(1, min(MAX_CONCURRENT, len(batch)))) as executor:
-            return list(executor.map(self._finish, batch, bodies))
+            return [self._finish(batch[0], each[0])]
+        most = self.client.config.max_connections
+        with ThreadPoolExecutor(max(1, min(most, len(batch)))) as executor:
+            return list(executor.map(self._finish, batch, each))
 
     def stream(
         self, prompt: str | Seq[int], params: SamplingParams | None = None
@@ -216,23 +214,21 @@ class HttpBackend:
             InvalidRequest: as `generate`.
             ServerUnavailable: as `generate`.
         """
-        request_id = self._begin()
+        request_id, arriving = self._begin()
         try:
-            yield from self._chunks(request_id, self._body(prompt, params or SamplingParams()))
+            yield from self._chunks(request_id, arriving, prompt, params or SamplingParams())
         finally:
             self._end(request_id)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at its next event and return its output; None if its id is unknown."""
         with self._lock:
-            ended, arriving = self._ended.get(request_id), self._arriving.get(request_id)
-        if ended is None or arriving is None:
+            arriving = self._arriving.get(request_id)
+        if arriving is None:
             return None
-        ended.set()
+        arriving.ended.set()
         return RequestOutput(
-            request_id=request_id,
-            prompt_token_ids=(),
-            completions=(arriving.completion(time.monotonic()),),
+            request_id=request_id, prompt_token_ids=(), completions=(arriving.completion(),)
         )
 
     def stats(self) -> BackendStats:
@@ -252,135 +248,91 @@ class HttpBackend:
         """Return the features and limits that the server reports."""
         return self._capabilities
 
-    def _body(self, prompt: str | Seq[int], params: SamplingParams) -> dict[str, object]:
+    def _fields(self, params: SamplingParams) -> dict[str, object]:
         if params.n != 1 or params.logprobs is not None:
             raise InvalidRequest("a server is asked for one sample without log-probabilities")
-        body: dict[str, object] = {
-            "model": self.model,
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            **sampling_fields(params),
-            **self.extra,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return body if params.seed is None else {**body, "seed": params.seed & SEED_MASK}
+        return {"model": self.model, **sampling_fields(params), **self.extra}
 
-    def _begin(self) -> str:
+    def _begin(self) -> tuple[str, _Arriving]:
         with self._lock:
             request_id = f"http-{self._num_requests}"
             self._num_requests += 1
-            self._ended[request_id] = threading.Event()
-            self._arriving[request_id] = Arriving(started_s=time.monotonic())
-        return request_id
+            arriving = self._arriving[request_id] = _Arriving()
+        return request_id, arriving
 
     def _end(self, request_id: str) -> None:
         with self._lock:
-            del self._ended[request_id]
             arriving = self._arriving.pop(request_id)
-            self._num_emitted += (
-                len(arriving.token_ids) if arriving.num_tokens is None else arriving.num_tokens
-            )
+            counted = arriving.num_counted
+            self._num_emitted += len(arriving.token_ids) if counted is None else counted
             self._acceptance += arriving.acceptance
 
-    def _finish(self, prompt: str | Seq[int], body: Mapping[str, object]) -> RequestOutput:
-        request_id = self._begin()
+    def _finish(self, prompt: str | Seq[int], params: SamplingParams) -> RequestOutput:
+        request_id, arriving = self._begin()
         try:
-            for _ in self._chunks(request_id, body):
+            for _ in self._chunks(request_id, arriving, prompt, params):
                 pass
-            arriving = self._arriving[request_id]
-            if not arriving.token_ids and self.tokenizer is not None:
-                arriving.token_ids = self.tokenizer.encode(arriving.text, add_special_tokens=False)
+            prompt_ids = () if isinstance(prompt, str) else tuple(prompt)
+            if self.tokenizer is not None:
+                if isinstance(prompt, str):
+                    prompt_ids = tuple(self.tokenizer.encode(prompt))
+                if not arriving.token_ids:
+                    ids = self.tokenizer.encode(arriving.text, add_special_tokens=False)
+                    arriving.token_ids = ids
             return RequestOutput(
                 request_id=request_id,
-                prompt_token_ids=self._prompt_ids(prompt),
-                completions=(arriving.completion(time.monotonic()),),
+                prompt_token_ids=prompt_ids,
+                completions=(arriving.completion(),),
             )
         finally:
             self._end(request_id)
 
-    def _prompt_ids(self, prompt: str | Seq[int]) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        return () if self.tokenizer is None else tuple(self.tokenizer.encode(prompt))
-
-    def _chunks(self, request_id: str, body: Mapping[str, object]) -> Iterator[StreamChunk]:
-        arriving, ended = self._arriving[request_id], self._ended[request_id]
+    def _chunks(
+        self, request_id: str, arriving: _Arriving, prompt: str | Seq[int], params: SamplingParams
+    ) -> Iterator[StreamChunk]:
         arriving.started_s = time.monotonic()
-        events = self.endpoint.events(body)
+        pieces = self.client.stream(prompt, self._fields(params), seed=params.seed)
         try:
-            for event in events:
-                if ended.is_set():
+            for piece in pieces:
+                if arriving.ended.is_set():
                     return
-                for chunk in self._read(event, arriving, request_id):
-                    arriving.add(chunk, time.monotonic())
+                try:
+                    chunk = _read(piece, arriving, request_id)
+                except (OverflowError, ValueError) as error:
+                    raise ServerUnavailable(
+                        f"{self.client.config.url} sends an event that is no completion: "
+                        f"{printable(error)}"
+                    ) from error
+                if chunk is not None:
+                    arriving.add(chunk)
                     yield chunk
         finally:
-            events.close()
-
-    def _read(
-        self, event: Mapping[str, Any], arriving: Arriving, request_id: str
-    ) -> list[StreamChunk]:
-        """Return the chunks of an event, and store the token counts of its `usage` object."""
-        try:
-            if event.get("usage"):
-                _note_usage(event["usage"], arriving)
-            return [chunk_of(choice, request_id) for choice in event.get("choices") or ()]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ServerUnavailable(
-                f"{self.endpoint.url} sends an event that is no completion: {printable(error)}"
-            ) from error
+            pieces.close()
 
 
-def _capabilities_of(card: Mapping[str, Any]) -> Capabilities:
-    """Return the features that the server's entry in `/v1/models` names."""
-    length = card.get("max_model_len")
-    methods = card.get("drafters")
+def _read(piece: ServerAnswer, arriving: _Arriving, request_id: str) -> StreamChunk | None:
+    """Return the chunk of an event, if it has one, and store its token counts."""
+    if piece.usage is not None:
+        arriving.num_counted = piece.usage.completion_tokens
+        if piece.usage.speculative_decoding is not None:
+            arriving.acceptance = piece.usage.speculative_decoding.acceptance
+    reason = piece.finish_reason
+    chunk = StreamChunk(
+        request_id=request_id,
+        index=0,
+        text=piece.text or "",
+        token_ids=piece.token_ids or (),
+        sources=tuple(TokenSource(source) for source in piece.token_sources),
+        finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "stop"),
+        stop_reason=piece.stop_reason,
+    )
+    return chunk if chunk.text or chunk.token_ids or reason else None
+
+
+def _capabilities(card: ModelCard, max_batch: int) -> Capabilities:
     return Capabilities(
-        max_context=length if isinstance(length, int) else 0,
-        max_batch=MAX_CONCURRENT,
-        methods=tuple(map(str, methods)) if isinstance(methods, list) else (),
+        max_context=card.max_model_len or 0,
+        max_batch=max_batch,
+        methods=card.drafters or (),
         logprobs=False,
     )
-
-
-def chunk_of(choice: Mapping[str, Any], request_id: str) -> StreamChunk:
-    """Return the chunk in one choice of an event."""
-    ended = choice.get("finish_reason")
-    return StreamChunk(
-        request_id=request_id,
-        index=int(choice.get("index", 0)),
-        text=str(choice.get("text") or ""),
-        token_ids=tuple(int(token) for token in choice.get("token_ids") or ()),
-        sources=tuple(TokenSource(source) for source in choice.get("token_sources") or ()),
-        finish_reason=None if ended is None else FINISH_REASONS.get(str(ended), "stop"),
-        stop_reason=choice.get("stop_reason"),
-    )
-
-
-def _note_usage(usage: Mapping[str, Any], arriving: Arriving) -> None:
-    """Store the token counts of a response's `usage` object."""
-    arriving.num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
-    tokens = usage.get("completion_tokens")
-    arriving.num_tokens = None if tokens is None else int(tokens)
-    if found := usage.get("speculative_decoding"):
-        arriving.acceptance = counts_of(found)
-
-
-def counts_of(figures: Mapping[str, Any]) -> AcceptanceCounts:
-    """Return acceptance counts that reproduce the figures per position of a forerun server.
-
-    A server reports how many steps drafted and accepted each position, and not both together. The
-    steps that drafted most are taken for those that accepted most, which leaves tau and every rate
-    per position as they are; with a fixed K nothing else is possible.
-    """
-    drafted = [int(n) for n in figures.get("drafted_per_position") or ()]
-    rates = figures.get("acceptance_rate_per_position") or ()
-    accepted = [round(rate * n) for rate, n in zip(rates, drafted, strict=True)]
-    counts = AcceptanceCounts()
-    for step in range(int(figures["num_steps"])):
-        depth = sum(step < n for n in drafted)
-        counts.steps[depth, min(depth, sum(step < n for n in accepted))] += 1
-    counts.steps[0, 0] += int(figures.get("num_plain_steps") or 0)
-    counts.num_drafted = int(figures["num_drafted"])
-    counts.steps = +counts.steps  # without an entry of zero plain steps
-    return counts

@@ -7,18 +7,20 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from forerun.bounded_documents import parse_json
 from forerun.bounded_read import read_bytes
+from forerun.client.config import ClientConfig
+from forerun.client.connection import Connection
+from forerun.client.forwarding import Forwarder
 from forerun.drafters.config import parse_drafter
-from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable
 from forerun.models.catalog import PREFIX, zoo_path
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_body
@@ -32,11 +34,6 @@ UNNAMED_DRAFT = "draft"
 """Name in a plan of a draft that was described by its size alone."""
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
-HOP_HEADERS = frozenset(
-    "connection content-encoding content-length host keep-alive te trailer transfer-encoding "
-    "upgrade proxy-authenticate proxy-authorization authorization".split()
-)
-"""Headers that hold for one connection alone; the key of a client is not passed on."""
 
 
 def vllm_name(model: str) -> str:
@@ -168,15 +165,17 @@ def vllm_running(
 def _wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Wait until the server's health check succeeds."""
     ends_s = time.monotonic() + timeout_s
-    while time.monotonic() < ends_s:
-        if (code := process.poll()) is not None:
-            raise ServerUnavailable(f"vLLM ended with code {code} before it was ready")
-        try:
-            if httpx.get(f"{address}/health", timeout=5.0).is_success:
+    connection = Connection(ClientConfig(url=address))
+    try:
+        while time.monotonic() < ends_s:
+            if (code := process.poll()) is not None:
+                raise ServerUnavailable(f"vLLM ended with code {code} before it was ready")
+            with suppress(InvalidRequest, ServerUnavailable):
+                connection.get(f"{address}/health", 5.0)
                 return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
+            time.sleep(0.2)
+    finally:
+        connection.close()
     raise ServerUnavailable(f"vLLM was not ready after {timeout_s:.0f} s")
 
 
@@ -198,59 +197,53 @@ def create_proxy(
         keys: that requests need; without any, none is needed.
     """
     config = config or ServerConfig()
-    reader = httpx.Client(base_url=address, timeout=5.0)
-    client = httpx.AsyncClient(base_url=address, timeout=None)
+    reader = Connection(ClientConfig(url=address))
+    forwarder = Forwarder(address)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with client:
-            yield
+        yield
+        await forwarder.close()
         reader.close()
 
     app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
     keyring = Keyring(keys, config.max_requests)
     app.add_middleware(Guard, config=config, keyring=keyring, count=_ignore_status)
-    view = VllmView(reader, target=target, methods=methods, version=version_of(reader))
+
+    def get(path: str) -> bytes:
+        return reader.get(address + path, 5.0)
+
+    view = VllmView(get, target=target, methods=methods, version=_version(get))
     app.include_router(page_router(view))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
     async def pass_on(path: str, request: Request) -> Response:
-        return await _passed_on(client, request)
+        return await _passed_on(forwarder, request)
 
     return app
 
 
-def version_of(client: httpx.Client) -> str:
+def _version(get: Callable[[str], bytes]) -> str:
     """Return the version that a vLLM server reports; empty if it reports none."""
     try:
-        return str(client.get("/version").raise_for_status().json()["version"])
-    except (httpx.HTTPError, KeyError, TypeError, ValueError):
+        return str(parse_json(get("/version"), "the version")["version"])
+    except (ForerunError, KeyError, TypeError):
         return ""
 
 
-async def _passed_on(client: httpx.AsyncClient, request: Request) -> Response:
+async def _passed_on(forwarder: Forwarder, request: Request) -> Response:
     """Forward a request to vLLM and stream its response."""
-    headers = [(k, v) for k, v in request.headers.items() if k not in HOP_HEADERS]
     # The bytes of the path as they came: a path such as //host/ must not name another server.
     query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
-    url = client.base_url.copy_with(raw_path=request.scope["raw_path"] + query)
-    body = await request.body()
-    asked = client.build_request(request.method, url, headers=headers, content=body)
+    path = request.scope["raw_path"] + query
     try:
-        reply = await client.send(asked, stream=True)
-    except httpx.HTTPError as error:
-        message = f"vLLM does not answer: {str(error) or type(error).__name__}"
-        return JSONResponse(json.loads(error_body(message, 503)), status_code=503)
-
-    async def content() -> AsyncIterator[bytes]:
-        try:
-            async for chunk in reply.aiter_bytes():
-                yield chunk
-        finally:
-            await reply.aclose()
-
-    kept = {name: value for name, value in reply.headers.items() if name not in HOP_HEADERS}
-    return StreamingResponse(content(), status_code=reply.status_code, headers=kept)
+        reply = await forwarder.send(
+            request.method, path, request.headers.items(), await request.body()
+        )
+    except ServerUnavailable as error:
+        content = json.loads(error_body(f"vLLM does not answer: {error}", 503))
+        return JSONResponse(content, status_code=503)
+    return StreamingResponse(reply.chunks, status_code=reply.status, headers=reply.headers)
 
 
 def _ignore_status(status: int) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import httpx
-
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
+from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.server.live import live_diagnosis
 from forerun.server.live_page import (
     LiveDiagnosis,
@@ -48,7 +47,7 @@ class VllmView:
     """Snapshots of a vLLM server for the live page, without figures of single steps.
 
     Args:
-        client: reads the server's `/metrics`; its base address is the server.
+        get: returns the body at a path of the server, or raises ServerUnavailable.
         target: name of the target.
         methods: names of its drafters.
         version: of vLLM.
@@ -57,14 +56,14 @@ class VllmView:
 
     def __init__(
         self,
-        client: httpx.Client,
+        get: Callable[[str], bytes],
         *,
         target: str,
         methods: Sequence[str],
         version: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.client = client
+        self.get = get
         self.clock = clock
         self._setup = LiveSetup(
             engine="vllm", version=version, target=target, methods=tuple(methods), max_context=None
@@ -117,11 +116,11 @@ class VllmView:
 
     def _sample(self) -> None:
         try:
-            answer = self.client.get("/metrics").raise_for_status()
-        except httpx.HTTPError:
+            body = self.get("/metrics")
+        except (InvalidRequest, ServerUnavailable):
             return
         page = PrometheusText()
-        for line in answer.text.splitlines():
+        for line in body.decode(errors="replace").splitlines():
             page.read(line)
         self._samples.append(MetricsSample(at_s=self.clock(), metrics=page.metrics))
 

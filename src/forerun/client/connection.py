@@ -1,0 +1,304 @@
+"""Requests to one server over HTTP with retries, an API key and limits; nothing of an API in it.
+
+What comes back is read within limits on bytes, lines and seconds, because a server may be broken or
+hostile. Busy and failing servers are tried again; a refusal is final.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from threading import Event
+from typing import Any, TypeVar
+
+import httpx
+
+from forerun.bounded_documents import parse_json
+from forerun.client.config import ClientConfig
+from forerun.client.timed_network import AnswerDeadline, ReadClock, limit_reads
+from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
+from forerun.terminal_text import printable
+
+logger = logging.getLogger("forerun.client")
+
+MAX_BODY_BYTES = 1 << 26
+"""Of one answer, unpacked: 30,000 tokens with 20 log-probabilities each take half of it."""
+MAX_LINE_BYTES = 1 << 23
+MAX_LINES = 1_000_000
+"""Of one stream; an event takes two."""
+ID_FLAGS: tuple[Mapping[str, object], ...] = (
+    {"return_token_ids": True, "return_tokens_as_token_ids": True},
+    {"return_token_ids": True},
+    {},
+)
+"""Flags that ask vLLM and forerun for token ids; a strict server refuses those it does not know."""
+_API_KEY = "OPENAI_API_KEY"
+_REFUSED = (400, 422)
+_UNAUTHORIZED = (401, 403)
+_BUSY = (408, 409, 425, 429)
+_CONNECT_S = 10.0
+_ENCODINGS = ("identity", "gzip", "deflate")
+
+Result = TypeVar("Result")
+
+
+class BrokenReply(Exception):
+    """Raised if a server's response violates the protocol; a retry may help."""
+
+
+class _BusyReply(BrokenReply):
+    def __init__(self, message: str, retry_after: str | None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def wait_s(self, otherwise: float) -> float:
+        """Return the seconds in the Retry-After header if it is a number, else `otherwise`."""
+        try:
+            asked_s = float(otherwise if self.retry_after is None else self.retry_after)
+        except ValueError:  # a date
+            return otherwise
+        return asked_s if asked_s >= 0.0 else otherwise
+
+
+class Connection:
+    """Requests to one server; several threads may use it at once.
+
+    Args:
+        config: its limits, retries and key; the addresses are given with each request.
+        transport: carries the requests, for tests; None takes the network.
+
+    Attributes:
+        closing: set when answers are not needed any more; waits between tries then end.
+        waits_s: seconds waited before every further try of a request.
+
+    Raises:
+        InvalidRequest: the variable of the key is not set, or its value cannot be sent.
+    """
+
+    def __init__(self, config: ClientConfig, transport: httpx.BaseTransport | None = None) -> None:
+        self.config = config
+        self.closing = Event()
+        self.waits_s: list[float] = []
+        self._num_refused_flags = 0
+        self._clock = ReadClock()
+        self._http = httpx.Client(
+            timeout=httpx.Timeout(config.timeout_s, connect=min(config.timeout_s, _CONNECT_S)),
+            headers={"Accept-Encoding": "gzip", **_authorization(config.key_variable)},
+            limits=httpx.Limits(max_connections=config.max_connections),
+            transport=transport,
+        )
+        limit_reads(self._http, self._clock)
+
+    def close(self) -> None:
+        self.closing.set()
+        self._http.close()
+
+    def get(self, url: str, timeout_s: float) -> bytes:
+        """Return the body at an address after one try.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            ServerUnavailable: it cannot be reached, or fails.
+        """
+        deadline = AnswerDeadline(timeout_s, url)
+        try:
+            reply = self._send(self._http.build_request("GET", url, timeout=timeout_s), deadline)
+            _check_status(reply)
+            return self._body_of(reply, deadline)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            problem = printable(error) or type(error).__name__
+            raise ServerUnavailable(f"{url} cannot be reached: {problem}") from error
+        except (BrokenReply, UnreadableInput) as error:
+            raise ServerUnavailable(f"{url} gives no answer; {printable(error)}") from error
+
+    def post(
+        self,
+        url: str,
+        body: Mapping[str, object],
+        read: Callable[[Any], Result],
+    ) -> Result:
+        """Post a request and return the result of `read` on the JSON of the response.
+
+        Args:
+            url: of the request.
+            body: of the request.
+            read: may raise BrokenReply, after which the request is posted again.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            ServerUnavailable: no answer came after as many tries as were allowed.
+        """
+
+        def attempt() -> Result:
+            deadline = AnswerDeadline(self.config.timeout_s, url)
+            reply = self._opened(url, body, deadline)
+            return read(_parsed(self._body_of(reply, deadline)))
+
+        return self._tried(url, attempt)
+
+    def events(self, url: str, body: Mapping[str, object]) -> Generator[dict[str, Any], None, None]:
+        """Post a request and yield the JSON objects of the server-sent events in response.
+
+        Only the beginning is tried again: a stream that breaks off is an error.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            ServerUnavailable: there is no answer, or it breaks off or exceeds a limit.
+        """
+
+        def attempt() -> httpx.Response:
+            return self._opened(url, body, AnswerDeadline(self.config.timeout_s, url))
+
+        reply = self._tried(url, attempt)
+        try:
+            for data in self._event_data(reply, url):
+                yield _event(data, url)
+        except httpx.TransportError as error:
+            problem = printable(error) or type(error).__name__
+            raise ServerUnavailable(f"{url} broke off its answer: {problem}") from error
+        except UnreadableInput as error:
+            raise ServerUnavailable(printable(error)) from error
+        finally:
+            reply.close()
+
+    def _tried(self, url: str, attempt: Callable[[], Result]) -> Result:
+        problem, config = "", self.config
+        for index in range(config.num_tries):
+            wait_s = min(config.first_wait_s * 2.0**index, config.max_wait_s)
+            try:
+                return attempt()
+            except UnreadableInput as error:  # it would be as large the next time
+                raise ServerUnavailable(printable(error)) from error
+            except _BusyReply as error:
+                problem = printable(error)
+                wait_s = min(error.wait_s(wait_s), config.max_wait_s)
+            except (httpx.TransportError, BrokenReply) as error:
+                problem = printable(error) or type(error).__name__
+            if index + 1 < config.num_tries:
+                logger.info("%s: %s; again in %.0f s", url, problem, wait_s)
+                self.waits_s.append(wait_s)
+                if self.closing.wait(wait_s):
+                    break
+        raise ServerUnavailable(f"{url} gave no response in {config.num_tries} tries: {problem}")
+
+    def _opened(
+        self, url: str, body: Mapping[str, object], deadline: AnswerDeadline
+    ) -> httpx.Response:
+        """Post a request and return the successful response before its body is read."""
+        for num_refused in range(self._num_refused_flags, len(ID_FLAGS)):
+            fields = {**body, **ID_FLAGS[num_refused]}
+            reply = self._send(self._http.build_request("POST", url, json=fields), deadline)
+            if reply.status_code not in _REFUSED:
+                self._num_refused_flags = num_refused
+                break
+        _check_status(reply)
+        return reply
+
+    def _send(self, request: httpx.Request, deadline: AnswerDeadline) -> httpx.Response:
+        """Send a request; the body of an error is read, that of a success is not."""
+        with self._clock.until(deadline):
+            reply = self._http.send(request, stream=True)
+        try:
+            # httpx would decompress any other encoding without a limit on its size.
+            encoding = reply.headers.get("content-encoding", "identity").strip().lower()
+            if encoding not in _ENCODINGS:
+                raise UnreadableInput(f"{request.url} sends a body of encoding {encoding!r}")
+            if not reply.is_success:
+                reply.extensions["body"] = self._body_of(reply, deadline)
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    def _body_of(self, reply: httpx.Response, deadline: AnswerDeadline) -> bytes:
+        """Read a body to its end, and close the response."""
+        body = bytearray()
+        try:
+            with self._clock.until(deadline):
+                for chunk in reply.iter_bytes():
+                    deadline.remaining_s()
+                    body += chunk
+                    _check_size(len(body), deadline.name)
+        finally:
+            reply.close()
+        return bytes(body)
+
+    def _event_data(self, reply: httpx.Response, url: str) -> Iterator[bytes]:
+        """Yield what follows `data:` in every line of a stream until its end marker."""
+        whole, next_event = (
+            AnswerDeadline(seconds, url)
+            for seconds in (self.config.stream_s, self.config.timeout_s)
+        )
+        num_bytes, num_lines, rest = 0, 0, bytearray()
+        chunks = reply.iter_bytes()
+        while True:
+            sooner = min(whole, next_event, key=AnswerDeadline.remaining_s)
+            with self._clock.until(sooner):
+                chunk = next(chunks, None)
+            if chunk is None:
+                raise ServerUnavailable(f"{url} ended its answer before it was complete")
+            num_bytes += len(chunk)
+            *ended, last = chunk.split(b"\n")
+            num_lines += len(ended)
+            _check_size(num_bytes, url)
+            if num_lines > MAX_LINES:
+                raise UnreadableInput(f"{url} sends more than {MAX_LINES} lines, the limit")
+            for line in ended:
+                rest += line
+                data = bytes(rest[5:]).strip() if rest.startswith(b"data:") else b""
+                rest.clear()
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield data
+                    next_event = AnswerDeadline(self.config.timeout_s, url)
+            rest += last
+            if len(rest) > MAX_LINE_BYTES:
+                raise UnreadableInput(f"{url} sends a line over {MAX_LINE_BYTES} bytes, the limit")
+
+
+def _authorization(variable: str | None) -> dict[str, str]:
+    """Return the header with the API key of the environment."""
+    key = os.environ.get(variable or _API_KEY, "")
+    if variable is not None and not key:
+        raise InvalidRequest(f"the environment variable {variable!r}, for a key, is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequest(f"{variable or _API_KEY} is no API key: it has special characters")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _check_size(num_bytes: int, name: str) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise UnreadableInput(f"{name} sends more than {MAX_BODY_BYTES} bytes, the limit")
+
+
+def _start_of(body: bytes) -> str:
+    return printable(body[:600].decode(errors="replace"), max_length=300)
+
+
+def _check_status(reply: httpx.Response) -> None:
+    """Raise an error unless a response has status 200 to 299."""
+    if reply.is_success:
+        return
+    problem = f"status {reply.status_code}: {_start_of(reply.extensions['body'])}"
+    if reply.status_code >= 500 or reply.status_code in _BUSY:
+        raise _BusyReply(problem, reply.headers.get("retry-after"))
+    if reply.status_code in _UNAUTHORIZED:
+        problem += f" (the key sent is that of {_API_KEY}, unless another variable is named)"
+    raise InvalidRequest(f"{reply.url} refuses the request with {problem}")
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return parse_json(body, "the answer")
+    except UnreadableInput as error:
+        raise BrokenReply(f"{error}; it begins with {_start_of(body)}") from error
+
+
+def _event(data: bytes, url: str) -> dict[str, Any]:
+    """Parse the JSON object of one server-sent event."""
+    event = parse_json(data, f"an event of {url}")
+    if not isinstance(event, dict) or "error" in event:
+        raise ServerUnavailable(f"{url} sends {printable(str(event), max_length=300)}")
+    return event

@@ -1,0 +1,291 @@
+"""The client of OpenAI-compatible servers: what it sends and reads, and where it stops reading."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from forerun.client import connection
+from forerun.client.answers import Speculation, read_answer
+from forerun.client.client import Client
+from forerun.client.config import ClientConfig
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.theory.acceptance import AcceptanceCounts
+
+
+def client_of(reply: Callable[[httpx.Request], httpx.Response], **changes: object) -> Client:
+    config = ClientConfig(url="http://server", model="m", num_tries=1, **changes)
+    return Client(config, httpx.MockTransport(reply))
+
+
+def test_it_loads_no_torch_and_no_engine():
+    code = (
+        "import sys, forerun.client.client; "
+        "sys.exit(any(n in sys.modules for n in ('torch', 'forerun.engine', 'forerun.models')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "is_chat"),
+    [
+        ("", "/v1", False),
+        ("/v1", "/v1", False),
+        ("/v1/", "/v1", False),
+        ("/proxy", "/proxy/v1", False),
+        ("/v1/completions", "/v1", False),
+        ("/some/completions", "/some", False),
+        ("/v1/chat/completions", "/v1", True),
+    ],
+)
+def test_addresses(path, base, is_chat):
+    config = ClientConfig(url=f"http://server{path}")
+    assert (config.base, config.is_chat) == (f"http://server{base}", is_chat)
+
+
+@pytest.mark.parametrize("changes", [{"num_tries": 0}, {"timeout_s": 0.0}, {"max_connections": 0}])
+def test_limits_that_cannot_work_are_refused(changes):
+    with pytest.raises(InvalidRequest, match=next(iter(changes))):
+        ClientConfig(url="http://server", **changes)
+
+
+def test_the_key_of_the_environment_is_sent(monkeypatch):
+    asked: list[str | None] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers.get("authorization"))
+        return httpx.Response(200, json={"data": [{"id": "m"}]})
+
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    monkeypatch.setenv("OTHER_KEY", "other")
+    client_of(reply).find_model()
+    client_of(reply, key_variable="OTHER_KEY").find_model()
+    monkeypatch.delenv("OPENAI_API_KEY")
+    client_of(reply).find_model()
+    assert asked == ["Bearer k", "Bearer other", None]
+    with pytest.raises(InvalidRequest, match="'NO_KEY', for a key, is not set"):
+        client_of(reply, key_variable="NO_KEY")
+
+
+def test_an_echoed_prompt_has_log_probabilities():
+    sent = {}
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        sent.update(json.loads(request.content))
+        logprobs = {
+            "tokens": ["token_id:5", "token_id:6"],
+            "token_logprobs": [None, -0.5],
+            "top_logprobs": [None, {"token_id:6": -0.5, "b": -2.0}],
+        }
+        choice = {"text": "ab", "finish_reason": "length", "logprobs": logprobs}
+        return httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 2}})
+
+    found = client_of(reply).complete(
+        [5, 6], {"max_tokens": 1, "top_k": 3}, logprobs=2, echo=True, seed=(1 << 40) + 7
+    )
+    flags = {name: sent.pop(name) for name in tuple(sent) if name.startswith("return_")}
+    assert all(flags.values()) and len(flags) == 2
+    assert sent == {
+        "model": "m",
+        "prompt": [5, 6],
+        "max_tokens": 1,
+        "top_k": 3,
+        "logprobs": 2,
+        "echo": True,
+        "seed": 7,
+    }
+    assert found.logprobs is not None and found.usage is not None
+    first, second = found.logprobs
+    assert (first.token_id, first.logprob, first.top) == (5, None, ())
+    assert second.top == (("token_id:6", 6, -0.5), ("b", None, -2.0))
+    assert (found.text, found.usage.prompt_tokens) == ("ab", 2)
+    assert found.elapsed_s >= 0.0
+
+
+@pytest.mark.parametrize("found", [3, {"choices": 3}, {"choices": [{"token_ids": [1.5]}]}])
+def test_what_is_no_answer_is_an_error(found):
+    with pytest.raises(ServerUnavailable, match="no completion in"):
+        client_of(lambda _: httpx.Response(200, json=found)).complete("a", {})
+
+
+# ------------------------------------------------------------------------------ hostile streams
+
+
+class Body(httpx.SyncByteStream):
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self.chunks = chunks
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.chunks
+
+
+def streaming(chunks: Iterable[bytes], **changes: object) -> list[str | None]:
+    client = client_of(lambda _: httpx.Response(200, stream=Body(chunks)), **changes)
+    return [piece.text for piece in client.stream("a", {})]
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\r\n\r\n"
+
+
+def test_events_may_be_cut_anywhere():
+    body = b": hello\n\n" + event("a") + event("b") + b"data: [DONE]\n\n"
+    for size in (1, 2, 7, len(body)):
+        pieces = [body[start : start + size] for start in range(0, len(body), size)]
+        assert streaming(pieces) == ["a", "b"]
+
+
+def test_a_line_without_an_end_is_refused_in_linear_time():
+    """Joining all that had come before with every chunk took 60 MB minutes."""
+    started_s = time.process_time()
+    with pytest.raises(ServerUnavailable, match="a line over 8388608 bytes"):
+        streaming(itertools.repeat(b"x" * 4096))
+    with pytest.raises(ServerUnavailable, match="a line over"):
+        streaming(itertools.repeat(b"data: " + b"x" * 26))
+    assert time.process_time() - started_s < 20.0
+
+
+def test_lines_are_counted(monkeypatch):
+    monkeypatch.setattr(connection, "MAX_LINES", 1000)
+    with pytest.raises(ServerUnavailable, match="more than 1000 lines"):
+        streaming(itertools.repeat(b"\n" * 10))
+
+
+def dripping(piece: bytes) -> Iterator[bytes]:
+    while True:
+        time.sleep(0.01)
+        yield piece
+
+
+def test_comments_do_not_keep_a_stream_open():
+    with pytest.raises(ServerUnavailable, match=r"takes more than 0\.2 s to answer"):
+        streaming(dripping(b": wait\n\n"), timeout_s=0.2)
+
+
+def test_a_stream_has_a_total_limit():
+    with pytest.raises(ServerUnavailable, match=r"takes more than 0\.3 s to answer"):
+        streaming(dripping(event("a")), timeout_s=60.0, stream_s=0.3)
+
+
+@contextlib.contextmanager
+def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Serve one connection after another with a function until it fails, as for a closed peer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):
+                    peer.recv(1 << 16)
+                    answer(peer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10.0)
+
+
+def drip_headers(peer: socket.socket) -> None:
+    peer.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+    for _ in range(500):
+        time.sleep(0.02)
+        peer.sendall(b"x")
+
+
+def drip_body(peer: socket.socket) -> None:
+    peer.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(500):
+        time.sleep(0.02)
+        peer.sendall(b"0")  # a size that never ends, so that no chunk is ever complete
+
+
+@pytest.mark.parametrize("answer", [drip_headers, drip_body])
+def test_a_dripping_server_is_left_at_the_time_limit(answer):
+    with raw_server(answer) as url:
+        config = ClientConfig(url=url, model="m", timeout_s=0.4, num_tries=3)
+        started_s = time.monotonic()
+        with Client(config) as client:
+            with pytest.raises(ServerUnavailable, match=r"takes more than 0\.4 s to answer"):
+                client.complete("a", {})
+            with pytest.raises(ServerUnavailable, match=r"takes more than 0\.4 s to answer"):
+                list(client.stream("a", {}))
+        assert time.monotonic() - started_s < 5.0
+
+
+def test_a_silent_server_is_asked_again():
+    with raw_server(lambda peer: time.sleep(0.3)) as url:
+        config = ClientConfig(url=url, model="m", timeout_s=0.1, num_tries=2, first_wait_s=0.0)
+        with Client(config) as client:
+            with pytest.raises(ServerUnavailable, match="gave no response in 2 tries: timed out"):
+                client.complete("a", {})
+            assert client.connection.waits_s == [0.0]
+
+
+# ------------------------------------------------------------------------- counts of speculation
+
+
+def test_counts_of_many_steps_take_no_time():
+    """They were made in a loop over the steps."""
+    found = Speculation(
+        num_steps=10**12,
+        num_drafted=2 * 10**12,
+        num_plain_steps=3,
+        drafted_per_position=(10**12, 10**12),
+        acceptance_rate_per_position=(0.75, 0.5),
+    ).acceptance
+    assert found.num_steps == 10**12 + 3
+    assert found.steps == {
+        (2, 2): 5 * 10**11,
+        (2, 1): 25 * 10**10,
+        (2, 0): 25 * 10**10,
+        (0, 0): 3,
+    }
+
+
+def test_counts_are_those_of_one_step_after_another():
+    drafted, accepted, num_steps = (9, 7, 7, 2), (8, 5, 1, 0), 11
+    found = Speculation(
+        num_steps=num_steps,
+        num_drafted=sum(drafted),
+        drafted_per_position=drafted,
+        acceptance_rate_per_position=tuple(a / d for a, d in zip(accepted, drafted, strict=True)),
+    ).acceptance
+    expected = AcceptanceCounts()
+    for step in range(num_steps):
+        depth = sum(step < n for n in drafted)
+        expected.add(depth, min(depth, sum(step < n for n in accepted)))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafted_per_position": [1] * 100_000, "acceptance_rate_per_position": [1.0] * 100_000},
+        {"num_steps": -1},
+        {"num_plain_steps": -1},
+        {"drafted_per_position": [3]},
+    ],
+)
+def test_figures_that_cannot_be_are_refused(changes):
+    figures = {"num_steps": 3, "num_drafted": 3} | changes
+    usage = read_answer({"usage": {"speculative_decoding": figures}}, 0.0).usage
+    assert usage is not None and usage.speculative_decoding is not None
+    with pytest.raises(ValueError, match=r"figures of|zip"):
+        _ = usage.speculative_decoding.acceptance
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"num_steps": "many", "num_drafted": 1}, Speculation)
