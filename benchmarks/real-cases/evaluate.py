@@ -2,7 +2,7 @@
 
     python benchmarks/real-cases/evaluate.py CASES.jsonl --out RESULT.json
 
-The cases are not part of the project. `mapping.py` and `symptoms.py` say what is entered of each.
+The cases are not part of the project. `mapping.py` says what is entered of each.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from symptoms import observations_in
-
 from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.complaint import observations_in
 from forerun.diagnose.readers.text import read_text
 
 __all__ = ["evidence_of"]

@@ -32,7 +32,7 @@ class DiagnoseOptions:
     """Options of `forerun diagnose`."""
 
     sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE")] = ()
-    """Traces, logs, metrics, stats or facts files of any engine.
+    """Traces, logs, metrics, stats or facts files of any engine, or a complaint in words.
     "-" is stdin; a /metrics URL is read twice."""
     before: UseAppendAction[tuple[str, ...]] = ()
     """The same from before the problem began, to compare with."""
@@ -139,6 +139,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
             raise InvalidRequest(str(error)) from error
     for source in options.sources:
         evidence.include(read_source(source, interval_s=options.interval_s))
+    evidence.check_counts()
     for source in options.before:
         before = read_source(source, interval_s=options.interval_s)
         add_changes(evidence, before)
@@ -183,6 +184,7 @@ COMMAND = Command(
         "forerun diagnose trace.jsonl --before healthy.jsonl --html report.html",
         "forerun diagnose vllm.log --tokens-per-s 61 --tokens-per-s-plain 70 --changed target",
         "forerun diagnose http://localhost:8000/metrics --observed slower_with_batch",
+        'forerun diagnose serve.log "acceptance falls as prompts get longer"',
         "llama-server ... 2>&1 | forerun diagnose - --json",
     ),
 )

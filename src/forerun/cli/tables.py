@@ -39,6 +39,10 @@ class SafeConsole(Console):
                 self.width = max(self.width, self.measure(table, options=room).maximum)
         super().print(*map(safe, objects), **options)
 
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command to end quietly when the reader of the output has gone."""
+        raise BrokenPipeError
+
     def status(self, status: Any, **options: Any) -> Any:
         """Show a status as `rich.console.Console.status`, without control characters."""
         return super().status(safe(status), **options)

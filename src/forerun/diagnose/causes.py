@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import msgspec
@@ -189,6 +189,8 @@ def best_of(worth: Callable[[Experiment], float]) -> Experiment | None:
 
 MIN_SUPPORT = 1.3
 """Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
+ANY_OTHER = 2.0
+"""Log weight of all causes that are not in the list: two nats of evidence leave it even."""
 MIN_ALSO = 0.5
 """The same for a cause beside one that is supported: what else it may be is worth naming sooner."""
 
@@ -198,7 +200,7 @@ class ScoredCause:
     """A cause with its score and the evidence for and against it.
 
     Attributes:
-        score: its share of the likelihood of all causes, from 0 to 1.
+        score: its share of the likelihood of all causes, unlisted ones included.
         evidence_for: facts that speak for it, the strongest first.
         evidence_against: facts that speak against it.
     """
@@ -217,6 +219,11 @@ class ScoredCause:
     def is_supported(self) -> bool:
         return self.reaches(MIN_SUPPORT)
 
+    @property
+    def penalty(self) -> float:
+        """What a cause loses, in nats, for having little or hardly any evidence in its favour."""
+        return 0.0 if self.is_supported else 6.0 if self.reaches(MIN_ALSO) else 12.0
+
     def reaches(self, support: float) -> bool:
         """Whether support plus a negative prior reaches a threshold and exceeds the opposition."""
         against = -sum(finding.weight for finding in self.evidence_against)
@@ -227,7 +234,8 @@ def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCau
     """Score every cause, the likeliest first.
 
     The weights of facts add up as if facts were independent given the cause, which they are not
-    quite: scores rank causes, and overstate their probabilities.
+    quite: scores rank causes, and overstate their probabilities. A cause with little in its favour
+    may have little against it either; it is no finding, so its share is cut.
     """
     found = []
     for cause in causes:
@@ -236,16 +244,20 @@ def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCau
         ]
         findings.sort(key=lambda finding: -abs(finding.weight))
         found.append((cause.prior + sum(f.weight for f in findings), cause, findings))
-    highest = max(log for log, _, _ in found)
-    total = sum(math.exp(log - highest) for log, _, _ in found)
-    scored = [
+    unweighted = [
         ScoredCause(
             cause=cause,
-            score=math.exp(log - highest) / total,
+            score=log,
             evidence_for=tuple(f for f in findings if f.weight > 0.0),
             evidence_against=tuple(f for f in findings if f.weight < 0.0),
         )
         for log, cause, findings in found
     ]
-    # A cause without support may have no opposition either; it is no finding.
-    return tuple(sorted(scored, key=lambda i: (-i.is_supported, -i.reaches(MIN_ALSO), -i.score)))
+    logs = [item.score - item.penalty for item in unweighted]
+    highest = max(logs)
+    shares = [math.exp(log - highest) for log in logs]
+    total = sum(shares) + math.exp(ANY_OTHER - highest)
+    scored = [
+        replace(item, score=share / total) for item, share in zip(unweighted, shares, strict=True)
+    ]
+    return tuple(sorted(scored, key=lambda item: -item.score))

@@ -61,7 +61,10 @@ THRESHOLDS: tuple[Threshold, ...] = (
 
 def _add_observations(evidence: Evidence) -> None:
     """Add the yes-or-no observations that follow from figures, unless a source reports them."""
+    copies = "ngram" in evidence.words("method")
     for threshold in THRESHOLDS:
+        if copies and threshold.figure == "alpha_1":
+            continue  # how often a text repeats itself is neither high nor low
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
             evidence.note(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")

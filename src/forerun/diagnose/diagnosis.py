@@ -129,6 +129,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
         _add_gap_shares(evidence, attribution)
         outlook = outlook_of(evidence, attribution, costs)
         add_predictions(evidence, attribution, outlook)
+    _add_symptoms(evidence)
     scored = score_causes(evidence, CAUSES.values())
     supported = [item for item in scored if item.is_supported]
     verdict = verdict_of(supported, evidence)
@@ -160,11 +161,26 @@ def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
         evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
 
 
-MIN_SCORE_WITHOUT_HARM = 0.35
+MIN_SYMPTOM = 1.0
+"""Weight of a fact against health, in nats, from which on it is a symptom."""
+MEASURED = ("acceptance_length", "draft_acceptance_rate", "speedup", "replay_ratio")
+"""Without any of these facts nothing is known of how speculation does."""
+
+
+def _add_symptoms(evidence: Evidence) -> None:
+    """Add whether any fact says that something is wrong, if how speculation does was measured."""
+    if not any(name in evidence for name in MEASURED):
+        return
+    found = [sign.finding(evidence) for sign in CAUSES["healthy"].signs]
+    seen = [f.fact.name for f in found if f is not None and f.weight <= -MIN_SYMPTOM]
+    evidence.note("symptom_seen", bool(seen), ", ".join(seen) or "no fact speaks against health")
+
+
+MIN_SCORE_WITHOUT_HARM = 0.4
 MIN_TIMED_DRAFTS = 8
 """Drafts below which times show no cost, because the first steps of a process are slower."""
 MIN_DRAFTS = 30
-MIN_SCORE_OF_FEW = 0.5
+MIN_SCORE_OF_FEW = 0.6
 """Score of the likeliest cause below which few drafts, or a run as fast as plain, prove nothing."""
 
 

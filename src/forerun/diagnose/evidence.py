@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
@@ -60,8 +61,14 @@ FORMER_NAMES: Mapping[str, str] = {
 
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 
+COUNTS = frozenset(
+    {"num_drafts", "num_drafted", "num_accepted", "accepted_per_position", "drafted_per_position"}
+)
+"""Counts that belong together: those of two sources make no rate."""
 MAX_WORD = 200
 """Characters of the longest word."""
+MAX_NUMBER = 1e15
+"""Largest number of a fact without a limit of its own: counts are exact up to here."""
 MAX_SIMILAR = 8
 """Facts that an unknown name is answered with."""
 MAX_LIST = 4096
@@ -170,8 +177,14 @@ class Evidence:
             self.notes.append(f"not used: {error} ({source})")
 
     def include(self, other: Evidence) -> None:
-        """Add the facts of another source, except facts that are already known."""
+        """Add the facts of another source, except facts that are already known.
+
+        Where any count of drafts or tokens is known, no further count of them is taken.
+        """
+        is_counted = not COUNTS.isdisjoint(self.facts)
         for fact in other.facts.values():
+            if is_counted and fact.name in COUNTS:
+                continue
             known = self.facts.setdefault(fact.name, fact)
             if known is not fact and not alike(known.value, fact.value):
                 self.disagreements.append(fact)
@@ -179,6 +192,20 @@ class Evidence:
         self.readings += other.readings
         self.notes += other.notes
         self.series = other.series | self.series
+
+    def check_counts(self) -> None:
+        """Refuse counts that cannot be of one run.
+
+        Raises:
+            InvalidRequest: more tokens were accepted than drafted.
+        """
+        accepted, drafted = self.number("num_accepted"), self.number("num_drafted")
+        if accepted is not None and drafted is not None and accepted > drafted:
+            source = self.facts["num_accepted"].source
+            raise InvalidRequest(
+                f"{accepted:g} accepted of {drafted:g} drafted tokens ({source}): give counts of "
+                "one period, accepted ones without the bonus token"
+            )
 
     def number(self, name: str) -> float | None:
         """Return the value of a number; None where it is not known."""
@@ -272,10 +299,11 @@ def checked_number(name: str, value: object) -> float:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # refused below
     except (OverflowError, TypeError, ValueError):
         found = math.nan
-    high = math.inf if kind.high is None else kind.high
-    if not (math.isfinite(found) and kind.low <= found <= high):
-        most = "" if kind.high is None else f" to {kind.high:g}"
-        raise ValueError(f"{name} is {shown(value)}; it must be a number from {kind.low:g}{most}")
+    high = MAX_NUMBER if kind.high is None else kind.high
+    if not kind.low <= found <= high:  # NaN is not
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a number from {kind.low:g} to {high:g}"
+        )
     return found
 
 

@@ -12,6 +12,7 @@ from forerun.diagnose.attribution import Attribution, Part, survival_of
 from forerun.diagnose.diagnosis import Diagnosis
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.words import figure_words, headline, sections
+from forerun.terminal_text import printable
 from forerun.theory.speedup import constant_survival
 
 
@@ -188,7 +189,7 @@ def spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
 
 
 FIRST = ("What to change",)
-AFTER = ("What happens in a step", "Why", "If one thing were ideal", "Evidence")
+AFTER = ("Other changes", "What happens in a step", "Why", "If one thing were ideal", "Evidence")
 """Sections after the charts; the waterfall is a chart."""
 COLOURS = {
     "ideal": "ideal",
@@ -203,9 +204,16 @@ COLOURS = {
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
+def _safe(value: object) -> object:
+    """Escape characters that reorder text or control a terminal the page is printed to."""
+    return printable(value, keep="\n") if type(value) is str else value
+
+
 def page_of(diagnosis: Diagnosis) -> str:
     """Render the report page as HTML."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_safe
+    )
     bars, curves = _charts_of(diagnosis)
     every = list(sections(diagnosis))
     facts = [

@@ -13,6 +13,11 @@ from forerun.terminal_text import printable
 MAX_EVIDENCE = 5
 MAX_CHANGES = 4
 MAX_NOTES = 8
+MIN_GAIN = 1.02
+"""A change with a smaller predicted gain over the present speed is not listed."""
+NAMED = 0.5
+"""Score from which on the verdict names one cause: benchmarks/real-cases says how often the first
+cause of held-out complaints is right above and below."""
 CLOSE = 0.5
 """Causes with more of the likeliest one's score than this are not told apart by it."""
 OF_FAMILY = {
@@ -54,23 +59,26 @@ def _verdict_words(diagnosis: Diagnosis) -> str:
         speedup = diagnosis.evidence.number("speedup")
         known = "" if speedup is None else f"Decoding runs at {speedup:.2f}x the plain rate. "
         return f"Insufficient evidence. {known}What is known supports no cause clearly."
-    likeliest = diagnosis.causes[0].scored
-    cause = likeliest.cause
-    if diagnosis.verdict == "healthy" and "speedup" not in diagnosis.evidence:
-        return "Healthy as far as is known. Whether it pays takes the rate without speculation."
-    if diagnosis.verdict == "healthy":
-        return f"Healthy. {cause.what}"
     speedup = diagnosis.evidence.number("speedup")
     rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
-    family = cause.family
-    alike = [s for s in diagnosis.causes if s.scored.score > CLOSE * likeliest.score]
-    if (
-        len(alike) > 2
-        and family in OF_FAMILY
-        and all(s.scored.cause.family == family for s in alike)
-    ):
-        return f"Problem: {OF_FAMILY[family]}{rate}"
-    return f"Problem: {cause.what}{rate}"
+    if diagnosis.verdict == "healthy":
+        if speedup is None:
+            return "Healthy as far as is known. Whether it pays takes the rate without speculation."
+        return f"Healthy.{rate} Nothing that was measured is wrong."
+    return f"Problem: {_problem_words(diagnosis)}{rate}"
+
+
+def _problem_words(diagnosis: Diagnosis) -> str:
+    """Return what the cause is, or which causes it may be if no score is high enough to say."""
+    likeliest, *others = [ranked.scored for ranked in diagnosis.causes]
+    if likeliest.score >= NAMED:
+        return likeliest.cause.what
+    alike = [likeliest, *(item for item in others if item.score > CLOSE * likeliest.score)]
+    family = likeliest.cause.family
+    if len(alike) > 1 and family in OF_FAMILY and all(i.cause.family == family for i in alike):
+        return OF_FAMILY[family]
+    names = " or ".join(item.cause.label for item in alike[:2])
+    return f"The evidence does not tell its causes apart. {names} fits best."
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
@@ -84,8 +92,7 @@ def sections(diagnosis: Diagnosis) -> Iterator[Section]:
 def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """Return the sections before unsafe terminal characters are escaped."""
     if changes := changes_of(diagnosis):
-        lines = tuple(change_line(change) for change in changes)
-        yield Section(heading="What to change", lines=lines)
+        yield Section(heading="What to change", lines=(change_line(changes[0]),))
     if diagnosis.next_test is not None and diagnosis.verdict != "healthy":
         test = diagnosis.next_test
         line = f"{test.how} (about {test.minutes:g} min)"
@@ -94,6 +101,9 @@ def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         scored = ranked.scored
         heading = f"{number}. {scored.cause.label} (score {scored.score:.2f})"
         yield Section(heading=heading, lines=tuple(_cause_words(ranked)))
+    if len(changes) > 1:
+        lines = tuple(change_line(change) for change in changes[1:])
+        yield Section(heading="Other changes", lines=lines)
     found = diagnosis.attribution
     if found is not None:
         yield Section(heading="What happens in a step", lines=tuple(_step_words(found)))
@@ -188,26 +198,27 @@ def _cause_words(ranked: RankedCause) -> Iterator[str]:
 
 
 def changes_of(diagnosis: Diagnosis) -> list[Change]:
-    """Return the remedies of the likeliest causes without repetition, in order of the causes."""
-    found: dict[str, Change] = {}
-    for ranked in diagnosis.causes:
+    """Return the remedies that help, in order of the causes; of equal ones only the first."""
+    found: dict[object, Change] = {}
+    for ranked in diagnosis.causes if diagnosis.verdict == "problem" else ():
         for change in ranked.changes:
-            found.setdefault(change.remedy.change, change)
+            predicted, effect = change.prediction, change.remedy.effect
+            if predicted is None or predicted.gain >= MIN_GAIN:
+                key = effect if effect in ("best_k", "off") else change.remedy.change
+                found.setdefault(key, change)
     return list(found.values())[:MAX_CHANGES]
 
 
 def change_line(change: Change) -> str:
-    """Describe a remedy with its predicted gain and its disadvantage."""
-    predicted = change.prediction
-    if predicted is None:
-        gain = "no change of speed, or none that can be predicted from this evidence"
-    else:
+    """Describe a remedy with its predicted gain, if speed can be predicted, and its price."""
+    predicted, gain = change.prediction, ""
+    if predicted is not None:
         k = predicted.num_speculative_tokens
         gain = (
-            f"predicted {predicted.speedup:.2f}x plain, {predicted.gain:.2f}x now"
-            f"{'' if k is None else f', at K = {k}'} ({predicted.basis})"
+            f" Predicted: {predicted.speedup:.2f}x plain decoding, {predicted.gain:.2f} times the "
+            f"present speed{'' if k is None else f', at K = {k}'} ({predicted.basis})."
         )
-    return f"{change.remedy.change}: {gain}. Price: {change.remedy.price}."
+    return f"{change.remedy.change}.{gain} Price: {change.remedy.price}."
 
 
 def _evidence_words(evidence: Evidence) -> Iterator[str]:

@@ -27,6 +27,7 @@ from forerun.probe.tape import (
     before_step,
 )
 from forerun.theory.intervals import normal_interval
+from forerun.theory.record import StepRecord
 
 MIN_TOKENS = 30
 """Least number of reached positions for a fact about acceptance."""
@@ -58,6 +59,7 @@ class GreedyTally:
         first_only: the replayed draft stands for the first drafted token of a step alone: later
             tokens of a head continue from its own states.
         state: where first drafted tokens stop being the draft's own, by more than a tie.
+        records: steps of all requests.
     """
 
     noise: float
@@ -73,10 +75,12 @@ class GreedyTally:
     alphas: list[float] = field(default_factory=list)
     first_only: bool = False
     state: StateTally = field(default_factory=StateTally)
+    records: list[StepRecord] = field(default_factory=list)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
         """Add one request, together with the plain decoding of its prompt."""
         self.num_texts += 1
+        self.records += [step.record for step in request.steps]
         self._compare(request, replayed, plain_ids)
         best = replayed.target_probs[: replayed.num_read].argmax(-1)
         self.alphas += (best == replayed.draft_probs.argmax(-1)).float().tolist()

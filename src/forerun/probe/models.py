@@ -166,7 +166,7 @@ CONTEXT = 64
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33)
 """Rows of timed passes: powers of two and one more, where kernels change tiles."""
 MIN_STEPS = 20
-SERIAL = 0.7
+SERIAL = 0.85
 """Share of a plain step that a further row costs where rows are not verified together."""
 PARALLEL = 0.4
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from forerun.diagnose.evidence import Evidence, Reading
+from forerun.diagnose.readers.trace.reader import METHODS
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
@@ -42,6 +43,8 @@ from forerun.probe.replay import ReferenceHead, Transform, reference_head, repla
 from forerun.probe.sampled import SampledTally
 from forerun.probe.tape import TapedRequest, run_taped
 from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.record import StepRecord
 
 Notify = Callable[[str, float], None]
 
@@ -128,6 +131,8 @@ def probe_engine(
     notify("sampled text", 0.4)
     sampled = _probe_sampled(probed, ids, asked, config)
     sampled.add_facts(evidence)
+    served = params is None or params.temperature > 0.0
+    _add_acceptance(evidence, sampled.records if served else greedy.records, probed.engine)
     _add_both(evidence, greedy, sampled, reads_features=probed.reads_features)
     if probed.target_folder is not None and probed.draft_folder is not None:
         add = add_head_files if probed.reads_features else add_files
@@ -160,6 +165,25 @@ def _add_both(
     high, low = greedy.hits, sampled.hits
     words = f"{high.words} accepted at temperature 0, {low.words} above"
     evidence.add("acceptance_falls_with_temperature", low.is_below(high), words)
+
+
+def _add_acceptance(evidence: Evidence, records: Sequence[StepRecord], engine: Engine) -> None:
+    """Add what was drafted and accepted at the served temperature, by position."""
+    drafting = [record for record in records if record.num_drafted]
+    counts = AcceptanceCounts.from_records(drafting)
+    if not counts.num_steps:
+        return
+    source = f"{counts.num_steps} drafting steps of the probe"
+    for name, value in (
+        ("num_drafts", counts.num_steps),
+        ("num_drafted", counts.num_drafted),
+        ("num_accepted", counts.num_accepted),
+        ("accepted_per_position", counts.accepted_per_position),
+        ("drafted_per_position", counts.drafted_per_position),
+        ("k", min(engine.config.num_speculative_tokens, counts.max_depth)),
+        ("method", METHODS.get(drafting[0].method, "other")),
+    ):
+        evidence.add(name, value, source)
 
 
 def chosen(

@@ -10,12 +10,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace.reader import METHODS
 from forerun.measure.judge.teacher_forced import overlap
 from forerun.probe.replay import Replay, Transform
 from forerun.probe.tape import AcceptedShare, StateTally, TapedRequest, TapedStep
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.processors import failed_rows
 from forerun.theory.intervals import normal_interval
+from forerun.theory.record import StepRecord
 from forerun.theory.uniformity import uniformity_p_value
 
 MIN_VALUES = 50
@@ -70,6 +72,7 @@ class SampledTally:
         num_one_hot: steps drafted greedily or without distributions.
         num_sampled: steps drafted from recorded distributions.
         state: where recorded distributions stop being those of the replayed draft.
+        records: steps of all requests.
     """
 
     transform: Transform
@@ -91,9 +94,11 @@ class SampledTally:
     num_one_hot: int = 0
     num_sampled: int = 0
     state: StateTally = field(default_factory=StateTally)
+    records: list[StepRecord] = field(default_factory=list)
 
     def add(self, request: TapedRequest, replayed: Replay) -> None:
         """Add one request."""
+        self.records += [step.record for step in request.steps]
         self._add_text(request, replayed)
         wrong: dict[int, bool] = {}
         drawn: list[tuple[Tensor, Tensor]] = []
@@ -148,6 +153,8 @@ class SampledTally:
             self.num_accepted += record.num_accepted
             self.expected += record.expected_accepted
             self.squares += (record.num_accepted - record.expected_accepted) ** 2
+        if METHODS.get(step.record.method) == "ngram":
+            return  # a copy of earlier text has no distribution
         one_hot = step.proposal is not None and step.proposal.draft_probs is None
         self.num_one_hot += one_hot
         self.num_sampled += not one_hot

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import forerun
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
 from forerun.diagnose.readers.trace.reader import evidence_of_steps
-from forerun.diagnose.words import change_line, headline
+from forerun.diagnose.words import change_line, changes_of, headline
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
@@ -294,8 +294,6 @@ def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
 
 def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
     """Return the part of a diagnosis that the live page shows."""
-    changes = {change.remedy.change: change for item in found.causes for change in item.changes}
-    helpful = [change for change in changes.values() if change.prediction is not None]
     return LiveDiagnosis(
         verdict=found.verdict,
         headline=headline(found),
@@ -305,7 +303,7 @@ def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
             )
             for item in found.causes[:MAX_CAUSES]
         ),
-        changes=tuple(change_line(change) for change in helpful[:MAX_CHANGES]),
+        changes=tuple(change_line(change) for change in changes_of(found)[:MAX_CHANGES]),
         num_steps=num_steps,
     )
 

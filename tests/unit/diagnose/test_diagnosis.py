@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.page import page_of
-from forerun.diagnose.words import headline, sections
+from forerun.diagnose.words import NAMED, headline, sections
+from forerun.errors import InvalidRequest
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 
@@ -56,7 +58,7 @@ def test_words_name_roles_interplay_and_changes():
     text = "\n".join([headline(found), *(line for s in sections(found) for line in s.lines)])
     for phrase in (
         *("The draft proposes 4 tokens", "one pass over 5 rows", "tau = 1.44", "kappa = 1.80"),
-        *("verified in parallel, but accepted in order", "Price:", "predicted"),
+        *("verified in parallel, but accepted in order", "Price:", "Predicted: "),
     ):
         assert phrase in text
 
@@ -219,3 +221,61 @@ def test_a_page_of_deep_drafts_stays_short():
     page = page_of(diagnose(evidence))
     assert "rejected at positions 9 to 300" in page and page.count('class="bar"') < 50
     assert "K = 299" in page and "K = 1<" not in page
+
+
+def test_what_was_measured_without_a_symptom_is_healthy():
+    """Neither undecided text nor rows that cost something are a complaint."""
+    facts = {"num_drafts": 270, "num_drafted": 1000, "num_accepted": 620, "target_entropy": 3.6}
+    found = found_from(**facts, accepted_per_position=[190, 160, 140, 130], verify_linearity=0.5)
+    assert found.verdict == "healthy" and headline(found).startswith("Healthy as far as is known")
+    assert not any(section.heading == "What to change" for section in sections(found))
+    worse = found_from(**facts, verify_linearity=0.5, verify_serial=True)
+    assert worse.verdict == "problem"
+
+
+def test_causes_are_sorted_and_one_change_comes_first():
+    found = found_from(**SLOW, draft_share_high=True)
+    scores = [ranked.scored.score for ranked in found.causes]
+    assert scores == sorted(scores, reverse=True)
+    by_heading = {section.heading: section.lines for section in sections(found)}
+    (first,) = by_heading["What to change"]
+    assert first.startswith(found.causes[0].changes[0].remedy.change)
+    lines = [first, *by_heading["Other changes"]]
+    assert len({line.split(".")[0] for line in lines}) == len(lines)
+    gains = [float(gain) for line in lines for gain in re.findall(r"([0-9.]+) times", line)]
+    assert gains and min(gains) >= 1.02
+    assert sum("at K = " in line for line in lines) <= 1
+
+
+def test_a_weak_score_names_no_cause_in_the_headline():
+    found = found_from(k=4, acceptance_length=2.0, slower_with_context=True, schema_violations=True)
+    assert found.verdict == "problem" and found.causes[0].scored.score >= NAMED
+    rates = {"acceptance_rate_per_position": [0.8, 0.68, 0.57, 0.43], "k": 4}
+    weak = found_from(**rates, tokens_per_s=61, tokens_per_s_plain=70)
+    assert weak.verdict == "problem" and weak.causes[0].scored.score < NAMED
+    assert weak.causes[0].scored.cause.what not in headline(weak)
+
+
+def test_a_page_holds_no_character_that_controls_a_terminal():
+    found = found_from(**SLOW, target_name="\x1b[31mred\u202e")
+    found.evidence.series["tag"] = (("\x1b]0;t\x07", 0.5, 100.0), ("b", 0.2, 50.0))
+    page = page_of(found)
+    assert not any(c in page for c in "\x1b\x07\u202e") and "\\x1b[31m" in page
+
+
+def test_more_accepted_than_drafted_is_refused():
+    evidence = Evidence()
+    evidence.add("num_drafted", 100, "test")
+    evidence.add("num_accepted", 900, "test")
+    with pytest.raises(InvalidRequest, match="900 accepted of 100 drafted"):
+        evidence.check_counts()
+
+
+def test_counts_of_two_sources_are_not_mixed():
+    trace, probe = Evidence(), Evidence()
+    trace.add("num_accepted", 10, "trace")
+    probe.add("num_accepted", 900, "probe")
+    probe.add("num_drafted", 1000, "probe")
+    trace.include(probe)
+    assert trace.number("num_accepted") == 10 and "num_drafted" not in trace
+    assert not trace.disagreements

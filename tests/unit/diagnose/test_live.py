@@ -97,6 +97,7 @@ def served() -> dict:
 
 def test_two_samples_give_what_happened_in_between():
     assert served()["metrics"]["facts"] == {
+        "engine": "vLLM",
         "num_drafts": 100.0,
         "num_drafted": 400.0,
         "num_accepted": 200.0,

@@ -97,3 +97,27 @@ def test_a_counter_that_was_reset_counts_from_zero():
 def test_values_that_are_none_count_nothing(value: str):
     found = read(f"vllm:spec_decode_num_drafts_total {value}\nvllm:num_preemptions_total 0\n")
     assert "num_drafts" not in found
+
+
+def test_own_metrics_are_read_with_the_times_of_steps():
+    found = read(
+        "vllm:spec_decode_num_drafts_total 100\nvllm:spec_decode_num_draft_tokens_total 400\n"
+        "vllm:spec_decode_num_accepted_tokens_total 200\n"
+        'forerun:drafted_per_position_total{position="0"} 100\n'
+        'forerun:cycle_seconds_total{model="m",phase="draft"} 1.0\n'
+        'forerun:cycle_seconds_total{model="m",phase="verify"} 3.0\n'
+        'forerun:cycle_seconds_total{model="m",phase="other"} 1.0\n'
+        "forerun:cycles_total 100\nforerun:sequence_steps_total 200\n"
+    )
+    assert found.words("engine") == ("forerun",) and found.number("num_drafts") == 100
+    assert found.number("cycle_s") == 0.05 and found.number("verify_s") == 0.03
+    assert found.number("batch") == 2.0
+    assert "forerun metrics" in found.readings[0].kinds
+
+
+def test_counters_of_an_impossible_size_are_left_out():
+    found = read(
+        "vllm:spec_decode_num_drafts_total 1e308\nvllm:spec_decode_num_draft_tokens_total 1e308\n"
+        "vllm:spec_decode_num_accepted_tokens_total 1e308\nvllm:num_preemptions_total 0\n"
+    )
+    assert "num_drafts" not in found and "num_accepted" not in found

@@ -12,6 +12,7 @@ import re
 import pytest
 
 from forerun.diagnose.causes import (
+    ANY_OTHER,
     CAUSES,
     EXPERIMENTS,
     MIN_ALSO,
@@ -205,16 +206,16 @@ def test_scores_are_the_shares_of_the_likelihood():
     found = score_causes(
         evidence,
         [
-            cause("a", Sign(fact="graphs_off", yes=1.0), Sign(fact="host_work", yes=-0.5)),
-            cause("b", prior=0.25),
+            cause("a", Sign(fact="graphs_off", yes=3.0), Sign(fact="host_work", yes=-0.5)),
+            cause("b", Sign(fact="graphs_off", yes=1.5), prior=0.25),
         ],
     )
     scores = {item.cause.label: item.score for item in found}
-    weight_a, weight_b = math.exp(0.5), math.exp(0.25)
-    assert scores["a"] == pytest.approx(weight_a / (weight_a + weight_b))
-    assert sum(scores.values()) == pytest.approx(1.0)
+    weight_a, weight_b, weight_other = math.exp(2.5), math.exp(1.75), math.exp(ANY_OTHER)
+    total = weight_a + weight_b + weight_other
+    assert scores == pytest.approx({"a": weight_a / total, "b": weight_b / total})
     first = found[0]
-    assert [f.weight for f in first.evidence_for] == [1.0]
+    assert [f.weight for f in first.evidence_for] == [3.0]
     assert [f.weight for f in first.evidence_against] == [-0.5]
 
 
@@ -305,4 +306,4 @@ def test_a_supported_cause_comes_before_a_common_one():
     half = cause("half", Sign(fact="graphs_off", yes=MIN_ALSO), prior=3.0)
     found = score_causes(evidence, [common, half, shown])
     assert [item.cause.label for item in found] == ["shown", "half", "common"]
-    assert found[2].score > found[1].score > found[0].score
+    assert found[0].score > found[1].score > found[2].score

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from forerun.diagnose.evidence import MAX_NUMBER
 from forerun.diagnose.readers.tally import MAX_POSITIONS, LineReader, Tally, positive
 
 SAMPLE = re.compile(
     r"^([a-zA-Z_:][a-zA-Z0-9_:]{0,200})(?:\{(.{0,4000})\})?\s+(\S{1,40})(?:\s+-?\d{1,20})?\s*$"
 )
+PHASE = re.compile(r"(?:^|,)\s*phase=\"(\w{1,20})\"")
 POSITION = re.compile(r"(?:^|,)\s*(?:token_)?position=\"(\d{1,3})\"")
 MAX_SERIES = 200_000
 
@@ -37,7 +38,9 @@ ACCEPTED_PER_POSITION = frozenset(
         "trtllm_spec_decode_accepted_tokens",
     }
 )
-DRAFTED_PER_POSITION = frozenset({"trtllm_spec_decode_drafted_tokens"})
+DRAFTED_PER_POSITION = frozenset(
+    {"trtllm_spec_decode_drafted_tokens", "forerun:drafted_per_position"}
+)
 GAUGES: Mapping[str, str] = {
     "sglang:spec_accept_length": "acceptance_length",
     "trtllm_spec_decode_acceptance_length": "acceptance_length",
@@ -57,8 +60,10 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "prefix_hit_rate": ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
 }
 """Facts that are one counter over another."""
-PREFIXES = ("vllm:", "sglang:", "trtllm_", "llamacpp:", "lmdeploy:")
+OWN = "forerun:"
+PREFIXES = (OWN, "vllm:", "sglang:", "trtllm_", "llamacpp:", "lmdeploy:")
 NAMES = {
+    OWN: "forerun metrics",
     "vllm:": "vLLM metrics",
     "sglang:": "SGLang metrics",
     "trtllm_": "TensorRT-LLM metrics",
@@ -72,7 +77,7 @@ class Metrics:
     """Samples of Prometheus metrics, summed over all labels except the draft position.
 
     Attributes:
-        totals: by name without `_total`.
+        totals: by name without `_total`; seconds of a phase of our own steps by name and phase.
         positions: by name and position.
     """
 
@@ -82,7 +87,7 @@ class Metrics:
 
     def add(self, name: str, labels: str, value: float) -> None:
         """Add one sample."""
-        if self.num_samples >= MAX_SERIES or not math.isfinite(value):
+        if self.num_samples >= MAX_SERIES or not abs(value) < MAX_NUMBER:  # false for NaN
             return
         self.num_samples += 1
         name = name.removesuffix("_total")
@@ -93,6 +98,8 @@ class Metrics:
                 places = self.positions.setdefault(name, {})
                 places[index] = places.get(index, 0.0) + value
         elif name.startswith(PREFIXES):
+            if name == CYCLE_SECONDS and (phase := PHASE.search(labels)) is not None:
+                name = f"{name}:{phase.group(1)}"
             self.totals[name] = self.totals.get(name, 0.0) + value
 
     def since(self, earlier: Metrics) -> Metrics:
@@ -158,7 +165,7 @@ class PrometheusText(LineReader):
 
     def _name(self, name: str) -> None:
         for prefix in PREFIXES:
-            if name.startswith(prefix):
+            if name.startswith(prefix) and self.kind != NAMES[OWN]:
                 self.kind = NAMES[prefix]
 
 
@@ -176,16 +183,22 @@ def metrics_of(metrics: Metrics) -> Tally:
     for fact, (over, under) in RATIOS.items():
         if over in totals and (below := positive(totals, under)) is not None:
             tally.set_fact(fact, totals[over] / below)
+    _add_positions(tally, metrics)
+    _add_sglang(tally, totals)
+    _add_own(tally, totals)
+    add_cycles(tally, totals)
+    return tally
+
+
+def _add_positions(tally: Tally, metrics: Metrics) -> None:
     for name, places in metrics.positions.items():
         values = [places.get(index, 0.0) for index in range(max(places) + 1)]
         if name in ACCEPTED_PER_POSITION:
             tally.positions(values)
         elif name in DRAFTED_PER_POSITION:
             tally.set_fact("drafted_per_position", values)
-            tally.count("num_drafts", values[0])
-    _add_sglang(tally, totals)
-    add_cycles(tally, totals)
-    return tally
+            if "num_drafts" not in tally.counts:
+                tally.count("num_drafts", values[0])
 
 
 def _add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
@@ -197,6 +210,26 @@ def _add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
     nodes = positive(totals, "sglang:spec_num_draft_tokens")
     if nodes and "k" not in tally.facts:
         tally.set_fact("k", nodes - 1)
+
+
+CYCLE_SECONDS = "forerun:cycle_seconds"
+
+
+def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
+    """Add what forerun's own steps take on average, plain ones and those that read prompts too."""
+    cycles = positive(totals, "forerun:cycles")
+    parts = {
+        f"{phase}_s": totals[name]
+        for phase in ("draft", "verify", "other")
+        if (name := f"{CYCLE_SECONDS}:{phase}") in totals
+    }
+    if not cycles or not parts:
+        return
+    tally.set_fact("cycle_s", sum(parts.values()) / cycles)
+    for fact, seconds in parts.items():
+        tally.set_fact(fact, seconds / cycles)
+    if steps := positive(totals, "forerun:sequence_steps"):
+        tally.set_fact("batch", max(1.0, steps / cycles))
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ A page is read within limits on bytes and total time, because its server may nev
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from forerun.bounded_read import (
     open_stdin,
 )
 from forerun.diagnose.evidence import Evidence, Reading
+from forerun.diagnose.readers.complaint import read_complaint
 from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
 from forerun.errors import InvalidRequest, UnreadableInput
 
@@ -54,6 +56,7 @@ def read_live(
     else:
         reading.notes.append("nothing was counted between the samples; totals since the start")
         between, source = second.metrics, f"{url}: totals since the start"
+    evidence.add("engine", second.kind.split()[0], url)
     tally = metrics_of(between)
     if tally.is_empty:
         raise InvalidRequest(f"{url} holds no metric of an engine that is known")
@@ -206,7 +209,7 @@ FIRST_DATA_S = 20.0
 
 
 def read_source(name: str, *, interval_s: float) -> Evidence:
-    """Return the evidence of one source.
+    """Return the evidence of one source; a name with blanks that is no file is a complaint.
 
     Raises:
         InvalidRequest: it cannot be read, or nothing in it is understood.
@@ -218,6 +221,8 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
             with open_stdin(LIMITS) as stream:
                 return _read_stream(stream, "stdin")
         path = Path(name)
+        if " " in name.strip() and not os.path.lexists(path):
+            return read_complaint(name)
         if path.is_dir():
             return read_trace(path)
         with open_bounded(path, LIMITS, name=path.name) as file:

@@ -288,7 +288,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
     return evidence
 
 
-ENGINES = frozenset({"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})
+ENGINES = frozenset({"forerun", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})
 
 
 def read_object(line: str, documents: Documents) -> bool:

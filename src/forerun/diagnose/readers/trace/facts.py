@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 import numpy as np
@@ -280,25 +280,45 @@ def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     evidence.note(name, answer, f"{source}: {words}")
 
 
-def _add_growth(
-    evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
-) -> None:
-    """Add how pass time grows from short to long contexts, at equal batch size and rows."""
+NO_GROWTH, MIN_GROWTH = 1.15, 1.6
+"""Growth of a pass from short to long contexts that is named where that of plain steps is not
+known: attention over the context takes longer there with drafts and without."""
+Cycles = Mapping[tuple[int, int, int], Seconds]
+"""By requests, rows per request and logarithm of the context."""
+
+
+def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
+    """Add how pass time grows with context beyond that of plain steps, at equal size and rows."""
     found: list[tuple[int, float, str]] = []
-    for pair in {(size, rows) for size, rows, _ in cycles}:
-        places = sorted((place[2], total) for place, total in cycles.items() if place[:2] == pair)
-        parts = [total for _, total in places]
-        for at in range(1, len(parts)):
-            low, high = merged(parts[:at]), merged(parts[at:])
-            num = min(low.num_cycles, high.num_cycles)
-            if num < MIN_CYCLES or low.verify_s <= 0.0:
+    for size, rows in {place[:2] for place in cycles if place[1] > 1}:
+        for split in {place[2] for place in cycles if place[:2] == (size, rows)}:
+            drafting = _growth(cycles, (size, rows), split)
+            plain = _growth(cycles, (size, 1), split)
+            if drafting is None:
                 continue
-            short_s, long_s = low.verify_s / low.num_cycles, high.verify_s / high.num_cycles
-            words = f"a pass takes {short_s:.3g} s at short contexts, {long_s:.3g} s at long ones"
-            found.append((num, long_s / short_s, words))
+            num, growth = drafting
+            if plain is None and NO_GROWTH < growth < MIN_GROWTH:
+                continue
+            words = f"a pass of {rows} rows takes {growth:.2f} times as long at long contexts"
+            if plain is not None:
+                words += f", a plain one {plain[1]:.2f} times"
+                growth /= plain[1]
+            found.append((num, growth, words))
     if found:
         _, growth, words = max(found)
         evidence.note("context_growth", growth, f"{source}: {words}")
+
+
+def _growth(cycles: Cycles, of: tuple[int, int], split: int) -> tuple[int, float] | None:
+    """Return how much longer passes take beyond a context, and in how many cycles it was seen."""
+    sides = [(place[2] > split, total) for place, total in cycles.items() if place[:2] == of]
+    short, long = (
+        merged([total for is_long, total in sides if is_long is i]) for i in (False, True)
+    )
+    num = min(short.num_cycles, long.num_cycles)
+    if num < MIN_CYCLES or short.verify_s <= 0.0:
+        return None
+    return num, (long.verify_s / long.num_cycles) / (short.verify_s / short.num_cycles)
 
 
 def _add_tags(

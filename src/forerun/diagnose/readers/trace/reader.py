@@ -19,7 +19,10 @@ from forerun.theory.text import ngrams
 from forerun.trace.arrow import Piece, read_columns, table_of
 from forerun.trace.schema import Damage
 
-METHODS = {"draft_model": "draft_model", "suffix": "ngram", "eagle3": "eagle", "medusa": "mtp"}
+METHODS = {
+    **{"draft_model": "draft_model", "suffix": "ngram", "recycling": "ngram"},
+    **{"eagle3": "eagle", "medusa": "mtp"},
+}
 """Ours under the names of the vocabulary."""
 MIN_PROMPT_TOKENS = 200
 """Fewer prompt tokens do not tell a text from a list of random ids."""
@@ -133,6 +136,8 @@ MAX_TAGS = 16
 MAX_PROMPT_TOKENS = 1_000_000
 """Prompt tokens that are kept: enough to see whether prompts are random."""
 MAX_NAMED_DAMAGE = 3
+MAX_DAMAGE = 100_000
+"""Places that cannot be read, after which a file is no trace."""
 PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperature")
 """Parameters of a request that evidence is made of."""
 
@@ -207,6 +212,9 @@ def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
             read.num_damaged += 1
             if len(read.damage) < MAX_NAMED_DAMAGE:
                 read.damage.append(str(piece))
+            if read.num_damaged >= MAX_DAMAGE:
+                read.limit = f"{MAX_DAMAGE} places that cannot be read"
+                return
         else:
             yield piece
 

@@ -59,7 +59,7 @@ class TraceTotals:
         acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
         cycles: by kind (plain, drafting, prefill) and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
-        far: of drafting cycles by requests, rows per request and context.
+        far: of plain and drafting cycles by requests, rows per request and logarithm of context.
         texts: the first tokens of the trace by request, where it has them.
         num_kept: tokens among them.
         stretches: acceptance of drafting steps by what they are like.
@@ -164,6 +164,7 @@ class TraceTotals:
         places = [self.cycles.setdefault((kind, size), Seconds())]
         if kind == "drafting":
             places.append(self.rows.setdefault((size, num_rows), Seconds()))
+        if kind != "prefill":
             place = size, num_rows, int(row["context"])
             places.append(self.far.setdefault(place, Seconds()))
         for total in places:
