@@ -132,7 +132,7 @@ class RunnerUnavailable(ForerunError):
 
 
 class NumericalError(ForerunError):
-    """The target's logits are NaN, or allow no token.
+    """The target's logits are NaN, allow no token, or cannot be verified for one request.
 
     Attributes:
         request_id: whose logits, where that is known; aborting it lets other requests go on.

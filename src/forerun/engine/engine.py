@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.control.base import Controller
 from forerun.control.costs import CostSource
@@ -14,14 +16,41 @@ from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.several import SeveralDrafters
 from forerun.engine.config import EngineConfig, RequestTerms
-from forerun.engine.core import EngineCore
-from forerun.engine.intake import Prompt, as_prompts, params_for
-from forerun.engine.loading import Source, as_sources, check_card, load_drafters, load_target
-from forerun.engine.results import BackendStats, Capabilities, RequestOutput, StreamChunk
+from forerun.engine.drafting import GuardedDrafter
+from forerun.engine.guard import EngineGuard
+from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
+from forerun.engine.loading import (
+    Source,
+    as_sources,
+    check_card,
+    check_features,
+    default_controller,
+    load_drafters,
+    load_target,
+)
+from forerun.engine.observing import StepObserver
+from forerun.engine.results import (
+    BackendStats,
+    Capabilities,
+    FinishReason,
+    RequestOutput,
+    Stop,
+    StreamChunk,
+)
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Sequence, output_of
+from forerun.engine.step import Stepper
+from forerun.errors import EngineStopped, InvalidRequest, NumericalError
+from forerun.models.base import Context, LanguageModel
+from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.history import TokenMask
+
+if TYPE_CHECKING:
+    import torch
 
 
-class Engine(EngineCore):
+class Engine:
     """Speculative decoding with one target; all methods must be called from one thread.
 
     For requests from several threads there is `EngineThread`. An interrupt from the keyboard is
@@ -39,14 +68,74 @@ class Engine(EngineCore):
         stepper: the parts of a step, of which experiments may replace some.
     """
 
+    def __init__(  # noqa: PLR0913 (keyword-only parts, each replaceable)
+        self,
+        *,
+        target: LanguageModel,
+        tokenizer: Tokenizer,
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
+        costs: Mapping[str, CostSource] | None = None,
+        config: EngineConfig | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        observers: Seq[StepObserver] = (),
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.target = target
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.drafter = drafter
+        check_controller(controller)
+        self.controller = controller or default_controller(self.config, drafter, costs or {})
+        self.observers = list(observers)
+        self.scheduler = Scheduler(self.config)
+        self.intake = Intake(
+            target=target, tokenizer=tokenizer, eos_token_ids=eos_token_ids, config=self.config
+        )
+        self.stepper = Stepper(
+            target=target,
+            drafter=None if drafter is None else GuardedDrafter(drafter, target.vocab_size),
+            controller=self.controller,
+            scheduler=self.scheduler,
+            config=self.config,
+            observers=self.observers,
+        )
+        self._guard = EngineGuard()
+        self._requests: dict[str, list[Sequence]] = {}
+        self._keys: set[str] = set()
+        self._inboxes: dict[str, deque[StreamChunk]] = {}
+        self._chunks: list[StreamChunk] = []
+        self._num_requests = 0
+        self._num_sequences = 0
+        self._next_deadline_s = math.inf
+        self._damage: BaseException | None = None
+        check_features(self.stepper.feature_layers, target)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise an error, because an engine cannot be copied or pickled."""
+        raise TypeError(
+            "an Engine holds weights and threads of this process and cannot be copied or pickled: "
+            "load it again, or use with_draft for another engine over the same target"
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Maximum number of prompt and output tokens of one sequence."""
+        return self.intake.max_context
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is running or waiting."""
+        return self.scheduler.has_unfinished
+
     @classmethod
     def load(  # noqa: PLR0913 (keyword-only parts, each replaceable)
         cls,
-        target: Source,
+        target: Source | None = None,
         draft: Source | Seq[Source] | None = None,
         *,
         tokenizer: object = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         config: EngineConfig | None = None,
         controller: Controller | None = None,
@@ -63,7 +152,7 @@ class Engine(EngineCore):
                 choose from; None decodes plainly.
             tokenizer: of a target that is already loaded: a transformers tokenizer, or a folder or
                 name to read it from. A loaded draft must have been trained with the same one.
-            dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
+            dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
             device: "auto", "cpu", "cuda" or "mps".
             config: engine settings.
             controller: an object that chooses K; None builds the one that `config` names.
@@ -79,6 +168,13 @@ class Engine(EngineCore):
             NotEnoughMemory: weights and KV do not fit; nothing has been allocated yet.
         """
         check_controller(controller)
+        if target is None:
+            named = ", ".join(f"{name}=..." for name in settings)
+            raise InvalidRequest(
+                "Engine.load needs a target as its first argument, as in "
+                'Engine.load("zoo:code-40m")' + (f"; it was given {named} alone" if named else "")
+            )
+        dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
@@ -134,10 +230,11 @@ class Engine(EngineCore):
     def generate(
         self,
         prompts: str | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         terms: RequestTerms | None = None,
         *,
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        priority: int | None = None,
+        deadline_s: float | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts together; requests added before are advanced too.
 
@@ -145,9 +242,10 @@ class Engine(EngineCore):
 
         Args:
             prompts: one text, or a list of texts or of token-id lists.
-            params: for all prompts, or one per prompt.
+            sampling_params: for all prompts, or one per prompt.
             terms: for all prompts; a deadline counts from when a prompt is queued.
-            sampling_params: another name of `params`.
+            priority: of these requests, in place of that of `terms`.
+            deadline_s: likewise.
 
         Returns:
             One output per prompt, in order.
@@ -157,7 +255,8 @@ class Engine(EngineCore):
             NumericalError: as `step`; the other prompts are aborted.
         """
         batch = as_prompts(prompts)
-        each = params_for(batch, params if sampling_params is None else sampling_params)
+        each = params_for(batch, sampling_params)
+        terms = _with_terms(terms, priority, deadline_s)
         checked = [(self.intake.check(p, s), s) for p, s in zip(batch, each, strict=True)]
         ids: list[str] = []
         try:
@@ -176,24 +275,21 @@ class Engine(EngineCore):
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        terms: RequestTerms | None = None,
-        *,
         sampling_params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
     ) -> Iterator[StreamChunk]:
         """Yield the chunks of one prompt step by step; closing the iterator aborts the request.
 
         Several streams may be read alternately: a step advances all requests, and the chunks of
         another stream are kept for its own iterator. Text of requests without a stream is kept for
-        `take_output`. `sampling_params` is another name of `params`.
+        `take_output`.
 
         Raises:
             InvalidRequest: as `add_request`.
             QueueFull: as many sequences wait as may.
             NumericalError: as `step`.
         """
-        params = params if sampling_params is None else sampling_params
-        request_id = self.add_request(prompt, params, terms=terms)
+        request_id = self.add_request(prompt, sampling_params, terms=terms)
         samples = self._requests[request_id]
         inbox = self._inboxes[request_id] = deque()
         try:
@@ -208,27 +304,237 @@ class Engine(EngineCore):
 
     def chat(
         self,
-        messages: Seq[Mapping[str, str]],
-        params: SamplingParams | None = None,
+        messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         terms: RequestTerms | None = None,
-        *,
-        sampling_params: SamplingParams | None = None,
-    ) -> RequestOutput:
-        """Answer a conversation, rendered by the chat template of the target's tokenizer.
+    ) -> list[RequestOutput]:
+        """Answer conversations, rendered by the chat template of the target's tokenizer.
 
         Args:
-            messages: each with a "role" and a "content", the last one first to be answered.
-            params: how the answer's tokens are chosen.
-            terms: how the request is treated among others.
-            sampling_params: another name of `params`.
+            messages: one conversation or a list of them; a conversation is a list of messages, each
+                with a "role" and a "content", and its last message is answered.
+            sampling_params: for all conversations, or one per conversation.
+            terms: how the requests are treated among others.
+
+        Returns:
+            One output per conversation, in order.
 
         Raises:
             InvalidRequest: the tokenizer has no template, the template refuses the messages, or as
                 `generate`.
         """
-        text = self.tokenizer.render_chat(messages)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return self.generate([ids], params, terms, sampling_params=sampling_params)[0]
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: Seq[Any] = [messages] if is_one else messages
+        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(ids, sampling_params, terms)
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> str:
+        """Queue a prompt; its samples join the batch at later steps that have free slots.
+
+        Args:
+            prompt: a text or a list of token ids.
+            params: how its tokens are chosen.
+            request_id: its name; made up where None.
+            terms: how it is scheduled among others.
+            mask: a grammar in its initial state, which the output has to follow; it is forked for
+                every sample.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidRequest: the prompt is empty or too long, a parameter cannot be honoured, or the
+                id is in use.
+            QueueFull: as many sequences wait as may.
+        """
+        params = params or SamplingParams()
+        ids = self.intake.check(prompt, params, mask)
+        terms = self.intake.check_terms(terms)
+        request_id = request_id or self._unused_id()
+        self.intake.check_open(params.n, self.scheduler.num_unfinished)
+        self.enlist(self.intake.sequences(request_id, ids, params, terms, mask))
+        return request_id
+
+    def enlist(self, samples: list[Sequence]) -> None:
+        """Queue the samples of a request, created by `intake.sequences`."""
+        request_id, keys = samples[0].request_id, {sample.key for sample in samples}
+        with self._guard:
+            if request_id in self._requests or keys & self._keys:
+                raise InvalidRequest(f"request id {request_id!r} is already in use")
+            self._keys |= keys
+            self._requests[request_id] = samples
+            for sample in samples:
+                self._queue(sample)
+
+    def _unused_id(self) -> str:
+        while (request_id := f"request-{self._num_requests}") in self._requests:
+            self._num_requests += 1
+        self._num_requests += 1
+        return request_id
+
+    def _queue(self, sequence: Sequence) -> None:
+        priority, _ = sequence.rank
+        sequence.rank = (priority, self._num_sequences)
+        self._num_sequences += 1
+        self._next_deadline_s = min(self._next_deadline_s, sequence.ends_at_s)
+        self.scheduler.add(sequence)
+
+    def step(self) -> list[StreamChunk]:
+        """Advance every running request once.
+
+        Returns:
+            New tokens of each sequence (none while its prompt is being read), and the last chunk of
+            sequences whose deadline has passed.
+
+        Raises:
+            NumericalError: the target returned NaN; nothing is lost, abort the named `request_id`.
+            EngineBusy: another thread is using the engine.
+            EngineStopped: an earlier step was broken off while it committed; call `reset`.
+        """
+        with self._guard:
+            self._check_whole()
+            if not self._end_late_ones():
+                self._step()
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def _step(self) -> None:
+        running: list[Sequence] = []
+        try:
+            if self.scheduler.may_change_batch:
+                self._arrange()
+            running = list(self.scheduler.running)
+            if not running:
+                return
+            self.stepper.run()
+        except BaseException as error:
+            if isinstance(error, NumericalError):
+                for sequence in running:
+                    sequence.kv_invalid |= error.request_id in (None, sequence.request_id)
+            elif self.stepper.is_committing or not isinstance(error, Exception):
+                self._damage = error  # an interrupt may come in the middle of any change
+            raise
+        finally:
+            for sequence in self.scheduler.drop_finished():
+                self._release(sequence)
+            self._emit([s for s in running if s.num_output > s.num_streamed])
+
+    def _emit(self, gained: Seq[Sequence]) -> None:
+        """Pass new tokens of sequences to the caller of `step` and to open streams."""
+        chunks = [sequence.take_chunk() for sequence in gained]
+        self._chunks += chunks
+        if self._inboxes:
+            for chunk in chunks:
+                if chunk.request_id in self._inboxes:
+                    self._inboxes[chunk.request_id].append(chunk)
+
+    def _check_whole(self) -> None:
+        if self._damage is not None:
+            raise EngineStopped(
+                f"a step was broken off while the engine's state was being changed "
+                f"({self._damage!r}): call reset(), which aborts all requests"
+            ) from self._damage
+
+    def reset(self) -> None:
+        """Abort all requests and drop their KV; the engine can then be used again."""
+        with self._guard:
+            for sequence in self.scheduler.running:
+                sequence.kv_invalid = True
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._chunks = []
+            self.stepper.is_committing = False
+            self._damage = None
+
+    def _arrange(self) -> None:
+        """Preempt and admit sequences; an admitted one reuses a prefix that is in the KV store."""
+        store = self.target.store
+        if not self.scheduler.running and store.feature_layers != self.stepper.feature_layers:
+            try:
+                store.keep_features(self.stepper.feature_layers)
+            except ValueError as error:
+                raise InvalidRequest(
+                    f"the target's store cannot keep the features this engine needs ({error}): "
+                    "finish or abort the requests of other engines over the same target first"
+                ) from error
+        for sequence in self.scheduler.preempt(store.num_free):
+            self._release(sequence)
+        for sequence in self.scheduler.admit(store.num_free):
+            sequence.context = Context(store, sequence.ids, sequence.scope)
+            if sequence.joined_at_s is None:
+                sequence.joined_at_s = time.monotonic()
+                sequence.num_cached = sequence.context.num_cached
+
+    def _end_late_ones(self) -> bool:
+        """End the sequences that are past their deadline; returns whether any was ended."""
+        if self._next_deadline_s == math.inf:
+            return False
+        now_s = time.monotonic()
+        if now_s < self._next_deadline_s:
+            return False
+        unfinished = [*self.scheduler.running, *self.scheduler.waiting]
+        late = [sequence for sequence in unfinished if sequence.ends_at_s <= now_s]
+        for sequence in late:
+            self._end(sequence, "deadline", now_s)
+        deadlines = (s.ends_at_s for s in unfinished if s.stop is None)
+        self._next_deadline_s = min(deadlines, default=math.inf)
+        self._emit(late)
+        return bool(late)
+
+    def _end(self, sequence: Sequence, finish_reason: FinishReason, now_s: float) -> None:
+        """End a sequence before it reaches a stop condition."""
+        sequence.stop = Stop(finish_reason=finish_reason)
+        sequence.finished_at_s = now_s
+        self.scheduler.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free the KV slot of a sequence, whose rows may stay cached, and its draft state."""
+        if sequence.context is not None:
+            sequence.context.close(0 if sequence.kv_invalid else sequence.context.num_cached)
+            sequence.context = None
+        if self.stepper.drafter is not None:
+            self.stepper.drafter.forget(sequence)
+
+    def take_output(self, request_id: str) -> RequestOutput:
+        """Return the output of a finished request and remove the request.
+
+        Raises:
+            InvalidRequest: there is no such request, or it has not finished.
+        """
+        samples = self._requests.get(request_id)
+        if samples is None:
+            raise InvalidRequest(f"there is no request {request_id!r}: never added, or taken")
+        if any(sample.stop is None for sample in samples):
+            raise InvalidRequest(f"request {request_id!r} has not finished; step on, or abort it")
+        return output_of(self._forget(request_id), self.tokenizer)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a running or waiting request and remove it; its slots are free immediately.
+
+        Returns:
+            What there was until then; None where the id is unknown.
+        """
+        with self._guard:
+            samples = self._forget(request_id)
+            now_s = time.monotonic()
+            for sequence in samples:
+                if sequence.stop is None:
+                    self._end(sequence, "abort", now_s)
+        return output_of(samples, self.tokenizer) if samples else None
+
+    def _forget(self, request_id: str) -> list[Sequence]:
+        samples = self._requests.pop(request_id, [])
+        self._keys -= {sample.key for sample in samples}
+        return samples
 
     def stats(self) -> BackendStats:
         """Return counts since the engine was created."""
@@ -251,3 +557,12 @@ class Engine(EngineCore):
         return Capabilities(
             max_context=self.max_context, max_batch=self.config.max_batch, methods=methods
         )
+
+
+def _with_terms(
+    terms: RequestTerms | None, priority: int | None, deadline_s: float | None
+) -> RequestTerms | None:
+    """Return the terms with a priority and a deadline that were given by themselves."""
+    given = {"priority": priority, "deadline_s": deadline_s}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(terms or RequestTerms(), **changes) if changes else terms

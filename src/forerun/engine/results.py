@@ -277,12 +277,13 @@ class Backend(Protocol):
     def generate(
         self,
         prompts: str | Seq[str | Seq[int]],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        /,
     ) -> list[RequestOutput]:
         """Generate for all prompts and return one output per prompt, in order."""
 
     def stream(
-        self, prompt: str | Seq[int], params: SamplingParams | None = None
+        self, prompt: str | Seq[int], sampling_params: SamplingParams | None = None, /
     ) -> Iterator[StreamChunk]:
         """Yield the chunks of one prompt; closing the iterator aborts the request."""
 

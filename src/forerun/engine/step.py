@@ -125,10 +125,6 @@ class Stepper:
     def run(self) -> None:
         """Advance every running sequence once.
 
-        The steps are: the controller plans for sequences that may draft, the drafter proposes, the
-        scheduler assigns the rows of the pass, the target runs once, proposals are verified, tokens
-        and KV rows are committed; then drafter, controller and observers receive the outcome.
-
         In this class, `entry` is one scheduled sequence, `fed` are those with rows in the pass, and
         `emitting` are those of them whose pending tokens are all in the pass, so that it yields
         tokens; the others are still reading their prompt.
@@ -138,33 +134,27 @@ class Stepper:
         """
         clock = self.new_clock(self.target.device)
         scheduled = [ScheduledSequence.of(sequence) for sequence in self.scheduler.running]
-        self._decide_plans(scheduled, clock.started_s)
-        clock.mark("draft_start")
-        self._propose(scheduled)
-        clock.mark("draft_end")
+        self._draft(scheduled, clock)
         fed = self.scheduler.assign_rows(scheduled)
-        emitting = [entry for entry in fed if entry.completes]
-        self._forward_and_verify(fed, emitting, clock)
-        self.is_committing = True
-        for entry in fed:
-            entry.commit()
-        self.is_committing = False
+        self._forward_and_verify(fed, clock)
+        records = self._commit(fed, clock)
+        self._notify_observers(fed, records)
+
+    def _draft(self, scheduled: Seq[ScheduledSequence], clock: StepClock) -> None:
+        """Let the controller plan for sequences that may draft, and the drafter propose."""
         if self.drafter is not None:
-            self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
-        is_observed = self.drafter is not None or bool(self.observers)
-        records = self._records(emitting, fed, clock) if emitting and is_observed else []
-        if self.drafter is not None:
-            self.controller.observe(records)
-        self._count(emitting)
-        self._notify_observers(fed, emitting, records)
+            self._decide_plans(scheduled, clock.started_s)
+        clock.mark("draft_start")
+        drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
+        if self.drafter is not None and drafting:
+            self.drafter.propose(drafting)
+        clock.mark("draft_end")
 
     def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
         """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
 
         The controller plans for those whose request has no plan of its own (`RequestTerms.plan`).
         """
-        if self.drafter is None:
-            return
         free = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
         asked = [entry for entry in free if entry.sequence.plan is None]
         states = [state_of(entry.sequence, now_s) for entry in asked]
@@ -174,16 +164,10 @@ class Stepper:
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
 
-    def _propose(self, scheduled: Seq[ScheduledSequence]) -> None:
-        drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
-        if self.drafter is not None and drafting:
-            self.drafter.propose(drafting)
-
     @torch.inference_mode()
-    def _forward_and_verify(
-        self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
-    ) -> None:
+    def _forward_and_verify(self, fed: Seq[ScheduledSequence], clock: StepClock) -> None:
         """Run the target once and verify all sequences whose pending tokens are fed."""
+        emitting = [entry for entry in fed if entry.completes]
         clock.mark("pass_start")
         batch = self._batch(fed)
         output = self.target.forward(batch)
@@ -228,6 +212,31 @@ class Stepper:
             context.store.stage_features(context.slot, entry.num_cached, features[row:end])
             row = end
 
+    def _commit(self, fed: Seq[ScheduledSequence], clock: StepClock) -> list[StepRecord]:
+        """Commit tokens and KV, count the step, and tell drafter and controller what came out.
+
+        Returns:
+            The records of the step; empty if nothing observes the engine.
+        """
+        self.is_committing = True
+        for entry in fed:
+            entry.commit()
+        self.is_committing = False
+        if self.drafter is not None:
+            self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
+        emitting = [entry for entry in fed if entry.completes]
+        is_observed = self.drafter is not None or bool(self.observers)
+        records = self._records(emitting, fed, clock) if emitting and is_observed else []
+        if self.drafter is not None:
+            self.controller.observe(records)
+        self.cycle_id += 1
+        for entry in emitting:
+            assert entry.verdict is not None
+            self.num_drafted += entry.num_drafted
+            self.num_accepted += entry.verdict.num_accepted
+            self.num_emitted += entry.num_emitted
+        return records
+
     def _records(
         self, emitting: Seq[ScheduledSequence], fed: Seq[ScheduledSequence], clock: StepClock
     ) -> list[StepRecord]:
@@ -265,24 +274,11 @@ class Stepper:
             for ranks, children in [_path_in_tree(entry, verdict)]
         ]
 
-    def _count(self, emitting: Seq[ScheduledSequence]) -> None:
-        """Add the step to the engine's counts."""
-        self.cycle_id += 1
-        for entry in emitting:
-            assert entry.verdict is not None
-            self.num_drafted += entry.num_drafted
-            self.num_accepted += entry.verdict.num_accepted
-            self.num_emitted += entry.num_emitted
-
-    def _notify_observers(
-        self,
-        fed: Seq[ScheduledSequence],
-        emitting: Seq[ScheduledSequence],
-        records: Seq[StepRecord],
-    ) -> None:
+    def _notify_observers(self, fed: Seq[ScheduledSequence], records: Seq[StepRecord]) -> None:
         """Pass the step to the observers in the order in which they were added."""
         if not self.observers:
             return
+        emitting = [entry for entry in fed if entry.completes]
         prefilling = [entry for entry in fed if not entry.completes]
         step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
         for observer in tuple(self.observers):

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.engine.scheduler import Rule, ScheduledSequence
-from forerun.errors import NumericalError
+from forerun.errors import ForerunError, NumericalError
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.history import RowHistory
@@ -72,8 +72,39 @@ def verify(
         tokens: fed at these rows.
 
     Raises:
-        NumericalError: a sequence's logits are NaN or leave no token; nothing has been committed.
+        NumericalError: a sequence's logits are NaN or leave no token, or its parameters make the
+            computation fail; it names the request, and nothing has been committed.
     """
+    try:
+        return _verify_by_rule(entries, logits, tokens)
+    except ForerunError:
+        raise
+    except Exception as error:
+        failed = _first_that_fails(entries, logits, tokens)
+        if failed is None:
+            raise
+        raise NumericalError(
+            f"request {failed.sequence.key}: verification failed with its parameters ({error!r}); "
+            "nothing was emitted: abort it, the others go on",
+            request_id=failed.sequence.request_id,
+        ) from error
+
+
+def _first_that_fails(
+    entries: Seq[ScheduledSequence], logits: Tensor, tokens: Tensor
+) -> ScheduledSequence | None:
+    """Return the first sequence that cannot be verified even alone."""
+    for entry, rows in VerifyBatch(entries=entries, logits=logits, tokens=tokens).rows():
+        try:
+            _verify_by_rule([entry], logits[rows], tokens[rows])
+        except Exception:  # noqa: BLE001 (the caller raises what went wrong in the batch)
+            return entry
+    return None
+
+
+def _verify_by_rule(
+    entries: Seq[ScheduledSequence], logits: Tensor, tokens: Tensor
+) -> list[Verdict]:
     by_rule: dict[Rule, list[int]] = {}
     for index, entry in enumerate(entries):
         by_rule.setdefault(entry.rule, []).append(index)

@@ -103,6 +103,8 @@ MIN_TEMPERATURE = 1e-5
 """Below it the distribution is greedy for all practical logits, and dividing may overflow fp32."""
 MAX_SCALE = 1e5
 """Largest factor or divisor of logits: beyond it the distribution is flat, or fp32 overflows."""
+MAX_COUNT = 2**31 - 1
+"""Counts are stored as 32-bit integers."""
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 """Every token of the output is compared with every stop string."""
@@ -110,16 +112,16 @@ MAX_STOP_CHARACTERS = 1024
 RANGES = (
     Range("temperature", 0, MAX_SCALE),
     Range("top_p", 0, 1, above_low=True),
-    Range("top_k", -1, integer=True),
+    Range("top_k", -1, MAX_COUNT, integer=True),
     Range("min_p", 0, 1),
     Range("repetition_penalty", 1 / MAX_SCALE, MAX_SCALE),
     Range("presence_penalty", -2, 2),
     Range("frequency_penalty", -2, 2),
     Range("seed", -math.inf, integer=True, optional=True),
-    Range("max_tokens", 1, integer=True, optional=True),
-    Range("min_tokens", 0, integer=True),
-    Range("logprobs", 0, integer=True, optional=True),
-    Range("n", 1, integer=True),
+    Range("max_tokens", 1, MAX_COUNT, integer=True, optional=True),
+    Range("min_tokens", 0, MAX_COUNT, integer=True),
+    Range("logprobs", 0, MAX_COUNT, integer=True, optional=True),
+    Range("n", 1, MAX_COUNT, integer=True),
     Range("draft_temperature", 0, MAX_SCALE, optional=True),
 )
 

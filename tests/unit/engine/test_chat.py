@@ -32,10 +32,11 @@ def engine_with(template: str | None):
 def test_a_conversation_is_answered_as_its_rendered_text():
     engine = engine_with(TEMPLATE)
     ids = engine.tokenizer.encode(RENDERED, add_special_tokens=False)
-    answer = engine.chat(MESSAGES, PARAMS)
+    (answer,) = engine.chat(MESSAGES, PARAMS)
     assert list(answer.prompt_token_ids) == ids
     assert answer.token_ids == engine.generate([ids], PARAMS)[0].token_ids
-    assert engine.chat(MESSAGES, sampling_params=PARAMS).token_ids == answer.token_ids
+    both = engine.chat([MESSAGES, MESSAGES], sampling_params=PARAMS)
+    assert [one.token_ids for one in both] == [answer.token_ids] * 2
     chunks = engine.stream(ids, sampling_params=PARAMS)
     assert tuple(token for chunk in chunks for token in chunk.token_ids) == answer.token_ids
     assert len(answer.token_ids) == 6

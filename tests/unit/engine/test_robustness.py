@@ -14,14 +14,15 @@ import torch
 from tests import tiny
 
 from forerun.engine.config import EngineConfig
-from forerun.engine.core import EngineGuard
 from forerun.engine.engine import Engine
+from forerun.engine.guard import EngineGuard
 from forerun.engine.thread import EngineThread
 from forerun.errors import (
     EngineBusy,
     EngineStopped,
     InvalidRequest,
     MaskError,
+    NumericalError,
 )
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
@@ -100,6 +101,24 @@ def test_a_mask_that_returns_something_else_ends_its_own_request_only(target, dr
     sound = engine.add_request([5, 1], PARAMS)
     sick = engine.add_request([7], PARAMS, mask=Misbehaving(later))
     with pytest.raises(MaskError, match="its token mask") as failure:
+        while engine.has_unfinished:
+            engine.step()
+    assert failure.value.request_id == sick
+    engine.abort(sick)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.take_output(sound).token_ids == expected
+    assert target.store.num_free == 4
+
+
+def test_parameters_that_verification_cannot_compute_end_their_own_request_only(target):
+    engine = tiny.engine_over(target)
+    expected = engine.generate([[5, 1]], PARAMS)[0].token_ids
+    sound = engine.add_request([5, 1], PARAMS)
+    params = SamplingParams(max_tokens=12)
+    object.__setattr__(params, "top_k", 2**63)  # what SamplingParams itself refuses
+    sick = engine.add_request([7], params)
+    with pytest.raises(NumericalError, match="verification failed with its parameters") as failure:
         while engine.has_unfinished:
             engine.step()
     assert failure.value.request_id == sick

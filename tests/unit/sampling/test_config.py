@@ -25,6 +25,10 @@ from forerun.sampling.config import Choice, SamplingParams, draft_params, resolv
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -2),
+        ("top_k", 2**31),  # counts are 32-bit integers in the kernels
+        ("max_tokens", 2**63),
+        ("logprobs", 2**63),
+        ("n", 2**63),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),

@@ -1,0 +1,115 @@
+"""Types for those who write a drafter, a controller, an observer or a backend of their own.
+
+`docs/drafters.md` and `docs/control.md` show how; every type that the methods of these protocols
+take or return is here. All are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
+    from forerun.control.costs import CostSource
+    from forerun.drafters.base import (
+        Drafter,
+        DraftRequest,
+        Pause,
+        StepOutcome,
+        TopTokensDrafter,
+        TreeDrafter,
+    )
+    from forerun.drafters.registry import register_checkpoint
+    from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
+    from forerun.engine.results import Backend
+    from forerun.engine.scheduler import ScheduledSequence
+    from forerun.engine.thread import EngineThread
+    from forerun.models.base import Context
+    from forerun.sampling.config import Choice, TokenSource
+    from forerun.sampling.history import History, TokenMask
+    from forerun.sampling.proposal import Assurance, Proposal, Verdict
+    from forerun.theory.cost import CostTable
+    from forerun.theory.record import StepRecord
+    from forerun.theory.stop_rule import StopRule
+    from forerun.theory.tree import TokenTree
+
+__all__ = [
+    "Assurance",
+    "Backend",
+    "Capacity",
+    "Chain",
+    "Choice",
+    "Context",
+    "Controller",
+    "CostSource",
+    "CostTable",
+    "DraftRequest",
+    "Drafter",
+    "EmittedRecords",
+    "EngineThread",
+    "History",
+    "ObservedStep",
+    "Pause",
+    "Plan",
+    "Proposal",
+    "RequestState",
+    "ScheduledSequence",
+    "StepObserver",
+    "StepOutcome",
+    "StepRecord",
+    "StopRule",
+    "TokenMask",
+    "TokenSource",
+    "TokenTree",
+    "TopTokensDrafter",
+    "Tree",
+    "TreeDrafter",
+    "Verdict",
+    "register_checkpoint",
+]
+
+_MODULES = {
+    "Assurance": "forerun.sampling.proposal",
+    "Backend": "forerun.engine.results",
+    "Capacity": "forerun.control.base",
+    "Chain": "forerun.control.base",
+    "Choice": "forerun.sampling.config",
+    "Context": "forerun.models.base",
+    "Controller": "forerun.control.base",
+    "CostSource": "forerun.control.costs",
+    "CostTable": "forerun.theory.cost",
+    "DraftRequest": "forerun.drafters.base",
+    "Drafter": "forerun.drafters.base",
+    "EmittedRecords": "forerun.engine.observing",
+    "EngineThread": "forerun.engine.thread",
+    "History": "forerun.sampling.history",
+    "ObservedStep": "forerun.engine.observing",
+    "Pause": "forerun.drafters.base",
+    "Plan": "forerun.control.base",
+    "Proposal": "forerun.sampling.proposal",
+    "RequestState": "forerun.control.base",
+    "ScheduledSequence": "forerun.engine.scheduler",
+    "StepObserver": "forerun.engine.observing",
+    "StepOutcome": "forerun.drafters.base",
+    "StepRecord": "forerun.theory.record",
+    "StopRule": "forerun.theory.stop_rule",
+    "TokenMask": "forerun.sampling.history",
+    "TokenSource": "forerun.sampling.config",
+    "TokenTree": "forerun.theory.tree",
+    "TopTokensDrafter": "forerun.drafters.base",
+    "Tree": "forerun.control.base",
+    "TreeDrafter": "forerun.drafters.base",
+    "Verdict": "forerun.sampling.proposal",
+    "register_checkpoint": "forerun.drafters.registry",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
