@@ -57,3 +57,25 @@ def test_a_warm_start_loads_nothing_heavy_but_torch():
     assert "torch" in modules
     assert not HEAVY.keys() & set(modules)
     assert run.stderr == ""
+
+
+OPTIONAL = (
+    "fastapi starlette uvicorn pydantic prometheus_client llguidance matplotlib pyarrow scipy "
+    "accelerate filelock peft tensorboard"
+)
+WITHOUT = f"import sys\nfor name in {OPTIONAL!r}.split():\n    sys.modules[name] = None\n"
+
+
+def test_an_engine_needs_no_extra():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT + STARTED], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)[0] == 4
+
+
+def test_a_command_names_the_extra_that_is_missing():
+    code = WITHOUT + "from forerun.cli.main import main\nsys.exit(main(['serve', 'zoo:code-11m']))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "pip install 'forerun[serve]'" in run.stderr
+    assert run.returncode == 2

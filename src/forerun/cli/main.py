@@ -191,6 +191,15 @@ def answered(arguments: Sequence[str]) -> int:
     return command.run(command.parse(name, rest))
 
 
+EXTRAS = {
+    **dict.fromkeys(["fastapi", "llguidance", "prometheus_client", "pydantic", "uvicorn"], "serve"),
+    **dict.fromkeys(["accelerate", "filelock", "peft", "tensorboard"], "align"),
+    **dict.fromkeys(["matplotlib", "scipy"], "plot"),
+    **dict.fromkeys(["pyarrow", "yaml"], "trace"),
+}
+"""The extra of `pip install 'forerun[EXTRA]'` that has an optional module."""
+
+
 def guarded(action: Callable[[], int]) -> int:
     """Run the action and report each failure as one line on stderr and an exit code."""
     try:
@@ -216,6 +225,10 @@ def failure(error: Exception) -> int:
         return Exit.BROKEN_PIPE
     if isinstance(error, OSError):
         return _os_failure(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRAS:
+        extra = EXTRAS[(error.name or "").split(".")[0]]
+        _print_error(f"{error.name} is not installed: pip install 'forerun[{extra}]'")
+        return Exit.BAD_INPUT
     if isinstance(error, MemoryError):
         _print_error("the memory of this machine does not suffice")
         return Exit.FAILED
