@@ -20,13 +20,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import check_tensors, write_files
+from forerun.models.tensor_files import check_tensors, read_tensors, write_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +135,9 @@ VLLM_NOTE = (
     "vLLM reads these heads as a top-1 chain, and their biases only because config.json has "
     "medusa_fc_bias: a checkpoint in the reference's form loses its biases there without notice"
 )
-VLLM_LINEAR = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-VLLM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
-LINEAR = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+VLLM_LINEAR = re.compile(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.(weight|bias)")
+VLLM_HEAD = re.compile(r"lm_heads\.(\d{1,9})\.weight")
+LINEAR = re.compile(r"(\d{1,9})\.(\d{1,9})\.linear\.(weight|bias)")
 
 
 def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
@@ -161,6 +159,11 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
         )
     num_heads = 1 + max(int(match[1]) for match in linear)
     num_blocks = 1 + max(int(match[2]) for match in linear)
+    if num_heads * num_blocks > len(linear):
+        raise InvalidModel(
+            f"the tensors in {folder} are numbered as of {num_heads} Medusa heads of {num_blocks} "
+            f"blocks, but only {len(linear)} are there: fetch the heads again"
+        )
     declared = settings.get("medusa_num_heads", settings.get("num_heads", num_heads))
     if declared != num_heads:
         raise InvalidModel(
@@ -168,8 +171,11 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
             f"{num_heads}"
         )
     own = tensors.get(f"0.{num_blocks}.weight")
+    first = tensors[min(match[0] for match in linear)]
+    if first.dim() == 0 or (own is not None and own.dim() != 2):
+        raise InvalidModel(f"the tensors in {folder} are no matrices: fetch the heads again")
     config = MedusaConfig(
-        hidden_size=len(tensors[min(match[0] for match in linear)]),
+        hidden_size=len(first),
         vocab_size=vocab_size if own is None else len(own),
         num_heads=num_heads,
         num_blocks=num_blocks,
@@ -189,10 +195,7 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
             f"{folder} has neither {WEIGHTS} nor {VLLM_WEIGHTS}; pickled heads "
             "(medusa_lm_head.pt) can run code when loaded: convert them to safetensors"
         )
-    try:
-        stored = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
+    stored = read_tensors(path)
     stored = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
     if path.name == WEIGHTS:
         return stored

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from forerun.bounded_documents import read_json
+from forerun.bounded_read import ReadLimits, check_regular
 from forerun.cache import HASH_LENGTH, hash_of
-from forerun.errors import InvalidModel
+from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.architecture import SUPPORTED
 
 SAMPLE_BYTES = 4096
@@ -25,7 +27,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, 
 FLOATS = frozenset(ITEM_BYTES)
 MAX_HEADER_BYTES = 32 << 20
 """Of a safetensors file; the largest published models have headers of a few MB."""
-MAX_JSON_BYTES = 32 << 20
+JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Of config.json and of the index of the weights."""
 MAX_DIMENSIONS = 8
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
@@ -65,6 +67,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(architectures, list) or not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
     _refuse_own_code(folder, settings, str(architectures[0]))
+    _refuse_heads(folder, str(architectures[0]))
     files = weight_files(folder)
     elements: Counter[str] = Counter()
     for file in files:
@@ -81,6 +84,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         num_parameters=elements.total(),
         stored_dtype=elements.most_common(1)[0][0],
     )
+
+
+def _refuse_heads(folder: Path, architecture: str) -> None:
+    """Refuse a head on hidden states that is of no supported kind, before its weights are read."""
+    if "eagle" in architecture.lower() or "medusa" in architecture.lower():
+        raise InvalidModel(
+            f"{folder} is a head of the architecture {architecture:.60}, which is not supported; "
+            "supported are EAGLE-3 heads of one Llama layer (LlamaForCausalLMEagle3, "
+            "Eagle3Speculator) and Medusa heads (MedusaModel)"
+        )
 
 
 def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
@@ -103,16 +116,14 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         InvalidModel: the file is missing or holds something else.
     """
+    if not path.exists():
+        raise InvalidModel(f"{path} is missing; is {path.parent} a model folder?")
     try:
-        if path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
-            raise InvalidModel(
-                f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read"
-            )
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidModel(f"{path} is missing; is {path.parent} a model folder?") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
+        check_regular(path)
+        content = read_json(path, JSON_LIMITS)
+    except UnreadableInput as error:
+        reason = str(error).removeprefix(f"{path} ")
+        raise InvalidModel(f"{path} cannot be read: it {reason}") from error
     if not isinstance(content, dict):
         raise InvalidModel(f"{path} holds no JSON object")
     return content
@@ -143,9 +154,18 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if pickled:
         raise InvalidModel(
             f"{folder} has only pickled weights ({', '.join(pickled)}), which can run code when "
-            "loaded; convert them to safetensors"
+            f"loaded; convert them to safetensors{convert_hint(pickled[0])}"
         )
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
+
+
+def convert_hint(name: str) -> str:
+    """Return the command that converts a pickled file; its user runs it, forerun never does."""
+    return (
+        f', in that folder:\npython -c "import torch, safetensors.torch as s; s.save_file({{k: '
+        f"v.contiguous() for k, v in torch.load('{name}', weights_only=True).items()}}, "
+        f"'{WEIGHTS}')\""
+    )
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -163,10 +183,10 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-def count_elements(path: Path) -> Counter[str]:
+def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Counter[str]:
     """Count the elements per data type in a safetensors file, from its header."""
     size_bytes = path.stat().st_size
-    header, header_bytes = _read_header(path, size_bytes)
+    header, header_bytes = _read_header(path, size_bytes, max_header_bytes)
     header.pop("__metadata__", None)
     elements: Counter[str] = Counter()
     ranges = []
@@ -215,7 +235,7 @@ def malformed(path: Path, reason: str) -> InvalidModel:
     return InvalidModel(f"{path} has a malformed safetensors header: {reason}")
 
 
-def _read_header(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
+def _read_header(path: Path, size_bytes: int, max_bytes: int) -> tuple[dict[str, Any], int]:
     """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON."""
     try:
         with path.open("rb") as file:
@@ -225,8 +245,8 @@ def _read_header(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
                     f"{path} has {size_bytes} bytes, its header alone declares {8 + length}: "
                     "the file is truncated or no safetensors file; fetch it again"
                 )
-            if length > MAX_HEADER_BYTES:
-                raise malformed(path, f"it has {length} bytes; at most {MAX_HEADER_BYTES} are read")
+            if length > max_bytes:
+                raise malformed(path, f"it has {length} bytes; at most {max_bytes} are read")
             header = json.loads(file.read(length))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error

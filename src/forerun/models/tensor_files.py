@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.atomic_write import atomic_write
-from forerun.errors import InvalidModel
-from forerun.models.checkpoint import Checkpoint
+from forerun.bounded_read import check_regular
+from forerun.errors import InvalidModel, UnreadableInput
+from forerun.models.checkpoint import Checkpoint, count_elements
 from forerun.models.decoder import ReadTensor
 
 # Constants some checkpoints carry along, which every implementation computes itself.
@@ -74,6 +75,28 @@ def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
         return tensor.to(device=device, dtype=dtype)
 
     return read
+
+
+MAX_HEADER_BYTES = 1 << 20
+"""Of a head's file, which holds some twenty tensors."""
+MAX_FILE_BYTES = 32 << 30
+
+
+def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Tensor]:
+    """Read all tensors of a head's safetensors file, after a check of its header.
+
+    Raises:
+        InvalidModel: it is missing, damaged, no regular file, or beyond a limit.
+    """
+    try:
+        check_regular(path)
+        size_bytes = path.stat().st_size
+        if size_bytes > max_bytes:
+            raise InvalidModel(f"{path} has {size_bytes} bytes; at most {max_bytes} are read")
+        count_elements(path, max_header_bytes=MAX_HEADER_BYTES)
+        return load_file(path)
+    except (SafetensorError, OSError, UnreadableInput) as error:
+        raise InvalidModel(f"{path} cannot be read: {error}") from error
 
 
 def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -219,7 +219,7 @@ def test_deeply_nested_and_huge_configurations(folder):
         read_checkpoint(folder)
     with path.open("wb") as file:
         file.truncate(10**10)
-    with pytest.raises(InvalidModel, match="10000000000 bytes; at most"):
+    with pytest.raises(InvalidModel, match="larger than 33554432 bytes"):
         read_checkpoint(folder)
 
 
@@ -227,4 +227,12 @@ def test_deeply_nested_and_huge_configurations(folder):
 def test_architectures_of_a_wrong_type(folder, configure, architectures):
     configure(architectures=architectures)
     with pytest.raises(InvalidModel, match="names no architecture"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("architecture", ["Eagle3DeepseekV2ForCausalLM", "EagleLlamaForCausalLM"])
+def test_heads_of_another_architecture_are_named(folder, architecture):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
+    with pytest.raises(InvalidModel, match=f"a head of the architecture {architecture}"):
         read_checkpoint(folder)

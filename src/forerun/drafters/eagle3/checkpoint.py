@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.drafters.eagle3.formats import (
@@ -26,15 +24,19 @@ from forerun.drafters.eagle3.formats import (
 )
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import check_tensors, write_files
+from forerun.models.checkpoint import WEIGHTS, read_object, weight_files
+from forerun.models.tensor_files import check_tensors, read_tensors, write_files
 
 HeadFormat = Literal["speculators", "raw"]
-WEIGHTS = "model.safetensors"
+ADVICE = "correct the sizes and flags in config.json, or fetch the head again"
 LAYER, RAW_LAYER = "layers.0.", "midlayer."
 EMBEDDING = "embed_tokens.weight"
 # Constants some files carry along, which every implementation computes itself.
 IGNORED = ("rotary_emb.inv_freq",)
+# Copies of the target's own matrices, which speculators keeps for training.
+OF_TARGET = ("verifier_norm.", "verifier_lm_head.")
+MAX_TARGET_VOCAB = 1 << 24
+"""Tokens; the largest published vocabularies have 2^18."""
 
 
 def read_eagle3_head(folder: Path, *, num_target_layers: int | None = None) -> Eagle3Head:
@@ -71,20 +73,12 @@ def read_parts(
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Read the tensors of a head under the names of the speculators form."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        pickled = sorted(p.name for p in folder.glob("*.bin"))
-        hint = f"; convert {pickled[0]} to safetensors" if pickled else ""
-        raise InvalidModel(f"{path} is missing: an EAGLE-3 head has its weights there{hint}")
-    try:
-        stored = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
     tensors: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        if name.endswith(IGNORED):
-            continue
+    stored = [(path, *item) for path in weight_files(folder) for item in read_tensors(path).items()]
+    for path, name, tensor in stored:
         own = name.removeprefix("model.")
+        if name.endswith(IGNORED) or own.startswith(OF_TARGET):
+            continue
         if own.startswith(RAW_LAYER):
             own = LAYER + own.removeprefix(RAW_LAYER)
         if own in tensors:
@@ -95,12 +89,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
     """Build a head of fp32 weights."""
+    _check_sizes(config, tensors, where)
     target_ids = _target_ids_of(config, tensors, where)
     head = Eagle3Head(config, target_ids)
     given = {**tensors, "d2t": head.d2t}
     found_t2d = given.setdefault("t2d", head.t2d)
-    advice = "correct the sizes and flags in config.json, or fetch the head again"
-    check_tensors(head.state_dict(), given, where, advice=advice)
+    check_tensors(head.state_dict(), given, where, advice=ADVICE)
     if not torch.equal(found_t2d.bool(), head.t2d):
         raise InvalidModel(
             f"t2d in {where} marks {int(found_t2d.bool().sum())} tokens as drafted, but they are "
@@ -108,6 +102,36 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
         )
     head.load_state_dict({**given, "t2d": head.t2d})
     return head.eval()
+
+
+def _check_sizes(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse sizes of config.json that its tensors do not have, before memory is taken for them."""
+    if "fc.bias" in tensors:
+        raise InvalidModel(f"{where} has fc.bias; an EAGLE-3 head with a bias is not supported")
+    if config.target_vocab_size > MAX_TARGET_VOCAB:
+        raise InvalidModel(
+            f"config.json in {where} has vocab_size={config.target_vocab_size}; at most "
+            f"{MAX_TARGET_VOCAB} are supported"
+        )
+    width, dim = config.hidden_size, config.head_dim
+    attention, num_states = LAYER + "self_attn.", len(config.feature_layers)
+    shapes = {
+        "fc.weight": (width, num_states * config.target_hidden_size),
+        attention + "q_proj.weight": (config.num_heads * dim, 2 * width),
+        attention + "k_proj.weight": (config.num_kv_heads * dim, 2 * width),
+        LAYER + "mlp.gate_proj.weight": (config.intermediate_size, width),
+        "lm_head.weight": (config.draft_vocab_size, width),
+    }
+    if config.own_embedding:
+        shapes[EMBEDDING] = (config.target_vocab_size, width)
+    for name, shape in shapes.items():
+        given = tuple(tensors[name].shape) if name in tensors else None
+        if given not in (None, shape):
+            raise InvalidModel(
+                f"{name} in {where} has the shape {given}; it must have {shape}: {ADVICE}"
+            )
+        if given is None:
+            raise InvalidModel(f"{where} lacks {name}: {ADVICE}")
 
 
 def _target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:

@@ -209,6 +209,15 @@ def number(settings: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
+ROPE_FACTORS = {
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+}
+
+
 def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings, which older files spread over several fields.
 
@@ -223,6 +232,8 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in rope:
         rope["rope_theta"] = number(layer, "rope_theta", 10000.0)
     number(rope, "rope_theta", 10000.0)
+    for name in ROPE_FACTORS.get(str(rope["rope_type"]), ()):
+        number(rope, name, 0.0)  # 0 is refused: it must be given
     if rope["rope_type"] not in ROPE_TYPES:
         raise InvalidModel(
             f"rotary embeddings of type {rope['rope_type']!r:.40} are not supported; supported "
@@ -244,7 +255,12 @@ def feature_layers_of(
     listed, offset = settings.get(LAYER_IDS), 0
     if listed is None and inner is not None:
         listed, offset = inner, 1
-    if listed is None:
+    if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
+        raise InvalidModel(
+            "an EAGLE-3 head that reads the target's last state alone (use_aux_hidden_state is "
+            "false) is not supported, only one that reads several layers"
+        )
+    if listed is None or listed == []:  # ModelOpt writes an empty list for the default layers
         if num_target_layers is None:
             raise InvalidModel(f"config.json names no layers of the target ({LAYER_IDS})")
         return default_feature_layers(num_target_layers)

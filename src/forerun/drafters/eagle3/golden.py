@@ -25,7 +25,7 @@ from torch import Tensor
 from forerun.atomic_write import atomic_write
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.errors import InvalidModel
-from forerun.models.tensor_files import writing_tensors
+from forerun.models.tensor_files import read_tensors, writing_tensors
 
 GOLDEN_FILE = "golden.rows"
 FORMER_GOLDEN_FILE = "golden.safetensors"
@@ -163,6 +163,20 @@ def write_golden(
         )
 
 
+MAX_GOLDEN_BYTES = 1 << 28
+
+
+def _check_ranks(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor has another number of dimensions than golden rows have."""
+    for name in NEEDED:
+        wanted = {"tokens": 1, "top_tokens": 1, "features": 3}.get(name, 2)
+        if tensors[name].dim() != wanted:
+            raise ValueError(f"{name} has {tensors[name].dim()} dimensions instead of {wanted}")
+    num_rows = len(tensors["features"])
+    if not 1 <= num_rows <= len(tensors["embedded"]) < len(tensors["tokens"]):
+        raise ValueError(f"{num_rows} rows do not fit {len(tensors['tokens'])} tokens")
+
+
 def read_golden(folder: Path) -> GoldenRows | None:
     """Read the golden rows in the folder of a head; None if there are none."""
     if (folder / FORMER_GOLDEN_FILE).is_file():
@@ -174,9 +188,10 @@ def read_golden(folder: Path) -> GoldenRows | None:
     if not path.is_file():
         return None
     try:
+        tensors = read_tensors(path, max_bytes=MAX_GOLDEN_BYTES)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in NEEDED}
+        _check_ranks(tensors)
         fingerprints = json.loads(metadata["fingerprints"])
         return GoldenRows(
             tokens=tensors["tokens"],
@@ -186,7 +201,10 @@ def read_golden(folder: Path) -> GoldenRows | None:
             stages={name: tensors[name] for name in STAGES},
             fingerprints={str(name): float(value) for name, value in fingerprints.items()},
         )
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (
+        *(InvalidModel, SafetensorError, OSError),
+        *(KeyError, TypeError, ValueError, AttributeError),
+    ) as error:
         raise InvalidModel(
             f"the golden rows in {path} cannot be read ({error}); fetch the head again"
         ) from error

@@ -127,7 +127,7 @@ def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[He
     """Yield the settings under which a head may be built, those of config.json first."""
     d2t = tensors.get("d2t")
     absolute = None
-    if d2t is not None and not d2t.is_floating_point():
+    if d2t is not None and d2t.dim() == 1 and not d2t.is_floating_point():
         absolute = d2t.long() - torch.arange(len(d2t))
     for is_absolute, flip_output, flip_residual in product((False, True), repeat=3):
         if is_absolute and absolute is None:
