@@ -64,7 +64,7 @@ def test_a_problem_is_3_and_names_two_changes_with_their_price(diagnose, log):
     flags = ("--tokens-per-s", 80, "--tokens-per-s-plain", 100, "--changed", "target")
     code, captured = diagnose(log(BAD), *flags)
     assert code == 3 and "stale_draft" in captured.out
-    assert captured.out.count("Price:") >= 2 and "predicted" in captured.out
+    assert captured.out.count("Price:") >= 2 and "Predicted: " in captured.out
     assert "Next test" in captured.out
 
 

@@ -253,7 +253,7 @@ def test_ctrl_c_says_what_was_done_so_far(tiny_pair, monkeypatch, capsys):
 
 
 def test_the_shipped_draft_is_used_for_the_shipped_target_only():
-    assert generate.PairFlags().draft_names == ("zoo:code-2m",)
+    assert generate.PairFlags().draft_names == ("zoo:code-2m-for-40m",)
     assert generate.PairFlags(target="models/other").draft_names == ()
     assert generate.PairFlags(draft=("none",)).draft_names == ()
     assert generate.PairFlags(draft=("models/draft",)).draft_names == ("models/draft",)
@@ -261,7 +261,7 @@ def test_the_shipped_draft_is_used_for_the_shipped_target_only():
 
 def test_several_drafts_keep_their_order_where_somebody_chooses():
     pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "auto").pair
-    assert pair.draft_names == ("zoo:code-2m", "suffix")
+    assert pair.draft_names == ("zoo:code-2m-for-40m", "suffix")
     pair = parse("x", "--draft", "a", "--draft", "b", "--profile", "p", "--profile", "q").pair
     assert pair.draft_names == ("a", "b")
     assert [str(path) for path in pair.profile] == ["p", "q"]
@@ -271,7 +271,7 @@ def test_several_drafts_keep_their_order_where_somebody_chooses():
     ("drafts", "controller", "message"),
     [
         (("a", "a"), "auto", "--draft a is given twice"),
-        (("auto", "zoo:code-2m"), "auto", "zoo:code-2m is given twice"),
+        (("auto", "zoo:code-2m-for-40m"), "auto", "zoo:code-2m-for-40m is given twice"),
         (("a", "none"), "auto", "decodes plainly"),
         (("a", "suffix"), "fixed", "fixed takes the first"),
         (("a", "suffix"), "fixed", "--controller auto"),

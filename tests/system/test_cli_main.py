@@ -184,3 +184,13 @@ def test_a_reader_that_goes_away_is_no_error():
     run.stderr.close()
     assert run.wait(timeout=300) == 141
     assert error == b""
+
+
+def test_two_names_of_one_flag_are_refused(capsys):
+    assert main(["info", "--model", "zoo:code-11m", "--target", "zoo:code-2m"]) == Exit.BAD_INPUT
+    assert "--model and --target are the same flag" in capsys.readouterr().err
+
+
+def test_arguments_of_vllm_need_vllm(capsys):
+    assert main(["serve", "zoo:code-2m", "--vllm-args", "--seed 1"]) == Exit.BAD_INPUT
+    assert "--vllm-args is for --engine vllm" in capsys.readouterr().err

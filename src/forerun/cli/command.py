@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from forerun.errors import InvalidRequest
+
 OptionsT = TypeVar("OptionsT")
 
 
@@ -78,6 +80,9 @@ class Command(Generic[OptionsT]):
         import tyro
 
         given = list(self.one_value_each(self.rewrite(arguments)))
+        for one, other in SAME_FLAGS:
+            if one in _flags_of(given) and other in _flags_of(given):
+                raise InvalidRequest(f"{one} and {other} are the same flag; give one of them")
         parsed: OptionsT = tyro.cli(
             self.options,
             prog=f"forerun {name}",
@@ -106,6 +111,16 @@ class Command(Generic[OptionsT]):
                 yield flag  # the parser says that a value is missing
             for found in values:
                 yield from (f"{flag}={part}" for part in parts(found, separator))
+
+
+SAME_FLAGS = (("--model", "--target"), ("--num-speculative-tokens", "--k"))
+"""Names of one flag, of which the parser would take the last without a word."""
+
+
+def _flags_of(arguments: Sequence[str]) -> set[str]:
+    """Return the flags before a lone "--", without their values."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return {word.partition("=")[0] for word in arguments[:end] if is_flag(word)}
 
 
 def taken(rest: list[str], most: int) -> list[str]:

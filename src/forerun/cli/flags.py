@@ -107,7 +107,7 @@ class SamplingFlags(SamplingParams):
 class TargetFlags:
     """The target, and the runner and resources of all models."""
 
-    target: Model = "zoo:code-11m"
+    target: Model = "zoo:code-40m"
     """Target: folder, hub name or zoo: name of the model whose text is wanted."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""

@@ -71,7 +71,7 @@ examples:
   forerun generate "def quicksort(items):" --temperature 0 --color
   forerun generate - --model path/to/model --draft path/to/draft < prompt.txt
   forerun info path/to/model --draft path/to/draft
-  forerun profile --model zoo:code-11m --draft zoo:code-2m --out profile.json
+  forerun profile --model zoo:code-40m --draft zoo:code-2m-for-40m --out profile.json
 
 exit codes:
   0    the work is done; diagnose: healthy

@@ -197,7 +197,7 @@ COMMAND = Command(
     "the target's distribution; what passes cost, and whether the files belong together. Writes\n"
     "facts for diagnose.",
     examples=(
-        "forerun probe --model zoo:code-11m --draft zoo:code-2m --out facts.json",
+        "forerun probe --model zoo:code-40m --draft zoo:code-2m-for-40m --out facts.json",
         "forerun diagnose trace.jsonl facts.json",
         "forerun probe --model path/to/model --draft path/to/draft --prompts served.jsonl",
         "forerun probe --quick --temperature 0.7 --top-p 0.9 --json | forerun diagnose -",

@@ -81,6 +81,8 @@ def run(options: ServeOptions) -> int:
         return run_vllm(options)
     if options.speculative_config is not None:
         raise InvalidRequest("--speculative-config is for --engine vllm; give --draft and --k")
+    if options.vllm_args:
+        raise InvalidRequest("--vllm-args is for --engine vllm, and changes nothing here")
     from forerun.cli.session import load_engine
     from forerun.engine.asynchronous import AsyncEngine
     from forerun.server.app import create_app

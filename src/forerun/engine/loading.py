@@ -203,7 +203,12 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
         path = folder / file
         if path.exists():
             listed = read_object(path).get("eos_token_id")
-            found |= set(listed) if isinstance(listed, list) else {listed}
+            ids = listed if isinstance(listed, list) else [listed]
+            if not all(token is None or type(token) is int for token in ids):
+                raise InvalidModel(
+                    f"{path} has eos_token_id={listed!r:.60}; it must be a token id or a list"
+                )
+            found |= set(ids)
     return frozenset(token for token in found if token is not None)
 
 

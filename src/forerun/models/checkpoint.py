@@ -235,7 +235,9 @@ def malformed(path: Path, reason: str) -> InvalidModel:
     return InvalidModel(f"{path} has a malformed safetensors header: {reason}")
 
 
-def _read_header(path: Path, size_bytes: int, max_bytes: int) -> tuple[dict[str, Any], int]:
+def _read_header(
+    path: Path, size_bytes: int, max_bytes: int = MAX_HEADER_BYTES
+) -> tuple[dict[str, Any], int]:
     """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON."""
     try:
         with path.open("rb") as file:

@@ -15,13 +15,13 @@ from forerun.diagnose.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace import reader
-from forerun.diagnose.readers.trace.reader import blocks, read_trace_evidence
+from forerun.diagnose.readers.trace.reader import BLOCK_ROWS, blocks, read_trace_evidence
 from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace.arrow import read_columns
 from forerun.trace.files import open_trace
-from forerun.trace.schema import Damage, Record
+from forerun.trace.schema import Damage, Record, line_of
 
 
 def drafted(index: int, accepted: int, **changes: object) -> StepRecord:
@@ -282,3 +282,19 @@ def test_many_sequences_are_compared_with_one(
     found = read(tmp_path / "run.jsonl", [HEADER, *steps])
     assert found.number("batch_linearity") == pytest.approx(growth)
     assert found.flag("slower_with_batch") is worse
+
+
+def test_a_block_that_is_one_cycle_is_read(tmp_path: Path):
+    same = {"cycle_id": 1, "t_s": 1.0}
+    line = line_of(replace(STEP, **same))
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line_of(HEADER) + line * BLOCK_ROWS)
+    assert read_trace_evidence(path).number("num_steps") == BLOCK_ROWS
+
+
+def test_reading_ends_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "MAX_DAMAGE", 10)
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line_of(HEADER) + b'{"record":"step","cycle_id":"x"}\n' * 1000)
+    (found,) = read_trace_evidence(path).readings
+    assert found.num_unknown == 10 and "10 places that cannot be read" in found.notes[-1]

@@ -104,6 +104,8 @@ class TraceTotals:
 
     def add(self, steps: pa.Table) -> None:
         """Add a block of steps that contains only complete cycles."""
+        if not steps.num_rows:
+            return
         self.num_steps += steps.num_rows
         self.num_tokens += pc.sum(steps["num_emitted"]).as_py()
         self._add_cycles(steps)
