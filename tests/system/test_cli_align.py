@@ -54,10 +54,6 @@ def test_the_report_says_what_was_learned_judged_and_kept(aligned, prompts, tiny
     assert {"even", "odd"} == report["judged"][0]["after"]["by_tag"].keys()
     best = max(report["judgements"], key=lambda j: (j["acceptance_length"], -j["step"]))
     assert report["best_step"] == best["step"]
-    ledger = report["ledger"]
-    gains = sum(item["gain"]["estimate"] for item in ledger["items"])
-    parts = ledger["measured"]["estimate"] + gains + ledger["capacity"]["estimate"]
-    assert parts == pytest.approx(ledger["limit"])
 
 
 def test_the_draft_can_be_served(aligned, tiny_pair, capsys):
@@ -241,13 +237,6 @@ def test_contradictions_are_refused_before_anything_is_made(align, tmp_path, arg
 def test_what_is_missing_is_named(arguments, message, capsys):
     assert main(["align", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_domain_nothing_is_judged_in_is_refused_before_anything_is_trained(align, tmp_path):
-    code, _, err = align("--out", str(tmp_path / "x"), "--in-domain", "evven")
-    assert code == 2
-    assert "no held-out prompt has the tag 'evven'; there are ['even', 'odd']" in err
-    assert not (tmp_path / "x").exists()
 
 
 def test_a_missing_package_is_named(capsys, monkeypatch):

@@ -41,8 +41,6 @@ FREE = {
     "evaluation": (),
 }
 """By stage, settings that do not change the result, or whose effect a hash covers."""
-OF_THE_REPORT = "evaluation.in_domain"
-"""This setting changes only the report at the end of a run."""
 OF_THE_TEACHER = "teacher."
 
 
@@ -98,20 +96,12 @@ def _of_folder(identity: Identity) -> dict[str, str]:
     Not the teacher: where its cache turned out too large, responses are there, and another may go
     on with them until the first checkpoint.
     """
-    return {
-        name: text
-        for name, text in identity.items()
-        if name != OF_THE_REPORT and not name.startswith(OF_THE_TEACHER)
-    }
+    return {name: text for name, text in identity.items() if not name.startswith(OF_THE_TEACHER)}
 
 
 def of_training(identity: Identity) -> dict[str, str]:
     """Return the part of the identity that a checkpoint must match."""
-    return {
-        name: text
-        for name, text in identity.items()
-        if name != OF_THE_REPORT and not name.startswith("training.")
-    }
+    return {name: text for name, text in identity.items() if not name.startswith("training.")}
 
 
 def check_folder(workspace: Workspace, identity: Identity) -> None:
@@ -218,12 +208,6 @@ def _check_server(config: AlignConfig) -> None:
             'teacher "top-k" has the log-probabilities of a server for its own responses: give '
             "--responses-from URL, and neither --on-policy-share nor --fixed-share nor --replay"
         )
-
-
-def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
-    tags = sorted({prompt.tag for prompt in prompts.held_out})
-    if in_domain is not None and in_domain not in tags:
-        raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")
 
 
 def warn_of_few_prompts(prompts: PromptSplit) -> None:

@@ -186,8 +186,6 @@ class EvaluationConfig:
     """Tokens drafted per step (K)."""
     num_evaluations: int = 8
     """Judgements during training, evenly spaced, the last at its end, besides the one before it."""
-    in_domain: str | None = None
-    """Tag of the prompts the draft is made for; the ledger shows what other prompts cost."""
     max_prompts: int = 64
     """Most held-out prompts of a judgement during training; the final one uses all."""
 

@@ -30,7 +30,7 @@ from forerun.align.workspace import (
 )
 from forerun.bounded_documents import read_json
 from forerun.errors import InvalidModel
-from forerun.measure.judge.figures import DraftFigures, FigureChange, Ledger, changes, ledger_of
+from forerun.measure.judge.figures import DraftFigures, FigureChange, changes
 from forerun.measure.judge.judge import Judge
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder
@@ -81,7 +81,6 @@ class AlignReport:
     objective: str
     data: DataSummary
     judged: tuple[JudgedPair, ...]
-    ledger: Ledger
     judgements: tuple[Judgement, ...]
     best_step: int
     seconds: Mapping[str, float]
@@ -152,7 +151,6 @@ def report_of(
     seconds: Mapping[str, float],
 ) -> AlignReport:
     """Build the report of an alignment."""
-    sampled = next(pair.after for pair in judged if pair.after.temperature == 1)
     hashes = {
         "target": identity["target"],
         "draft": content_hash(str(selector.workspace.draft)),
@@ -162,7 +160,6 @@ def report_of(
         objective=objective_of(config).name,
         data=data,
         judged=judged,
-        ledger=ledger_of(judged[0].after, sampled, config.evaluation.in_domain),
         judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),
         best_step=selector.best.step,
         seconds=dict(seconds),

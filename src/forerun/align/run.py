@@ -21,7 +21,6 @@ from rich.console import Console
 
 from forerun.align.checks import (
     DEFAULTS,
-    check_domain,
     check_folder,
     check_settings,
     claim_folder,
@@ -105,7 +104,6 @@ class Alignment:
         check_settings(self.config, self.objective, self.workspace)
         tokenizer = load_tokenizer(self.config.target)
         prompts = read_prompt_split(self.config.data, tokenizer)
-        check_domain(self.config.evaluation.in_domain, prompts)
         if self.is_main:
             warn_of_few_prompts(prompts)
         identity = identity_of(self.config, prompts, from_main(self.accelerator, self._target_hash))

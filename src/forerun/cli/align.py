@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         AcceptanceFigures,
         DraftFigures,
         FigureChange,
-        Ledger,
     )
     from forerun.theory.intervals import Interval
 
@@ -323,19 +322,6 @@ def _in_line(interval: Interval) -> str:
     return with_ends(interval, ".2f").replace("\n", " ")
 
 
-def print_ledger(ledger: Ledger) -> None:
-    """Print the measured tau and its gain under each assumption, up to a perfect draft (K + 1)."""
-    console = SafeConsole()
-    title = f"Where the tokens of a step go: {escape(ledger.draft)}"
-    table = table_of(Column("supposing", no_wrap=True), "tokens per step", "gain", title=title)
-    table.add_row("as deployed", _in_line(ledger.measured), "")
-    for item in ledger.items:
-        gain = f"{item.gain.estimate:+.2f} ({item.gain.low:+.2f}–{item.gain.high:+.2f})"
-        table.add_row(item.name, _in_line(item.length), gain)
-    table.add_row("a perfect draft (capacity)", f"{ledger.limit:.2f}", _in_line(ledger.capacity))
-    console.print(table)
-
-
 def print_report(report: AlignReport) -> None:
     """Print the changes, and the paths of report and draft."""
     console = SafeConsole()
@@ -343,7 +329,6 @@ def print_report(report: AlignReport) -> None:
         print_drafts({"before": pair.before, "after": pair.after})
         print_changes(pair.changes)
         console.print()
-    print_ledger(report.ledger)
     step, num_steps = report.best_step, report.judgements[-1].step
     if step == 0:
         console.print(

@@ -14,7 +14,6 @@ from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
 from forerun.align.rounds import Judgement
 from forerun.align.workspace import from_json, settings_of
-from forerun.measure.judge.figures import ledger_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 
@@ -56,7 +55,6 @@ def made() -> AlignReport:
             num_rows=1,
         ),
         judged=(JudgedPair(before=before, after=after),),
-        ledger=ledger_of(after, after, None),
         judgements=(
             Judgement(
                 step=0,

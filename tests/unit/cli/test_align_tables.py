@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.cli.align import print_changes, print_drafts, print_ledger
-from forerun.measure.judge.figures import changes, ledger_of
+from forerun.cli.align import print_changes, print_drafts
+from forerun.measure.judge.figures import changes
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 
@@ -45,14 +45,3 @@ def test_changes_are_sentences(capsys):
     lines = capsys.readouterr().out.replace("\n", " ")
     assert "tau: 1.33 (1.33–1.33) -> 3.67 (3.67–3.67): higher" in lines
     assert "predicted speedup at this K, [prose]: " in lines
-
-
-def test_the_ledger_goes_from_what_was_measured_to_the_limit(capsys):
-    print_ledger(ledger_of(WEAK, WEAK, "code"))
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[3].startswith("as deployed")
-    assert "1.33 (1.33–1.33)" in lines[3]
-    assert lines[4].split()[:2] == ["in-domain", "prompts"]
-    assert "+0.00" in lines[4]
-    assert lines[-1].startswith("a perfect draft (capacity)")
-    assert "4.00" in lines[-1]
