@@ -224,9 +224,7 @@ class Comparison:
                         root=self.options.alignment, cache_root=self.config.teacher.cache_dir
                     ).cache,
                 )
-                trainer.teacher = make_teacher(
-                    self.config.teacher, objective, source, packing.num_learned
-                )
+                trainer.teacher = make_teacher(self.config.teacher, source, packing.num_learned)
                 trainer.teacher.prepare(packing.samples)
             trainer.run(packing, training.num_steps * (number + 1) // rounds, metrics.append)
         draft.save(folder / "draft", trainer.weights())

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 
-from forerun.align.config import ObjectiveConfig, TeacherConfig, TeacherKind
+from forerun.align.config import TeacherConfig, TeacherKind
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample, prompt_hash
-from forerun.align.objectives import make_objective
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.models.load import load_tokenizer
@@ -119,11 +118,10 @@ def report(
         sampling=SamplingParams(temperature=options.temperature),
         cache_dir=folder,
     )
-    objective = make_objective(ObjectiveConfig(objective="fkl"), options.temperature)
     teachers, filled_s, taken = {}, {}, {}
     for kind in KINDS:
         config = TeacherConfig(teacher=kind)
-        teachers[kind] = make_teacher(config, objective, source, packing.num_learned)
+        teachers[kind] = make_teacher(config, source, packing.num_learned)
         filled_s[kind] = seconds(lambda kind=kind: teachers[kind].prepare(packing.samples))
         files = folder.glob(f"{kind}-*/rows-*.safetensors")
         taken[kind] = sum(path.stat().st_size for path in files) / packing.num_learned

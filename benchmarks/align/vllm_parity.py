@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.align.config import Method
-from forerun.align.export import describe_pair
-from forerun.align.serving import engines_of
+from forerun.align.serving import describe_pair, engines_of
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine

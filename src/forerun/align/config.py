@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from forerun.engine.config import EngineConfig
-from forerun.errors import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.sampling.config import SamplingParams, draft_params
 
 ObjectiveName = Literal["ce", "fkl", "rkl", "jsd", "tv", "nla", "lk"]
 TeacherKind = Literal["auto", "model", "hidden", "sampled", "top-k"]
 Export = Literal["hf", "vllm", "sglang"]
+Source = Literal["target", "draft", "fixed", "replay"]
+"""What wrote a training text: the target, the draft, a data set, or a traced request."""
 Method = Literal["draft_model", "eagle3", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
+
+FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
+"""May change between a run and its continuation: the steps stay what they are."""
+LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")
+"""Linear in the target's probabilities: tokens sampled from it estimate the loss without bias."""
+_PARTIAL: Mapping[TeacherKind, str] = {
+    "sampled": "ids drawn from the target are unbiased only in",
+    "top-k": "a truncated distribution biases all but",
+}
+"""Teachers that have a part of a distribution, unless it is greedy."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),
@@ -44,7 +57,11 @@ ATTACHED_RANGES = (
     Range("num_blocks", 1, integer=True),
 )
 OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
-DATA_RANGES = (Range("samples_per_prompt", 1, integer=True),)
+DATA_RANGES = (
+    Range("samples_per_prompt", 1, integer=True),
+    Range("max_prompt_tokens", 1, integer=True),
+)
+TEACHER_RANGES = (Range("num_sampled_ids", 1, 32767, integer=True),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +96,16 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_ranges(self, *DATA_RANGES)
 
+    @property
+    def shares(self) -> dict[Source, float]:
+        """Share of the training tokens by source; the target writes the remainder."""
+        shares: dict[Source, float] = {
+            "draft": self.on_policy_share,
+            "fixed": self.fixed_share,
+            "target": 1.0 - (self.on_policy_share + self.fixed_share),
+        }
+        return {source: share for source, share in shares.items() if share > 0.0}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
@@ -97,6 +124,9 @@ class TeacherConfig:
     """Where caches are kept; by default inside the output folder."""
     max_cache_bytes: int | None = None
     """Most bytes a cache may take; by default nine tenths of what the disk has free."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, *TEACHER_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +255,81 @@ class AlignConfig:
     push_to_hub: str | None = None
     """Repository of the Hugging Face hub, such as me/my-draft, that the draft is uploaded to."""
 
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other (InvalidRequest)."""
+        if self.draft is not None and Path(self.draft).resolve() == (self.out / "draft").resolve():
+            # A run that is interrupted begins with it again.
+            raise InvalidRequest(
+                f"the draft {self.draft} is to be replaced by what is learned; give another --out"
+            )
+        draft, fixed = self.data.on_policy_share, self.data.fixed_share
+        if min(draft, fixed) < 0.0 or draft + fixed > 1.0:
+            raise InvalidRequest(
+                f"on_policy_share is {draft}, fixed_share {fixed}; they must not be negative, nor "
+                "more than 1 together"
+            )
+        self._check_weights()
+        if self.is_attached:
+            self._check_attached()
+        elif self.needs_teacher:
+            self._check_teacher()
+
+    def _check_weights(self) -> None:
+        if not self.objective.length_aware:
+            return
+        if not self.needs_teacher:
+            raise InvalidRequest(
+                f"--length-aware weighs positions by acceptance, which objective "
+                f"{self.objective_name} does not ask the target for; take another objective, such "
+                "as fkl"
+            )
+        if self.teacher.teacher in _PARTIAL and not self.sampling.greedy:
+            raise InvalidRequest(
+                "--length-aware weighs positions by acceptance, which the teacher "
+                f'"{self.teacher.teacher}" has only in part; use teacher "hidden" or "model"'
+            )
+
+    def _check_attached(self) -> None:
+        if self.teacher.teacher in _PARTIAL:
+            raise InvalidRequest(
+                "an attached head reads the target's hidden states, which teacher "
+                f'"{self.teacher.teacher}" does not have; use "hidden", "model" or "auto"'
+            )
+        if self.method == "medusa" and self.draft is not None:
+            raise InvalidRequest(
+                "--draft does not go with --method medusa: its heads are made fresh"
+            )
+        reasons = {
+            "--on-policy-share": (self.data.on_policy_share, "a head writes no text of its own"),
+            "--lora-rank": (self.training.lora_rank, "a head has no adapters: it is trained whole"),
+            "--init": (self.init, "a head's shape is set by flags such as --intermediate-size"),
+            "--length-aware": (self.objective.length_aware, "use --pass-decay"),
+        }
+        for flag, (value, reason) in reasons.items():
+            if value:
+                raise InvalidRequest(f"{flag} does not go with --method {self.method}: {reason}")
+        if not self.needs_teacher:
+            raise InvalidRequest(
+                f"--objective {self.objective_name} reads text alone, but --method {self.method} "
+                "learns the target's distributions; take another objective, such as fkl"
+            )
+
+    def _check_teacher(self) -> None:
+        """Refuse a teacher that biases the objective, and log-probabilities of other texts."""
+        kind, name, data = self.teacher.teacher, self.objective_name, self.data
+        if kind in _PARTIAL and name not in LINEAR_OBJECTIVES and not self.sampling.greedy:
+            raise InvalidRequest(
+                f'objective "{name}" cannot be learned from the teacher "{kind}": {_PARTIAL[kind]} '
+                'objectives linear in it (ce, fkl); use teacher "hidden" or "model", or such an '
+                "objective"
+            )
+        others = data.on_policy_share or data.fixed_share or data.replay
+        if kind == "top-k" and (data.responses_from is None or others):
+            raise InvalidRequest(
+                'teacher "top-k" has the log-probabilities of a server for its own responses: give '
+                "--responses-from URL, and neither --on-policy-share nor --fixed-share nor --replay"
+            )
+
     @property
     def is_attached(self) -> bool:
         """Whether the trained draft is a head that reads the target's hidden states."""
@@ -238,3 +343,28 @@ class AlignConfig:
         """
         deployed = draft_params(self.sampling).temperature
         return deployed or float(self.is_attached)
+
+    @property
+    def objective_name(self) -> ObjectiveName:
+        """The objective; "auto" means forward KL for a head, as in EAGLE."""
+        chosen = self.objective.objective
+        if chosen != "auto":
+            return chosen
+        return "fkl" if self.is_attached else suited_objective(self.draft_temperature)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the objective needs the target's distributions beside the text."""
+        return self.objective_name != "ce"
+
+
+def suited_objective(temperature: float) -> ObjectiveName:
+    """Return the objective that "auto" selects at this draft temperature.
+
+    A greedy draft is accepted where its most likely token is the target's, so it learns the
+    target's distribution itself (forward KL; for a greedy target that is cross-entropy on its
+    choices). A sampled draft is accepted with probability alpha, whose likelihood NLA maximises. In
+    benchmarks/align no objective was shown to be better, and a step of JSD, as good, took twice as
+    long.
+    """
+    return "fkl" if temperature == 0 else "nla"

@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName
+from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, suited_objective
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import largest
 from forerun.sampling.processors import pack_params, target_probs
@@ -190,14 +190,6 @@ class Objective:
     def needs_teacher(self) -> bool:
         return self.divergence is not None
 
-    @property
-    def linear(self) -> bool:
-        """Whether the loss is linear in the target's probabilities.
-
-        If it is, tokens sampled from the target estimate it without bias.
-        """
-        return self.name in ("ce", "fkl")
-
     def losses(
         self,
         draft_logits: Logits,
@@ -218,23 +210,9 @@ class Objective:
         return self.divergence(log_draft, target_probs.to(log_draft.dtype))
 
 
-def suited_objective(temperature: float) -> ObjectiveName:
-    """Return the objective that "auto" selects at this draft temperature.
-
-    A greedy draft is accepted where its most likely token is the target's, so it learns the
-    target's distribution itself (forward KL; for a greedy target that is cross-entropy on its
-    choices). A sampled draft is accepted with probability alpha, whose likelihood NLA maximises. In
-    benchmarks/align no objective was shown to be better, and a step of JSD, as good, took twice as
-    long.
-    """
-    return "fkl" if temperature == 0 else "nla"
-
-
 def objective_of(config: AlignConfig) -> Objective:
-    """Build the objective of an alignment; "auto" means forward KL for a head, as in EAGLE."""
-    chosen = config.objective
-    if config.is_attached and chosen.objective == "auto":
-        chosen = replace(chosen, objective="fkl")
+    """Build the objective of an alignment."""
+    chosen = replace(config.objective, objective=config.objective_name)
     return make_objective(chosen, config.draft_temperature)
 
 

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.objectives import objective_of
 from forerun.align.progress import OnProgress, Phases
 from forerun.align.teachers.base import ProcessShare, Teacher
 from forerun.align.teachers.choose import TeacherSource, feature_teacher, make_teacher
@@ -76,15 +75,15 @@ class RoundData:
 
     def teacher(self, packing: Packing) -> Teacher | None:
         """Return the teacher of a round, whose cache is filled by all processes together."""
-        config, objective = self.config, objective_of(self.config)
-        if not objective.needs_teacher and not config.is_attached:
+        config = self.config
+        if not config.needs_teacher:
             return None
         with self.phases.bar("teacher", "the target's distributions") as on_progress:
             source = self._source(on_progress)
             teacher = (
                 feature_teacher(config.teacher, self.feature_layers, source, packing.samples)
                 if config.is_attached
-                else make_teacher(config.teacher, objective, source, packing.num_learned)
+                else make_teacher(config.teacher, source, packing.num_learned)
             )
             teacher.prepare(packing.samples)
         if teacher.truncated and self.accelerator.is_main_process:

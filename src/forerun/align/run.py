@@ -19,17 +19,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from rich.console import Console
 
-from forerun.align.checks import (
-    DEFAULTS,
-    check_folder,
-    check_settings,
-    claim_folder,
-    identity_of,
-    of_training,
-    warn_of_few_prompts,
-)
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
+from forerun.align.manifest import DEFAULTS, check_folder, claim_folder, identity_of, of_training
 from forerun.align.objectives import objective_of
 from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
 from forerun.align.report import (
@@ -42,7 +34,8 @@ from forerun.align.report import (
     report_of,
 )
 from forerun.align.rounds import DraftSelector, RoundData
-from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
+from forerun.align.serving import check_repo
+from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
 from forerun.align.training.attached import load_attached
 from forerun.align.training.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.training.trainer import Trainer, from_main, make_accelerator
@@ -101,7 +94,8 @@ class Alignment:
 
     def run(self) -> AlignReport | None:
         """Run the phases that are not done yet."""
-        check_settings(self.config, self.objective, self.workspace)
+        if self.config.push_to_hub is not None:
+            check_repo(self.config.push_to_hub)
         tokenizer = load_tokenizer(self.config.target)
         prompts = read_prompt_split(self.config.data, tokenizer)
         if self.is_main:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.data.packing import mix, shares_of, split
+from forerun.align.config import AlignConfig, DataConfig, Source
+from forerun.align.data.packing import mix, split
 from forerun.align.data.prompts import PromptRecord, read_prompts, shortened
 from forerun.align.data.responses import (
     ResponseOrigin,
@@ -16,7 +17,7 @@ from forerun.align.data.responses import (
     draft_writer,
     write_responses,
 )
-from forerun.align.data.sample import Sample, Source, prompt_hash
+from forerun.align.data.sample import Sample, prompt_hash
 from forerun.align.data.server import ResponseServer, write_responses_from
 from forerun.align.progress import OnProgress
 from forerun.client.client import Client
@@ -32,6 +33,8 @@ from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import first_repeat
 from forerun.trace.files import read_trace
 from forerun.trace.schema import Damage
+
+logger = logging.getLogger("forerun.align")
 
 HashOfPrompt = Callable[[Sequence[int]], str]
 
@@ -148,6 +151,23 @@ def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
     return PromptSplit(training=tuple(training), held_out=tuple(judged))
 
 
+FEW_PROMPTS = 20
+"""Held-out prompts below which a difference of a tenth in tau is hardly ever shown."""
+
+
+def warn_of_few_prompts(prompts: PromptSplit) -> None:
+    """Warn if there are too few held-out prompts for informative intervals."""
+    num_prompts = len(prompts.held_out)
+    if num_prompts < FEW_PROMPTS:
+        logger.warning(
+            "only %d prompts are held out for judging: intervals will be wide, and the choice of "
+            "the draft uncertain. Give at least %d, by more prompts, a larger --held-out-share, or "
+            "--held-out FILE",
+            num_prompts,
+            FEW_PROMPTS,
+        )
+
+
 class TrainingTexts:
     """All training texts of a draft, generated on demand and stored.
 
@@ -181,8 +201,7 @@ class TrainingTexts:
     @property
     def shares(self) -> dict[Source, float]:
         """Share of the learned tokens by source."""
-        data = self.config.data
-        return shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
+        return self.config.data.shares
 
     @property
     def params(self) -> SamplingParams:

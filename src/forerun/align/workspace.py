@@ -103,6 +103,8 @@ def line_of(row: Any) -> str:
     return json.dumps(asdict(row)) + "\n"
 
 
+IDENTITY = "identity"
+"""Key of the manifest; the other keys are settings."""
 HASHES = "sha256.json"
 """File of a snapshot with the hashes of its other files."""
 START_AGAIN = (
@@ -154,14 +156,9 @@ class Workspace:
         return self.root / "judgements.jsonl"
 
     @property
-    def settings(self) -> Path:
-        """File of the settings, from which `--refresh` continues."""
+    def manifest(self) -> Path:
+        """File of the settings, and of all inputs that decide the result (`IDENTITY`)."""
         return self.root / "align.json"
-
-    @property
-    def identity(self) -> Path:
-        """File of all inputs that decide the result; a resumed run must have the same."""
-        return self.root / "identity.json"
 
     @property
     def report(self) -> Path:
@@ -252,15 +249,15 @@ def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
         InvalidModel: the draft's card cannot be read.
     """
     workspace = Workspace(root=folder)
-    if workspace.settings.exists():
-        values: Mapping[str, Any] = read_object(workspace.settings)
+    if workspace.manifest.exists():
+        values = {n: v for n, v in read_object(workspace.manifest).items() if n != IDENTITY}
         draft = workspace.draft
     elif (card := read_card(folder)) is not None:
-        values, draft = card.settings, folder
+        values, draft = dict(card.settings), folder
     else:
         raise InvalidRequest(
             f"{folder} is neither an alignment nor the draft of one: it has neither "
-            f"{workspace.settings.name} nor {CARD_FILE}"
+            f"{workspace.manifest.name} nor {CARD_FILE}"
         )
     try:
         return from_json(AlignConfig, values), draft

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.checks import FEW_PROMPTS, warn_of_few_prompts
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.texts import PromptSplit
+from forerun.align.texts import FEW_PROMPTS, PromptSplit, warn_of_few_prompts
 
 
 def prompts(number: int) -> PromptSplit:

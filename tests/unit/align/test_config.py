@@ -8,8 +8,29 @@ from typing import Any
 
 import pytest
 
-from forerun.align.config import DataConfig, EvaluationConfig, ObjectiveConfig, TrainingConfig
+from forerun.align.config import (
+    AlignConfig,
+    AttachedConfig,
+    DataConfig,
+    EvaluationConfig,
+    ObjectiveConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
 from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+NOT_LINEAR = ("rkl", "jsd", "tv", "nla", "lk")
+
+
+def made(**changes: Any) -> AlignConfig:
+    data = {
+        "target": "t",
+        "draft": "d",
+        "data": DataConfig(prompts=Path("p"), **changes.pop("texts", {})),
+    }
+    return AlignConfig(**{**data, **changes})
 
 
 @pytest.mark.parametrize(
@@ -44,6 +65,9 @@ def test_what_cannot_work_is_named(name: str, value: object) -> None:
         (ObjectiveConfig, {"beta": 1.5}),
         (ObjectiveConfig, {"eta": -1.0}),
         (DataConfig, {"samples_per_prompt": 0}),
+        (DataConfig, {"max_prompt_tokens": 0}),
+        (TeacherConfig, {"num_sampled_ids": 0}),
+        (TeacherConfig, {"num_sampled_ids": 1 << 15}),
     ],
 )
 def test_so_it_is_outside_training(kind: Any, values: dict[str, object]) -> None:
@@ -54,3 +78,57 @@ def test_so_it_is_outside_training(kind: Any, values: dict[str, object]) -> None
 
 def test_the_defaults_work() -> None:
     assert TrainingConfig().num_steps == 1000
+
+
+SERVER = {"responses_from": "http://localhost:8000/v1"}
+
+
+@pytest.mark.parametrize("kind", ["sampled", "top-k"])
+def test_parts_of_a_distribution_suit_objectives_that_are_linear_in_it(kind: Any) -> None:
+    teacher = TeacherConfig(teacher=kind)
+    for name in NOT_LINEAR:
+        objective = ObjectiveConfig(objective=name)
+        with pytest.raises(InvalidRequest, match=f'"{name}" cannot be learned from .*{kind}'):
+            made(teacher=teacher, objective=objective, texts=SERVER)
+        made(teacher=teacher, objective=objective, texts=SERVER, sampling=GREEDY)
+    for name in ("ce", "fkl"):
+        made(teacher=teacher, objective=ObjectiveConfig(objective=name), texts=SERVER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft": "aligned/draft"}, "is to be replaced by what is learned"),
+        ({"teacher": TeacherConfig(teacher="top-k"), "sampling": GREEDY}, "give --responses-from"),
+        (
+            {"objective": ObjectiveConfig(objective="ce", length_aware=True)},
+            "objective ce does not ask the target for",
+        ),
+        (
+            {
+                "teacher": TeacherConfig(teacher="sampled"),
+                "objective": ObjectiveConfig(objective="fkl", length_aware=True),
+            },
+            "has only in part",
+        ),
+        (
+            {"method": "eagle3", "teacher": TeacherConfig(teacher="sampled")},
+            "reads the target's hidden states",
+        ),
+        ({"method": "medusa"}, "--draft does not go with --method medusa"),
+        ({"method": "eagle3", "training": TrainingConfig(lora_rank=4)}, "--lora-rank does not go"),
+        ({"method": "eagle3", "objective": ObjectiveConfig(objective="ce")}, "reads text alone"),
+        ({"method": "eagle3", "texts": {"on_policy_share": 0.5}}, "--on-policy-share does not go"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        made(**changes)
+
+
+def test_auto_takes_the_objective_of_the_temperature_and_the_method() -> None:
+    assert made(sampling=GREEDY).objective_name == "fkl"
+    assert made().objective_name == "nla"
+    assert made(method="eagle3", attached=AttachedConfig()).objective_name == "fkl"

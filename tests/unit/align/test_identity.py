@@ -10,13 +10,6 @@ from typing import Any
 import pytest
 from tests.training import pair
 
-from forerun.align.checks import (
-    DEFAULTS,
-    check_folder,
-    claim_folder,
-    identity_of,
-    of_training,
-)
 from forerun.align.config import (
     AlignConfig,
     DataConfig,
@@ -27,6 +20,13 @@ from forerun.align.config import (
 )
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample
+from forerun.align.manifest import (
+    DEFAULTS,
+    check_folder,
+    claim_folder,
+    identity_of,
+    of_training,
+)
 from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.workspace import Workspace
@@ -135,7 +135,7 @@ def test_a_folder_is_one_alignments(config, tmp_path):
     claim_folder(elsewhere, workspace, identity(elsewhere))
     with pytest.raises(InvalidRequest, match="target was t0, is t1"):
         check_folder(workspace, identity(config, target="t1"))
-    assert json.loads(workspace.settings.read_text())["teacher"]["teacher"] == "model"
+    assert json.loads(workspace.manifest.read_text())["teacher"]["teacher"] == "model"
 
 
 def test_a_checkpoint_is_of_one_teacher(config):

@@ -14,7 +14,7 @@ from msgspec.structs import replace as changed
 from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.align.config import AlignConfig, DataConfig, TeacherConfig
+from forerun.align.config import AlignConfig, DataConfig, ObjectiveConfig, TeacherConfig
 from forerun.align.data.packing import is_held_out
 from forerun.align.data.responses import draft_writer
 from forerun.align.data.sample import prompt_hash
@@ -66,7 +66,11 @@ def texts(
 ) -> TrainingTexts:
     data = DataConfig(prompts=prompts, **changes)
     config = AlignConfig(
-        target=str(target), sampling=PARAMS, data=data, teacher=TeacherConfig(teacher=teacher)
+        target=str(target),
+        sampling=PARAMS,
+        data=data,
+        teacher=TeacherConfig(teacher=teacher),
+        objective=ObjectiveConfig(objective="fkl"),
     )
     return TrainingTexts(
         config=config,

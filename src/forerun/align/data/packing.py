@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import torch
 
+from forerun.align.config import Source
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.sample import PackedBatch, Sample, Source, TopLogprobs
+from forerun.align.data.sample import PackedBatch, Sample, TopLogprobs
 from forerun.errors import InvalidRequest
 from forerun.theory.splitmix import INCREMENT, finalise
 
@@ -55,18 +56,6 @@ def split(
             "share (--held-out-share), or name a file of prompts to judge with (--held-out)"
         )
     return train, held_out
-
-
-def shares_of(*, on_policy_share: float, fixed_share: float) -> dict[Source, float]:
-    """Return the share of each source of text; the remainder is written by the target."""
-    shares: dict[Source, float] = {"draft": on_policy_share, "fixed": fixed_share}
-    if min(shares.values()) < 0.0 or sum(shares.values()) > 1.0:
-        raise InvalidRequest(
-            f"on_policy_share is {on_policy_share}, fixed_share {fixed_share}; they must not be "
-            "negative, nor more than 1 together"
-        )
-    shares["target"] = 1.0 - sum(shares.values())
-    return {source: share for source, share in shares.items() if share > 0.0}
 
 
 def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int) -> list[Sample]:

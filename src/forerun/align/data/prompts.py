@@ -42,8 +42,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
         InvalidRequest: something is malformed or empty, or there is no chat template; file and line
             are named.
     """
-    if max_prompt_tokens < 1:
-        raise InvalidRequest(f"max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     found: dict[str, PromptRecord] = {}
     brought: dict[str, list[Sample]] = {}
     seen: set[str] = set()

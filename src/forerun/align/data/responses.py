@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from forerun.align.config import Source
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.sample import Sample, Source, TopLogprobs
+from forerun.align.data.sample import Sample, TopLogprobs
 from forerun.align.progress import OnProgress
 from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cache import hash_of

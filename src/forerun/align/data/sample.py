@@ -6,16 +6,16 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from forerun.align.config import Source
 from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 
-Source = Literal["target", "draft", "fixed", "replay"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
 """Per token: ids and natural-log probabilities of the most likely, best first."""
 

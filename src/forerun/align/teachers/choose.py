@@ -1,4 +1,4 @@
-"""Builds the teacher that the settings select, and refuses objectives it is unsuitable for."""
+"""Builds the teacher that the settings select."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
 from forerun.align.data.sample import Sample
-from forerun.align.objectives import Objective
 from forerun.align.progress import OnProgress
 from forerun.align.teachers.base import ALONE, ProcessShare, RowSizes, Teacher, allowed_bytes
 from forerun.align.teachers.cache import CacheFiller, CacheIdentity, RowCache
@@ -23,7 +22,6 @@ from forerun.align.teachers.hidden import (
 )
 from forerun.align.teachers.sampled import SampledTeacher, TopKTeacher
 from forerun.align.teachers.target import TargetModel, load_sharded, load_target
-from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
@@ -32,8 +30,6 @@ logger = logging.getLogger("forerun.preparation")
 
 SHARDED = "sharded"
 """As a device: the target is spread over all GPUs there are, for it is larger than one."""
-PARTIAL = ("sampled", "top-k")
-"""Teachers that have a part of a distribution, unless it is greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +54,7 @@ class TeacherSource:
     share: ProcessShare = ALONE
 
 
-def make_teacher(
-    config: TeacherConfig, objective: Objective, source: TeacherSource, num_rows: int
-) -> Teacher:
+def make_teacher(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Teacher:
     """Build the teacher; "auto" selects the cheapest exact teacher whose cache fits the disk.
 
     A greedy distribution is one id, which is cached; else last hidden states are cached if they fit
@@ -69,7 +63,6 @@ def make_teacher(
     kind = config.teacher
     if kind == "auto":
         kind = cheapest(config, source, num_rows)
-    check_objective(kind, objective, source.sampling)
     if kind == "model":
         return ModelTeacher(load(source), source.sampling)
     if kind == "hidden":
@@ -79,20 +72,6 @@ def make_teacher(
     if kind == "top-k":
         return TopKTeacher(sampling=source.sampling, device=_probs_device(source))
     return _sampled_teacher(config, source)
-
-
-def check_objective(kind: TeacherKind, objective: Objective, sampling: SamplingParams) -> None:
-    """Refuse a teacher whose incomplete distributions would bias the objective (InvalidRequest)."""
-    if kind not in PARTIAL or objective.linear or sampling.greedy:
-        return
-    reason = {
-        "sampled": "ids drawn from the target are unbiased only in",
-        "top-k": "a truncated distribution biases all but",
-    }[kind]
-    raise InvalidRequest(
-        f'objective "{objective.name}" cannot be learned from the teacher "{kind}": {reason} '
-        'objectives linear in it (ce, fkl); use teacher "hidden" or "model", or such an objective'
-    )
 
 
 def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> TeacherKind:
@@ -111,8 +90,6 @@ def _sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTea
     """Build the teacher over cached token ids."""
     sampling = source.sampling
     num_ids = 1 if sampling.greedy else config.num_sampled_ids
-    if not 1 <= num_ids <= torch.iinfo(torch.int16).max:
-        raise InvalidRequest(f"num_sampled_ids is {num_ids}; it must be from 1 to 32,767")
     settings = {
         "num_ids": num_ids,
         "temperature": sampling.temperature,
@@ -137,7 +114,6 @@ def feature_teacher(
     A head learns the distribution at the deployed temperature, and at 1 where that is 0: it tells
     more than the one most likely token.
     """
-    check_feature_teacher(config.teacher)
     if source.sampling.greedy:
         source = replace(source, sampling=replace(source.sampling, temperature=1.0))
     sizes = _state_sizes(source, len(layers))
@@ -153,15 +129,6 @@ def feature_teacher(
         sampling=source.sampling,
         device=_probs_device(source),
     )
-
-
-def check_feature_teacher(kind: TeacherKind) -> None:
-    """Refuse a teacher that cannot give the target's features (InvalidRequest)."""
-    if kind in PARTIAL:
-        raise InvalidRequest(
-            f'an attached head reads the target\'s hidden states, which teacher "{kind}" does not '
-            'have; use "hidden", "model" or "auto"'
-        )
 
 
 def _filler_of(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW, Optimizer
 
-from forerun.align.config import TrainingConfig
+from forerun.align.config import FREE_TRAINING_SETTINGS, TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch
 from forerun.align.progress import StepMetrics
@@ -119,8 +119,6 @@ class StopSignal:
 
 
 CHECKPOINT = "checkpoint.safetensors"
-FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
-"""Settings that may change between a run and its continuation: the steps stay what they are."""
 
 
 class Trainer:
@@ -293,7 +291,9 @@ class Trainer:
 
 def decisive(config: TrainingConfig) -> dict[str, str]:
     """Return the settings that influence the result of training steps, as text."""
-    return {name: str(v) for name, v in asdict(config).items() if name not in FREE_SETTINGS}
+    return {
+        name: str(v) for name, v in asdict(config).items() if name not in FREE_TRAINING_SETTINGS
+    }
 
 
 FINAL_SHARE = 0.1

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from forerun.align.data.packing import mix, shares_of
+from forerun.align.config import AlignConfig, DataConfig
+from forerun.align.data.packing import mix
 from forerun.align.data.sample import Sample
 from forerun.errors import InvalidRequest
+
+
+def shares(**changes: float) -> dict[str, float]:
+    return DataConfig(prompts=Path("p"), **changes).shares
 
 
 def samples(source: str, count: int, length: int) -> list[Sample]:
@@ -27,19 +34,22 @@ def learned(chosen: list[Sample]) -> dict[str, int]:
 
 
 def test_the_target_writes_what_is_left():
-    assert shares_of(on_policy_share=0.0, fixed_share=0.0) == {"target": 1.0}
-    assert shares_of(on_policy_share=0.25, fixed_share=0.5) == {
+    assert shares(on_policy_share=0.0, fixed_share=0.0) == {"target": 1.0}
+    assert shares(on_policy_share=0.25, fixed_share=0.5) == {
         "draft": 0.25,
         "fixed": 0.5,
         "target": 0.25,
     }
-    assert shares_of(on_policy_share=1.0, fixed_share=0.0) == {"draft": 1.0}
+    assert shares(on_policy_share=1.0, fixed_share=0.0) == {"draft": 1.0}
 
 
 @pytest.mark.parametrize(("on_policy", "fixed"), [(-0.1, 0.0), (0.0, -0.1), (0.6, 0.5)])
 def test_shares_that_are_none_are_refused(on_policy, fixed):
     with pytest.raises(InvalidRequest, match="must not be negative, nor more than 1"):
-        shares_of(on_policy_share=on_policy, fixed_share=fixed)
+        AlignConfig(
+            target="t",
+            data=DataConfig(prompts=Path("p"), on_policy_share=on_policy, fixed_share=fixed),
+        )
 
 
 def test_the_scarcest_source_decides_how_many():

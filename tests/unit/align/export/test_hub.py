@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from tests.unit.align.export.conftest import Pair
 
-from forerun.align.export import check_repo, describe_pair, export_draft, push_draft
+from forerun.align.serving import check_repo, describe_pair, export_draft, push_draft
 from forerun.errors import InvalidRequest
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.sampling.config import SamplingParams

@@ -13,8 +13,8 @@ from tests.unit.align.export.conftest import Pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from forerun.align.export import describe_pair, export_draft
 from forerun.align.objectives import DenseDistribution, acceptance_probability
+from forerun.align.serving import describe_pair, export_draft
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.sampling.config import SamplingParams

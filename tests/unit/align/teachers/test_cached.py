@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
-from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
+from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
 from forerun.align.objectives import dense_probs
 from forerun.align.teachers import cache as filling
@@ -30,7 +30,7 @@ def make(on_disk):
 
     def of(kind: str = "hidden", **changes) -> Teacher:
         settings = changes.pop("config", caching(kind))
-        return make_teacher(settings, objective(), on_disk.with_(**changes), 100)
+        return make_teacher(settings, on_disk.with_(**changes), 100)
 
     return of
 

@@ -2,55 +2,34 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.unit.align.teachers.conftest import caching, objective
+from tests.unit.align.teachers.conftest import caching
 
 from forerun.align.teachers.base import RowSizes, allowed_bytes
 from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
-from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
-NOT_LINEAR = ("rkl", "jsd", "tv", "nla", "lk")
 
 
 def test_auto_caches_hidden_states_if_they_fit_and_reruns_the_target_if_not(on_disk, caplog):
     needed = RowSizes.of_states(width=32, vocab_size=300, itemsize=4).total_bytes(100)
     config = caching("auto", max_cache_bytes=needed)
-    assert isinstance(make_teacher(config, objective(), on_disk.source, 100), HiddenTeacher)
+    assert isinstance(make_teacher(config, on_disk.source, 100), HiddenTeacher)
     assert not caplog.records
-    assert isinstance(make_teacher(config, objective(), on_disk.source, 101), ModelTeacher)
+    assert isinstance(make_teacher(config, on_disk.source, 101), ModelTeacher)
     assert "hidden states would not fit" in caplog.text
 
 
-def test_auto_keeps_one_id_of_a_greedy_distribution_whatever_is_learned(on_disk):
+def test_auto_keeps_one_id_of_a_greedy_distribution(on_disk):
     source = on_disk.with_(sampling=GREEDY)
-    for name in ("fkl", *NOT_LINEAR):
-        teacher = make_teacher(caching("auto"), objective(name), source, 100)
-        assert isinstance(teacher, SampledTeacher)
-
-
-@pytest.mark.parametrize("kind", ["sampled", "top-k"])
-@pytest.mark.parametrize("name", NOT_LINEAR)
-def test_objectives_that_are_not_linear_are_refused_from_parts_of_a_distribution(
-    kind, name, on_disk
-):
-    with pytest.raises(InvalidRequest, match=f'objective "{name}" cannot be learned from .*{kind}'):
-        make_teacher(caching(kind), objective(name), on_disk.source, 100)
-    make_teacher(caching(kind), objective(name), on_disk.with_(sampling=GREEDY), 100)
-
-
-@pytest.mark.parametrize("kind", ["sampled", "top-k"])
-@pytest.mark.parametrize("name", ["ce", "fkl"])
-def test_linear_ones_are_not(kind, name, on_disk):
-    make_teacher(caching(kind), objective(name), on_disk.source, 100)
+    assert isinstance(make_teacher(caching("auto"), source, 100), SampledTeacher)
 
 
 def test_nothing_is_written_before_samples_are_prepared(on_disk):
     for kind in ("auto", "model", "hidden", "sampled", "top-k"):
-        make_teacher(caching(kind), objective(), on_disk.source, 100)
+        make_teacher(caching(kind), on_disk.source, 100)
     assert not on_disk.source.cache_dir.exists()
 
 

@@ -13,7 +13,7 @@ from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import feature_teacher
 from forerun.align.teachers.hidden import FeaturesOfRows, OnlineFeatures
 from forerun.align.teachers.target import adopt_target, embedding_table
-from forerun.errors import CacheTooLarge, InvalidRequest, UnsupportedFeatures
+from forerun.errors import CacheTooLarge, UnsupportedFeatures
 from forerun.sampling.config import SamplingParams
 
 KINDS = ("model", "hidden")
@@ -106,13 +106,6 @@ def test_greedy_deployments_learn_the_whole_distribution(on_disk):
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     found = teacher.rows(batch).distribution(slice(0, packing.num_learned)).target_probs
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
-
-
-@pytest.mark.parametrize("kind", ["sampled", "top-k"])
-def test_teachers_without_features_are_refused(kind, on_disk):
-    packing, _ = all_rows(texts())
-    with pytest.raises(InvalidRequest, match="reads the target's hidden states"):
-        feature_teacher(caching(kind), (0, 1), on_disk.source, packing.samples)
 
 
 def test_layers_that_do_not_exist_are_refused():

@@ -96,7 +96,7 @@ def test_a_distribution_that_is_no_number_is_refused():
 
 def sampled(on_disk, num_ids: int = 64, **changes):
     config = caching("sampled", num_sampled_ids=num_ids)
-    return make_teacher(config, objective(), on_disk.with_(**changes), 100)
+    return make_teacher(config, on_disk.with_(**changes), 100)
 
 
 def test_shares_are_near_the_deployed_distribution(on_disk):
@@ -154,7 +154,7 @@ def test_other_parameters_are_another_cache(on_disk):
 
 @pytest.mark.parametrize("num_ids", [0, 1 << 15])
 def test_numbers_of_draws_that_cannot_be_kept_are_refused(num_ids, on_disk):
-    with pytest.raises(InvalidRequest, match=f"num_sampled_ids is {num_ids}; it must be from 1"):
+    with pytest.raises(InvalidRequest, match=f"num_sampled_ids is {num_ids}; it must be"):
         sampled(on_disk, num_ids=num_ids)
 
 

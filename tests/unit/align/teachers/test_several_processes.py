@@ -14,7 +14,6 @@ from tests.unit.align.teachers.conftest import (
     all_rows,
     caching,
     expected_logits,
-    objective,
     texts,
 )
 
@@ -56,7 +55,7 @@ source = TeacherSource(
 )
 out = {"reports": reports}
 for kind in ("hidden", "model"):
-    teacher = make_teacher(caching(kind), objective(), source, 100)
+    teacher = make_teacher(caching(kind), source, 100)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
     out[kind] = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE).tolist()
@@ -112,10 +111,10 @@ def test_rows_written_by_another_are_found(on_disk, monkeypatch):
         waits.append(0)
         if len(waits) == 1:
             other = on_disk.with_(share=ProcessShare(index=1, number=2))
-            make_teacher(caching(), objective(), other, 100).prepare(packing.samples)
+            make_teacher(caching(), other, 100).prepare(packing.samples)
 
     mine = replace(on_disk.source, share=ProcessShare(index=0, number=2, wait=wait))
-    teacher = make_teacher(caching(), objective(), mine, 100)
+    teacher = make_teacher(caching(), mine, 100)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
     distribution = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)

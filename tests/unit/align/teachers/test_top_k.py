@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
-from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
+from tests.unit.align.teachers.conftest import all_rows, caching, texts
 
 from forerun.align.data.sample import Sample
 from forerun.align.objectives import dense_probs
@@ -104,7 +104,7 @@ def with_logprobs(samples: list[Sample]) -> list[Sample]:
 
 def test_rows_are_those_of_their_samples(on_disk):
     packing, batch = all_rows(with_logprobs(texts()))
-    teacher = make_teacher(caching("top-k"), objective(), on_disk.source, 100)
+    teacher = make_teacher(caching("top-k"), on_disk.source, 100)
     assert teacher.truncated
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
@@ -127,7 +127,7 @@ def test_rows_are_those_of_their_samples(on_disk):
 
 def test_a_greedy_distribution_is_known_whole(on_disk):
     source = on_disk.with_(sampling=SamplingParams(temperature=0))
-    teacher = make_teacher(caching("top-k"), objective("rkl"), source, 100)
+    teacher = make_teacher(caching("top-k"), source, 100)
     assert not teacher.truncated
     packing, batch = all_rows(with_logprobs(texts(2)))
     teacher.prepare(packing.samples)
@@ -143,7 +143,7 @@ def test_a_greedy_distribution_is_known_whole(on_disk):
 def test_a_response_without_them_is_named(spoil, on_disk):
     samples = with_logprobs(texts(3))
     samples[1] = replace(samples[1], top_logprobs=spoil(samples[1].top_logprobs))
-    teacher = make_teacher(caching("top-k"), objective(), on_disk.source, 100)
+    teacher = make_teacher(caching("top-k"), on_disk.source, 100)
     with pytest.raises(InvalidRequest, match="prompt 0000000000000001 has no log-probabilities"):
         teacher.prepare(samples)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.align.plots import plot_survival
+from forerun.align.report import plot_survival
 from forerun.measure.judge.figures import changes, finding
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
