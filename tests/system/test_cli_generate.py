@@ -181,6 +181,8 @@ def test_trace_with_tokens_holds_the_output(run, tmp_path):
     [
         (("",), "the prompt is empty"),
         (("x", "--system", "be brief"), "--system needs --chat"),
+        (("x", "--chat-template", "t.jinja"), "--chat-template needs --chat"),
+        (("x", "--chat", "--chat-template", "/dev/zero"), "a device or a socket"),
         (("x", "--trace-tokens"), "--trace-tokens needs --trace"),
         (("x", "--json", "--color"), "exclude each other"),
         (("x", "--chat"), "no chat template"),

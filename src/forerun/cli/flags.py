@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import UseAppendAction, arg
 
+from forerun.bounded_read import read_text
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.models.architecture import Runner
 from forerun.models.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
@@ -78,6 +79,23 @@ def use_threads(num_threads: int | None) -> int:
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return torch.get_num_threads()
+
+
+def read_template(path: Path | None) -> str:
+    """Return the text of the chat template that --chat-template names; empty without one.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is empty.
+    """
+    if path is None:
+        return ""
+    try:
+        template = read_text(path)
+    except UnreadableInput as error:
+        raise InvalidRequest(f"--chat-template: {error}") from error
+    if not template.strip():
+        raise InvalidRequest(f"--chat-template {path} is empty; it must hold a Jinja template")
+    return template
 
 
 ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m"}

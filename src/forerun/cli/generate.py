@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
@@ -11,7 +12,7 @@ from rich.tree import Tree as RichTree
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command, Exit
-from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags
+from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags, read_template
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.terminal_text import printable
@@ -35,6 +36,8 @@ class GenerateOptions:
     """Wrap the prompt in the model's chat template, as a user's message."""
     system: str | None = None
     """System message that precedes the user's; needs --chat."""
+    chat_template: Path | None = None
+    """A file with the Jinja template for --chat, in place of the target's own."""
     show_tree: bool = False
     """Print the draft of one step to stderr, as a tree with probabilities and the accepted path:
     the step that accepted most. Needs a draft."""
@@ -51,6 +54,8 @@ class GenerateOptions:
         """
         if self.system is not None and not self.chat:
             raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
+        if self.chat_template is not None and not self.chat:
+            raise InvalidRequest("--chat-template needs --chat: a plain prompt has no template")
         self.tracing.check()
         if self.show_tree and not self.pair.draft_names:
             raise InvalidRequest("--show-tree needs a draft: plain decoding drafts nothing")
@@ -66,7 +71,7 @@ class GenerateOptions:
 def run(options: GenerateOptions) -> int:
     """Generate text for one prompt; returns the exit code."""
     options.check()
-    prompt = _read_prompt(options.prompt)
+    prompt, template = _read_prompt(options.prompt), read_template(options.chat_template)
 
     from forerun.cli.main import notices_held
     from forerun.cli.session import Session, load_engine
@@ -76,6 +81,8 @@ def run(options: GenerateOptions) -> int:
     pair, output, params = options.pair, options.output, options.sampling.params
     max_batch = min(params.n, EngineConfig().max_batch)
     engine = load_engine(pair, max_batch=max_batch, max_tokens=params.max_tokens)
+    if template:
+        engine.tokenizer.use_chat_template(template)
     ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}

@@ -13,11 +13,10 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Literal
 
-from forerun.bounded_read import read_text
 from forerun.cli.command import Command, Exit, is_flag
-from forerun.cli.flags import PairFlags
+from forerun.cli.flags import PairFlags, read_template
 from forerun.engine.config import EngineConfig
-from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def run(options: ServeOptions) -> int:
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
 
-    keys, template = options.read_keys(), _read_template(options.chat_template)
+    keys, template = options.read_keys(), read_template(options.chat_template)
     listener = open_socket(options.server)  # before weights are read: the port may be in use
     engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
     if template:
@@ -98,19 +97,6 @@ def run(options: ServeOptions) -> int:
     _announce(options.model, listener)
     serve(app, listener, options.server, running)
     return Exit.GOOD
-
-
-def _read_template(path: Path | None) -> str:
-    """Return the text of a chat template; empty if no file is given."""
-    if path is None:
-        return ""
-    try:
-        template = read_text(path)
-    except UnreadableInput as error:
-        raise InvalidRequest(f"--chat-template: {error}") from error
-    if not template.strip():
-        raise InvalidRequest(f"--chat-template {path} is empty; it must hold a Jinja template")
-    return template
 
 
 def run_vllm(options: ServeOptions) -> int:
