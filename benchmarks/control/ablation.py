@@ -33,11 +33,17 @@ from forerun.control.base import Controller, Tree
 from forerun.control.fixed import FixedController
 from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts, with_draft_cost
-from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
-from forerun.plan.simulation.kinds import AcceptancePart, Constant, Fixed, Mixed, Uniform
+from forerun.plan.simulation.config import (
+    Constant,
+    Phase,
+    SimulatedServerConfig,
+    Slo,
+    Uniform,
+    Workload,
+)
 from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
 from forerun.plan.simulation.result import Result, SimulationTally, result_of
-from forerun.plan.simulation.server import Sequential, Server, levels
+from forerun.plan.simulation.server import Server, levels
 from forerun.plan.simulation.times import CycleTimes, Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.provenance import collect
@@ -141,14 +147,13 @@ class Scaled:
         return self.times.overhead_s(depth) * self.factor
 
 
-class SeveralDrafters(Sequential):
+class SeveralDrafters(Server):
     """Drafts are accepted as the plan's drafter is; the other one costs a tenth."""
 
-    def __init__(self, other_alphas: Sequence[float] | None) -> None:
-        self.other_alphas = other_alphas
+    other_alphas: Sequence[float] | None = None
 
     def advance(self, request: SimulatedRequest) -> int:
-        """See `Sequential`."""
+        """See `Server`."""
         if self.other_alphas is None or request.plan.method != OTHER:
             return super().advance(request)
         own = request.alphas
@@ -160,7 +165,7 @@ class SeveralDrafters(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """See `Sequential`."""
+        """See `Server`."""
         super().spend(cycle, times, requests)
         others = [request for request in requests if request.plan.method == OTHER]
         if others:
@@ -170,25 +175,33 @@ class SeveralDrafters(Sequential):
 def workload_of(case: Case, costs: DraftCosts) -> Workload:
     """The workload of a case."""
 
-    def acceptance(alpha: float | tuple[float, ...]) -> Constant | Mixed:
-        if isinstance(alpha, float):
-            return Constant(alpha=alpha)
-        parts = [
-            AcceptancePart(tag=f"a{a}", weight=1.0, acceptance=Constant(alpha=a)) for a in alpha
-        ]
-        return Mixed(parts=tuple(parts))
-
     share = 1.0 / len(case.alphas)
     plain_s = costs.greedy.plain_step_s(256, case.batch)
     return Workload(
         requests=case.requests,
-        prompt_tokens=Fixed(tokens=64),
+        prompt_tokens=64,
         output_tokens=Uniform(least=150, most=350),
-        phases=tuple(Phase(share=share, acceptance=acceptance(a)) for a in case.alphas),
+        phases=tuple(
+            Phase(share=share, acceptance=Constant(alpha=a if isinstance(a, float) else a[0]))
+            for a in case.alphas
+        ),
         server=SimulatedServerConfig(max_batch=case.batch, max_k=MAX_K),
         sibling_acceptance=case.siblings or 0.0,
         slo=Slo(tpot_s=None if case.tpot is None else case.tpot * plain_s),
     )
+
+
+def requests_of(case: Case, workload: Workload, seed: int) -> list[SimulatedRequest]:
+    """The requests of a case, those of a mixture with acceptance and tags drawn one by one."""
+    traffic = traffic_of(workload, seed)
+    requests = [SimulatedRequest(traffic, i) for i in range(workload.requests)]
+    drawn = random.Random(seed)
+    for request in requests:
+        mixture = case.alphas[request.phase]
+        if isinstance(mixture, tuple):
+            alpha = drawn.choice(mixture)
+            request.alphas, request.tags = (alpha,) * MAX_K, (f"a{alpha}",)
+    return requests
 
 
 def costs_of(case: Case) -> dict[str, DraftCosts]:
@@ -207,13 +220,12 @@ def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed
     workload = workload_of(case, costs[METHOD])
     tally = SimulationTally(num_phases=len(workload.phases))
     times = NoisyTimes(table, costs[METHOD].reading, case.row_factor, seed)
-    schedule = SeveralDrafters(case.other_alphas)
     controller: Any = make(costs)
     if case.siblings is not None and not isinstance(controller, FixedController):
         controller.tree_methods = (METHOD,)
-    server = Server(workload.server, times, controller, schedule, tally)
-    traffic = traffic_of(workload, seed)
-    server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
+    server = SeveralDrafters(workload.server, times, controller, tally)
+    server.other_alphas = case.other_alphas
+    server.serve(requests_of(case, workload, seed))
     return result_of("", tally, workload.slo)
 
 

@@ -68,7 +68,6 @@ def controllers() -> dict[str, Callable[[], Controller]]:
 
     return {
         "fixed": lambda: named("fixed"),
-        "heuristic": lambda: named("heuristic"),
         "auto": lambda: named("auto"),
         "auto, every step": lambda: GoodputController(costs, MAX_K, GoodputConfig(reuse=1)),
         "auto, two drafters": lambda: GoodputController(two, MAX_K),

@@ -60,7 +60,7 @@ VARIANTS: Mapping[str, tuple[list[tuple[Any, str, Any]], Make]] = {
     "no probes": (NO_PROBES, auto()),
     "no plain steps while drafting": (NO_PLAIN_STEPS, auto()),
     "no plain steps, without a profile": (NO_PLAIN_STEPS, without_profile),
-    "no acceptance of its own per request": ([], auto(strength=1e9)),
+    "no acceptance of its own per request": ([], auto(similar_strength=1e9)),
     "one K for the batch": ([(goodput, "best_chains", uniform)], auto()),
     "no correction of costs": ([(CostModel, "observe", ignore)], auto()),
     "no trees": ([(goodput.GoodputController, "_best_tree", ignore)], auto()),

@@ -6,8 +6,8 @@ minute. What FILE holds of earlier rounds, each with its own profile, is kept an
 
 Requests come at an engine on a thread of its own, at the times that workloads/*.jsonl say. The
 first time a workload is served, its trace is kept; `forerun simulate`'s own code repeats that trace
-in simulated time, under the same controller, with the profile's costs, corrected by what the cycles
-of the trace took and not. What comes of it is compared with the other times the workload is served.
+in simulated time, under the same controller, with the profile's costs. What comes of it is compared
+with the other times the workload is served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from forerun.models.catalog import held_out_prompts
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import SimulatedServerConfig, Slo
-from forerun.plan.simulation.correction import corrected, correction_of
 from forerun.plan.simulation.workload_file import workload_of
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
@@ -184,16 +183,6 @@ def served_figures(submitted_s: Sequence[float], outputs: Sequence[RequestOutput
     }
 
 
-def both(case: Case, costs: DraftCosts, path: Path) -> dict[str, Any]:
-    """Repeat a trace with the profile's costs, and with those costs as the trace corrects them."""
-    correction = correction_of(read_trace(path), costs, case.temperature, str(path))
-    return {
-        "correction": asdict(correction),
-        "simulated": simulated(case, corrected(costs, correction), path),
-        "uncorrected": simulated(case, costs, path),
-    }
-
-
 def simulated(case: Case, costs: DraftCosts, path: Path) -> Figures:
     """Repeat a trace."""
     server = SimulatedServerConfig(
@@ -222,7 +211,9 @@ def one_round(
     for service, path in zip(services, paths, strict=True):
         with open_trace(path) as trace:
             service.serve(trace)
-    predicted = [both(case, costs, path) for case, path in zip(CASES, paths, strict=True)]
+    predicted = [
+        {"simulated": simulated(case, costs, path)} for case, path in zip(CASES, paths, strict=True)
+    ]
     served: list[list[Figures]] = [[] for _ in CASES]
     for repeat in range(repeats):
         for number, service in enumerate(services):
@@ -238,12 +229,11 @@ def summary(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, obj
     rows = []
     for case, found in zip(CASES, zip(*rounds, strict=True), strict=True):
         row: dict[str, object] = asdict(case)
-        for costs in ("simulated", "uncorrected"):
-            ratios = {}
-            for name in COMPARED:
-                each = [r[costs][name] / served[name] for r in found for served in r["served"]]
-                ratios[name] = asdict(bootstrap_mean(each, seed=1)) | {"samples": each}
-            row[costs] = ratios
+        ratios = {}
+        for name in COMPARED:
+            each = [r["simulated"][name] / served[name] for r in found for served in r["served"]]
+            ratios[name] = asdict(bootstrap_mean(each, seed=1)) | {"samples": each}
+        row["simulated"] = ratios
         rows.append(row)
     return rows
 
@@ -289,12 +279,11 @@ def earlier_rounds(path: Path, served: Mapping[str, object]) -> list[dict[str, A
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """One line per case."""
     for row in rows:
-        for costs in ("simulated", "uncorrected"):
-            figures = " ".join(
-                f"{name} {ratio['estimate']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-                for name, ratio in row[costs].items()
-            )
-            print(row["workload"], f"K={row['k']}", f"T={row['temperature']:g}", costs, figures)
+        figures = " ".join(
+            f"{name} {ratio['estimate']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+            for name, ratio in row["simulated"].items()
+        )
+        print(row["workload"], f"K={row['k']}", f"T={row['temperature']:g}", figures)
 
 
 if __name__ == "__main__":

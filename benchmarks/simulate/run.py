@@ -1,4 +1,4 @@
-"""How many requests per second `forerun simulate` gets through, by controller and mode.
+"""How many requests per second `forerun simulate` gets through, by controller.
 
 `python benchmarks/simulate/run.py --out result.json`. Every figure is the median of several runs in
 one process, over the whole of a run: requests drawn, texts drawn, served, summed up. Seconds are
@@ -11,7 +11,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -24,9 +23,8 @@ from forerun.provenance import collect
 
 HERE = Path(__file__).parent
 PROFILE = HERE.parent / "profiles" / "shipped-pair.json"
-FINE = (("plain", 3), ("fixed:4", 5), ("goodput", 1), ("auto", 1))
+CONTROLLERS = (("plain", 3), ("fixed:4", 5), ("auto", 1))
 """Controllers and how often each is run."""
-MILLION = 1_000_000
 
 
 def rates(count: int, times: int, run: Callable[[], object]) -> dict[str, object]:
@@ -39,33 +37,25 @@ def rates(count: int, times: int, run: Callable[[], object]) -> dict[str, object
     return {"requests": count, "requests_per_s": median(found), "samples": found}
 
 
-def measured(workload: Workload, costs: DraftCosts, million: int) -> dict[str, object]:
-    """Every controller in the fine mode, fixed K in the coarse one."""
-    found: dict[str, object] = {}
-    for name, times in FINE:
-        found[name] = rates(
+def measured(workload: Workload, costs: DraftCosts) -> dict[str, object]:
+    """Every controller."""
+    return {
+        name: rates(
             workload.requests,
             times,
             lambda name=name: ControllerComparison(workload, costs, seed=1).run(name),
         )
-    many = replace(workload, requests=million)
-    for name in ("plain", "fixed:4"):
-        found[f"coarse {name}"] = rates(
-            million,
-            1,
-            lambda name=name: ControllerComparison(many, costs, seed=1, coarse=True).run(name),
-        )
-    return found
+        for name, times in CONTROLLERS
+    }
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--million", type=int, default=MILLION, help="requests in the coarse mode")
     arguments = parser.parse_args()
-    workload = load_workload(HERE / "workload.yaml")
-    found = measured(workload, load_profile(PROFILE).costs, arguments.million)
+    workload = load_workload(HERE / "workload.toml")
+    found = measured(workload, load_profile(PROFILE).costs)
     for name, rate in found.items():
         print(f"{name:<16} {rate['requests_per_s']:,.0f} requests/s")  # type: ignore[index]
     content = {"rates": found, "provenance": collect({}).to_dict()}

@@ -22,8 +22,13 @@ from forerun.control.named import ControllerInputs, build_controller
 from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import METHOD, ControllerComparison, simulate
-from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds import Constant, Fixed, Uniform
+from forerun.plan.simulation.config import (
+    Constant,
+    Phase,
+    SimulatedServerConfig,
+    Uniform,
+    Workload,
+)
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 CHAINS = ("plain", *(f"fixed:{k}" for k in (1, 2, 3, 4, 6, 8)))
@@ -77,7 +82,7 @@ def run(costs: DraftCosts, alpha: float, seed: int) -> dict[str, float]:
     """Return the seconds of decoding that one stream of requests takes with every arm."""
     workload = Workload(
         requests=8,
-        prompt_tokens=Fixed(tokens=64),
+        prompt_tokens=64,
         output_tokens=Uniform(least=200, most=300),
         phases=(Phase(share=1.0, acceptance=Constant(alpha=alpha)),),
         server=SimulatedServerConfig(max_batch=1, max_k=8, max_tree_nodes=16),

@@ -13,8 +13,12 @@ from pathlib import Path
 
 from forerun.control.fixed import FixedController
 from forerun.plan.simulation.comparison import simulate
-from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds import Constant, Fixed
+from forerun.plan.simulation.config import (
+    Constant,
+    Phase,
+    SimulatedServerConfig,
+    Workload,
+)
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable
@@ -98,8 +102,8 @@ def simulated_s(parameters: Parameters, k: int, alpha: float, num_requests: int 
     """Seconds of decoding per 100 tokens, token by token, one request after the other."""
     workload = Workload(
         requests=num_requests,
-        prompt_tokens=Fixed(tokens=1),
-        output_tokens=Fixed(tokens=NUM_TOKENS + 1),  # the first comes with the prompt
+        prompt_tokens=1,
+        output_tokens=NUM_TOKENS + 1,  # the first comes with the prompt
         phases=(Phase(share=1.0, acceptance=Constant(alpha=alpha)),),
         server=SimulatedServerConfig(max_batch=1, max_k=USELESS_K),
     )

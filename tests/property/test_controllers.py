@@ -158,7 +158,7 @@ def test_decisions_are_a_function_of_what_was_told(name, fates):
     )
 
 
-@pytest.mark.parametrize("name", ["confidence"])
+@pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=15)
 @given(fates=FATES, behind=UNIT)
 def test_what_is_measured_behind_a_rejection_decides_nothing(name, fates, behind):

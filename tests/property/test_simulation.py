@@ -1,4 +1,4 @@
-"""Whatever the workload, plans and overlap: everybody gets every token, nobody gets more."""
+"""Whatever the workload and the plans: everybody gets every token, nobody gets more."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 from forerun.control.base import Plan
 from forerun.plan.simulation.comparison import simulate
-from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds import Bursty, Clustered, Listed
-from forerun.plan.simulation.server import SCHEDULES
+from forerun.plan.simulation.config import (
+    Clustered,
+    Phase,
+    Poisson,
+    SimulatedServerConfig,
+    Workload,
+)
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable
@@ -65,17 +69,16 @@ class Erratic:
     max_batch=st.integers(1, 4),
     chunk=st.integers(1, 9),
     prefill=st.one_of(st.none(), st.integers(1, 9)),
-    overlap=st.sampled_from(sorted(SCHEDULES)),
     seed=st.integers(0, 2**40),
 )
 def test_everybody_gets_every_token(
-    count, prompts, outputs, depths, max_batch, chunk, prefill, overlap, seed
+    count, prompts, outputs, depths, max_batch, chunk, prefill, seed
 ):
     work = Workload(
         requests=count,
-        arrivals=Bursty(rate_per_s=0.2, burst=3.0),
-        prompt_tokens=Listed(values=prompts),
-        output_tokens=Listed(values=outputs),
+        arrivals=Poisson(rate_per_s=0.2),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
         phases=(Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.2)),),
         server=SimulatedServerConfig(
             max_batch=max_batch, max_k=5, prefill_chunk=chunk, max_prefill_rows=prefill,
@@ -84,7 +87,7 @@ def test_everybody_gets_every_token(
     )  # fmt: skip
     controller = Erratic(depths, work)
     traffic = traffic_of(work, seed)
-    found = simulate(work, traffic, Times(TABLE), controller, "c", SCHEDULES[overlap]())
+    found = simulate(work, traffic, Times(TABLE), controller, "c")
     wanted = {f"request-{i}": outputs[i % len(outputs)] for i in range(count)}
     assert controller.tokens == wanted
     assert found.num_tokens == sum(wanted.values())

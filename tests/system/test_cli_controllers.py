@@ -41,8 +41,8 @@ def test_every_controller_generates_the_same_text(models, profile, capsys):
         assert ids(capsys) == expected
 
 
-def test_goodput_without_a_profile_learns_costs(models, capsys):
-    assert main([*ASKED, *models, "--controller", "goodput"]) == 0
+def test_auto_without_a_profile_learns_costs(models, capsys):
+    assert main([*ASKED, *models, "--controller", "auto"]) == 0
 
 
 def test_a_profile_of_another_pair_is_refused(models, tiny_pair, profile, capsys):
@@ -93,9 +93,9 @@ def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):
     prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(4)))
     pair = ["--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@1,3"]
     small = ["--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
-    chosen = ["--controller", "auto", "heuristic", "--temperatures", "1"]
+    chosen = ["--controller", "auto", "fixed", "--temperatures", "1"]
     assert main(["bench", *pair, "--prompts", str(prompts), *small, *chosen, "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
     rows = {row["name"]: row for row in cell["rows"]}
-    assert list(rows) == ["plain", "d K=1", "d K=3", "d auto", "d heuristic"]
+    assert list(rows) == ["plain", "d K=1", "d K=3", "d auto", "d fixed"]
     assert rows["d auto"]["predicted"] is None

@@ -277,7 +277,7 @@ def test_several_drafts_keep_their_order_where_somebody_chooses():
         (("a", "none"), "auto", "decodes plainly"),
         (("a", "suffix"), "fixed", "fixed takes the first"),
         (("a", "suffix"), "fixed", "--controller auto"),
-        (("a", "suffix"), "heuristic", "--tree NODES"),
+        (("a", "suffix"), "fixed", "--tree NODES"),
     ],
 )
 def test_drafts_that_would_do_nothing_are_refused(drafts, controller, message):

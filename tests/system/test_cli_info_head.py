@@ -123,7 +123,7 @@ def test_a_profile_of_a_head_plans_and_controls_it(capsys, folder, tmp_path):
     assert main(["plan", *flags]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert str(folder) in json.dumps(planned)
-    controlled = ("--profile", str(out), "--controller", "goodput", "--max-tokens", "8")
+    controlled = ("--profile", str(out), "--controller", "auto", "--max-tokens", "8")
     assert main(["generate", "x =", *pair, *controlled]) == 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from tests import tiny
 from tests.simulated import Tables, table
+from tests.stopping import StopBelow
 
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
@@ -93,9 +94,7 @@ def test_stop_rules_end_drafts_and_say_so(target):
         target,
         tiny.drafting(tiny.adapted(tiny.network(jitter=0.02))),
         k=K,
-        controller=build_controller(
-            "confidence", ControllerInputs(methods=("draft_model",), num_speculative_tokens=K)
-        ),
+        controller=StopBelow(K),
     )
     records: list[StepRecord] = []
     engine.observers[:] = [EmittedRecords(records.append)]

@@ -176,9 +176,9 @@ class PairFlags(TargetFlags):
     max_tree_nodes: int = EngineConfig().max_tree_nodes
     """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller
-    """Chooses how many tokens are drafted. auto (or goodput): most expected tokens per second; it
-    learns costs and acceptance, and stops drafting where it does not pay. fixed: always K;
-    heuristic and confidence: as in transformers."""
+    """Chooses how many tokens are drafted. auto: as many, up to K, as give most expected tokens per
+    second; it learns costs and acceptance, and stops drafting where it does not pay. fixed: always
+    K."""
     profile: UseAppendAction[tuple[Path, ...]] = ()
     """Costs measured by `forerun profile`, one file per draft model; auto is better from the first
     step with them. "suffix" needs none."""
@@ -220,7 +220,7 @@ class PairFlags(TargetFlags):
 
     def _check_choice(self) -> None:
         """Refuse several drafts if the controller would use only the first."""
-        if self.controller not in ("auto", "goodput"):
+        if self.controller != "auto":
             raise InvalidRequest(
                 f"several drafts need a controller that chooses between them, and {self.controller}"
                 " takes the first; give --controller auto, or --tree NODES, which drafts one tree "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from rich.markup import escape
 from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
@@ -16,18 +16,14 @@ from tyro.conf import UseAppendAction, arg
 from forerun.cli.command import Command
 from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, status_text, table_of
-from forerun.errors import InvalidTrace
 
 if TYPE_CHECKING:
-    from forerun.measure.profile.profile import Profile
     from forerun.plan.costs import DraftCosts
     from forerun.plan.simulation.comparison import Oracle
     from forerun.plan.simulation.config import Workload
     from forerun.plan.simulation.result import PhaseResult, Quantiles, Result
 
-logger = logging.getLogger(__name__)
-
-CONTROLLERS = ("plain", "fixed:4", "goodput")
+CONTROLLERS = ("plain", "fixed:4", "auto")
 """Simulated without --controller."""
 ORACLE_KS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)
 """Fixed K the oracle chooses from, as far as the workload's max_k goes."""
@@ -38,27 +34,17 @@ class SimulateOptions:
     """Options of `forerun simulate`."""
 
     workload: Path
-    """YAML: requests, arrivals, lengths, acceptance by phase, server; see docs/simulation.md."""
+    """TOML: requests, arrivals, lengths, acceptance by phase, server; see docs/simulation.md."""
     profile: Path
     """What `forerun profile` wrote: what cycles take."""
-    correct_by: Path | None = None
-    """Correct the profile by what the cycles of this trace took.
-    It must be of the same target, on the machine that is to serve."""
     controllers: Annotated[
         UseAppendAction[tuple[str, ...]], arg(name="controller", aliases=("--controllers",))
     ] = ()
-    """Any of plain, fixed:K, auto, heuristic, confidence, goodput.
-    Default: plain fixed:4 goodput."""
+    """Any of plain, fixed:K, tree:NODES, auto.
+    Default: plain fixed:4 auto."""
 
-    overlap: Literal["none", "early", "pearl"] = "none"
-    """Draft and verify side by side on two devices.
-    "pearl" drafts on while the last tokens are verified.
-    "early" verifies the first token while the others are drafted."""
     no_oracle: bool = False
     """Do not look for the best fixed K of every phase, which takes a run per K."""
-    coarse: bool = False
-    """Take every step between arrivals and ends for an average one.
-    For millions of requests; plain and fixed:K only."""
     seed: int = 0
     """Of arrivals, lengths and texts; the same seed gives the same figures."""
     plot: Path | None = None
@@ -75,10 +61,7 @@ def run(options: SimulateOptions) -> int:
     from forerun.plan.simulation.workload_file import load_workload
 
     workload = load_workload(options.workload)
-    profile = load_profile(options.profile)
-    costs = profile.costs
-    if options.correct_by is not None:
-        costs = _as_traced(costs, profile, options.correct_by, workload.temperature)
+    costs = load_profile(options.profile).costs
     with SafeConsole(stderr=True).status("simulating") as status:
         results, oracle = simulated(options, workload, costs, status_text(status))
     if options.json:
@@ -92,41 +75,13 @@ def run(options: SimulateOptions) -> int:
     return 0
 
 
-def _as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
-    """Correct the costs by the recorded times of a trace; the factors are printed on stderr."""
-    from forerun.plan.simulation.correction import corrected, correction_of
-    from forerun.theory.record import TraceHeader
-    from forerun.trace.files import read_trace
-
-    items = list(read_trace(path))
-    for item in items:
-        if isinstance(item, TraceHeader):
-            mine, its = profile.setup.target_hash, item.target_hash
-            if its != mine:
-                raise InvalidTrace(
-                    f"the trace {path} is of target_hash {its} ({item.target}), the profile of "
-                    f"{mine} ({profile.target}): steps of one cannot correct the other"
-                )
-    correction = correction_of(items, costs, temperature, str(path))
-    logger.warning(
-        "corrected by %s: plain steps x%.2f, cycles x%.2f, reading x%.2f",
-        path,
-        correction.plain,
-        correction.cycle,
-        correction.reading,
-    )
-    return corrected(costs, correction)
-
-
 def simulated(
     options: SimulateOptions, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
 ) -> tuple[list[Result], Oracle | None]:
     """Simulate every controller, and the oracle unless it is left out."""
     from forerun.plan.simulation.comparison import ControllerComparison
 
-    comparison = ControllerComparison(
-        workload, costs, seed=options.seed, overlap=options.overlap, coarse=options.coarse
-    )
+    comparison = ControllerComparison(workload, costs, seed=options.seed)
     controllers = options.controllers or CONTROLLERS
     comparison.check(controllers)
     results = []
@@ -145,10 +100,8 @@ def content(
 ) -> dict[str, object]:
     """Return the fields of the JSON output."""
     return {
-        "workload": asdict(workload),
+        "workload": msgspec.to_builtins(workload),
         "profile": str(options.profile),
-        "overlap": options.overlap,
-        "coarse": options.coarse,
         "seed": options.seed,
         "results": [
             result.to_dict()
@@ -255,13 +208,10 @@ COMMAND = Command(
     description="Serve a workload in simulated time under several controllers, the engine's own,\n"
     "and compare latency, throughput and what each lost against the best fixed K.",
     examples=(
-        "forerun simulate --workload w.yaml --profile profile.json",
-        "forerun simulate --workload w.yaml --profile profile.json --controller plain fixed:3 "
-        "auto heuristic --plot s.svg",
-        "forerun simulate --workload w.yaml --profile profile.json --correct-by trace.jsonl",
-        "forerun simulate --workload w.yaml --profile profile.json --controller fixed:4 --overlap "
-        "pearl --no-oracle",
-        "forerun simulate --workload million.yaml --profile profile.json --controller fixed:4 "
-        "--coarse --json | jq '.results[0].tpot_s'",
+        "forerun simulate --workload w.toml --profile profile.json",
+        "forerun simulate --workload w.toml --profile profile.json --controller plain fixed:3 "
+        "auto --plot s.svg",
+        "forerun simulate --workload w.toml --profile profile.json --controller fixed:4 "
+        "--no-oracle --json | jq '.results[0].tpot_s'",
     ),
 )

@@ -79,8 +79,8 @@ class Positions:
         return found + [prior] * (num_positions - len(found))
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
-        """Return posterior means with a separate prior for every position."""
-        strength = self.config.strength
+        """Return posterior means with the estimate of similar requests as every prior."""
+        strength = self.config.similar_strength
         found = [
             (wins + prior * strength) / (trials + strength)
             for trials, wins, prior in zip(self.trials, self.wins, priors, strict=False)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
 
-ControllerName = Literal["auto", "fixed", "heuristic", "confidence", "goodput"]
+ControllerName = Literal["auto", "fixed"]
 CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
 
 
@@ -31,8 +31,9 @@ class GoodputConfig:
     Attributes:
         prior: P(a drafted token is accepted) before any was drafted; high, so that drafts are
             tried.
-        strength: drafted tokens that this prior counts for in the estimate of similar requests, and
-            that estimate in the estimate of one request.
+        strength: drafted tokens that this prior counts for in the estimate of similar requests.
+        similar_strength: drafted tokens that the estimate of similar requests counts for in the
+            estimate of one request.
         memory: memory of accepted and rejected tokens and of step times.
         assumed_row: cost of one more row of a target pass in plain steps, before it is measured.
         assumed_level: cost of one more drafted level in plain steps, before it is measured.
@@ -48,6 +49,7 @@ class GoodputConfig:
 
     prior: float = 0.7
     strength: float = 4.0
+    similar_strength: float = 8.0
     memory: float = 0.99
     assumed_row: float = 0.05
     assumed_level: float = 0.1
@@ -62,7 +64,13 @@ class GoodputConfig:
         for name in ("prior", "memory", "probe_share"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
-        for name in ("strength", "assumed_row", "assumed_level", "cost_strength"):
+        for name in (
+            "strength",
+            "similar_strength",
+            "assumed_row",
+            "assumed_level",
+            "cost_strength",
+        ):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.largest_ratio <= 1.0 or self.num_cold < 0 or self.reuse < 1:

@@ -10,7 +10,6 @@ from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
 from forerun.control.costs import CostSource
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.errors import InvalidRequest
 
 
@@ -40,16 +39,11 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
         InvalidRequest: there is none of that name.
     """
     check_name(name)
-    first, max_k = inputs.methods[0], inputs.num_speculative_tokens
     if name == "fixed":
-        return FixedController(max_k, first)
-    if name == "heuristic":
-        return HeuristicController(first, max_k)
-    if name == "confidence":
-        return ConfidenceController(first, max_k)
+        return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
     return GoodputController(
         {method: inputs.costs.get(method) for method in inputs.methods},
-        max_k,
+        inputs.num_speculative_tokens,
         tree_methods=inputs.tree_methods,
         max_tree_nodes=inputs.max_tree_nodes,
     )

@@ -64,14 +64,13 @@ class EngineConfig:
 
     Attributes:
         num_speculative_tokens: K, most tokens of a drafted chain (0: plain decoding).
-        tree: shape of every draft, under the controllers "auto" and "fixed", for drafters that
-            propose trees; None lets the controller choose.
+        tree: shape of every draft, for drafters that propose trees; None lets the controller
+            choose.
         max_tree_nodes: most nodes of a tree that a controller chooses; less where a pass has fewer
             rows for a sequence. A tree is at most K levels deep, and may have K nodes in any case.
-        controller: what chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
-            as transformers does; "auto": most expected tokens per second, down to plain decoding
-            where drafting is slower; costs that are not given are learned from the steps;
-            "goodput": another name of "auto".
+        controller: what chooses how many tokens are drafted at every step. "auto": as many, up to
+            K, as give most expected tokens per second, down to plain decoding where drafting is
+            slower; costs that are not given are learned from the steps; "fixed": always K.
         max_batch: most sequences decoded at once; the others wait.
         max_context: prompt plus output tokens a sequence may have, cut to what the model allows; KV
             memory grows with max_batch x max_context.
@@ -96,7 +95,7 @@ class EngineConfig:
         InvalidRequest: a value cannot work; the message names it.
     """
 
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 8
     tree: Tree | None = None
     max_tree_nodes: int = 16
     controller: ControllerName = "auto"
@@ -121,11 +120,6 @@ class EngineConfig:
         if self.sharing not in get_args(Sharing):
             raise InvalidRequest(
                 f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"
-            )
-        if self.tree is not None and self.controller not in ("auto", "fixed"):
-            raise InvalidRequest(
-                f"tree {self.tree} is the shape of every draft, so the controller "
-                f"{self.controller} would have nothing to choose; leave one of the two out"
             )
         if self.tree is not None:
             object.__setattr__(self, "tree", self._fitting(self.tree))

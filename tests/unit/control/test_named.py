@@ -9,16 +9,12 @@ from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.control.named import ControllerInputs, build_controller
 
 COSTS = {"d": Tables(table())}
 KINDS = {
     "auto": GoodputController,
     "fixed": FixedController,
-    "heuristic": HeuristicController,
-    "confidence": ConfidenceController,
-    "goodput": GoodputController,
 }
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
+from tests.stopping import StopBelow
 
 from forerun.control.base import Plan, Tree
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.heuristic import ConfidenceController
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
@@ -162,7 +162,7 @@ def test_the_default_is_safe_without_costs(draft):
 
 
 def test_without_a_draft_there_is_nothing_to_control():
-    ours = default_controller(EngineConfig(controller="goodput"), None, {})
+    ours = default_controller(EngineConfig(controller="auto"), None, {})
     assert isinstance(ours, FixedController)
 
 
@@ -171,7 +171,7 @@ def test_a_draft_without_a_law_teaches_nothing_and_costs_no_token(target):
     law = sound.log_probs.clone()
     law[::3] = torch.nan
     sick = TabularModel(log_probs=law, order=sound.order, store=sound.store)
-    controller = ConfidenceController("draft_model", 5)
+    controller = StopBelow(5)
     engine = tiny.engine_over(target, tiny.drafting(sick, 8), k=5, controller=controller)
     params = replace(PARAMS, max_tokens=40)
     plain = tiny.engine_over(target).generate([[1, 2], [3, 4]], params)

@@ -141,9 +141,7 @@ def test_a_verifier_of_chains_is_refused_where_every_draft_is_a_tree(target, ver
         engine.add_request([1, 2], SamplingParams(verification=verification))
 
 
-def test_a_controller_that_chooses_shapes_excludes_a_fixed_tree():
-    with pytest.raises(InvalidRequest, match="heuristic would have nothing to choose"):
-        EngineConfig(tree=SHAPE, controller="heuristic")
+def test_a_fixed_tree_counts_its_nodes():
     assert EngineConfig(tree=SHAPE, num_speculative_tokens=1).max_nodes == 4
 
 

@@ -10,14 +10,20 @@ import pytest
 from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
-from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds import Constant, Fixed, Poisson, Together, Uniform
+from forerun.plan.simulation.config import (
+    Constant,
+    Phase,
+    Poisson,
+    SimulatedServerConfig,
+    Uniform,
+    Workload,
+)
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 PROFILE = Path(__file__).parents[3] / "benchmarks" / "profiles" / "shipped-pair.json"
 KS = (0, 1, 2, 3, 4, 5, 8)
-SATURATED = Together()
+SATURATED = ()
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def workload(
     *alphas: float,
     batch: int,
     requests: int,
-    arrivals: Together | Poisson = SATURATED,
+    arrivals: Poisson | tuple[float, ...] = SATURATED,
     temperature: float = 0.0,
 ) -> Workload:
     """Outputs differ in length, so that no controller gains by all prompts being read at once."""
@@ -38,7 +44,7 @@ def workload(
     return Workload(
         requests=requests,
         arrivals=arrivals,
-        prompt_tokens=Fixed(tokens=64),
+        prompt_tokens=64,
         output_tokens=Uniform(least=100, most=300),
         phases=phases,
         temperature=temperature,
@@ -46,7 +52,7 @@ def workload(
     )
 
 
-def regret(work: Workload, costs: DraftCosts, name: str = "goodput", num_streams: int = 2) -> float:
+def regret(work: Workload, costs: DraftCosts, name: str = "auto", num_streams: int = 2) -> float:
     """Mean over streams: the regret of one alone is off by a hundredth either way."""
     streams = [ControllerComparison(work, costs, seed=seed) for seed in range(num_streams)]
     return mean(compared.oracle(KS).regret(compared.run(name)) for compared in streams)

@@ -5,8 +5,10 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 
 from forerun.errors import InvalidRequest, InvalidTrace
-from forerun.plan.simulation.config import SimulatedServerConfig
-from forerun.plan.simulation.kinds import Constant, Listed, PerPosition, Recorded
+from forerun.plan.simulation.config import (
+    Constant,
+    SimulatedServerConfig,
+)
 from forerun.plan.simulation.workload_file import load_workload
 from forerun.trace.files import open_trace
 
@@ -31,11 +33,11 @@ def request_of(name, *, arrived_s, first_s, num_prompt, num_output, drafts=()):
 
 @pytest.fixture
 def load(tmp_path):
-    def run(records, text="trace: t.jsonl\nserver: {max_k: 6}\n"):
+    def run(records, text="trace = 't.jsonl'\nserver = {max_k = 6}\n"):
         with open_trace(tmp_path / "t.jsonl") as writer:
             for record in [HEADER, *records]:
                 writer.add(record)
-        path = tmp_path / "w.yaml"
+        path = tmp_path / "w.toml"
         path.write_text(text)
         return load_workload(path)
 
@@ -51,11 +53,10 @@ def test_a_trace_is_repeated(load):
     )
     found = load([*late, *early])
     assert found.requests == 2
-    assert isinstance(found.arrivals, Recorded)
-    assert found.arrivals.times_s == pytest.approx((0.0, 7.5))
-    assert found.prompt_tokens == Listed(values=(20, 30))
-    assert found.output_tokens == Listed(values=(5, 9))
-    assert found.phases[0].acceptance == PerPosition(beta=(1.0, 0.5, 0.5, 0.5))
+    assert found.arrivals == pytest.approx((0.0, 7.5))
+    assert found.prompt_tokens == (20, 30)
+    assert found.output_tokens == (5, 9)
+    assert found.phases[0].acceptance == (1.0, 0.5, 0.5, 0.5)
     assert found.server == SimulatedServerConfig(max_k=6)
 
 
@@ -71,11 +72,11 @@ def test_requests_that_did_not_end_are_left_out(load):
 
 def test_what_the_trace_decides_cannot_be_said_beside_it(load):
     whole = request_of("a", arrived_s=0.0, first_s=1.0, num_prompt=3, num_output=2)
-    with pytest.raises(InvalidRequest, match="takes requests from its trace"):
-        load(whole, "trace: t.jsonl\nrequests: 3\n")
-    with pytest.raises(InvalidRequest, match="trace is 3; it must be a path"):
-        load(whole, "trace: 3\n")
+    with pytest.raises(InvalidRequest, match="unknown field `requests`"):
+        load(whole, "trace = 't.jsonl'\nrequests = 3\n")
+    with pytest.raises(InvalidRequest, match=r"Expected `str`, got `int` - at `\$.trace`"):
+        load(whole, "trace = 3\n")
     with pytest.raises(InvalidRequest, match="max_batch is 0"):
-        load(whole, "trace: t.jsonl\nserver: {max_batch: 0}\n")
+        load(whole, "trace = 't.jsonl'\nserver = {max_batch = 0}\n")
     with pytest.raises(InvalidTrace, match="cannot be read"):
-        load(whole, "trace: other.jsonl\n")
+        load(whole, "trace = 'other.jsonl'\n")

@@ -11,11 +11,10 @@ from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.coarse import simulate_coarsely
 from forerun.plan.simulation.config import Workload
 from forerun.plan.simulation.request import SimulatedRequest
 from forerun.plan.simulation.result import Result, SimulationTally, result_of
-from forerun.plan.simulation.server import SCHEDULES, Schedule, Sequential, Server
+from forerun.plan.simulation.server import Server
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import Traffic, traffic_of
 
@@ -61,7 +60,6 @@ def simulate(
     times: Times,
     controller: Controller,
     name: str,
-    schedule: Schedule | None = None,
 ) -> Result:
     """Serve the requests of a workload, cycle by cycle.
 
@@ -71,10 +69,9 @@ def simulate(
         times: times of cycles, at the workload's temperature.
         controller: chooses K, called as by the engine.
         name: name of the controller, for the result.
-        schedule: overlap of drafting and verification; None: no overlap.
     """
     tally = SimulationTally(num_phases=len(workload.phases))
-    server = Server(workload.server, times, controller, schedule or Sequential(), tally)
+    server = Server(workload.server, times, controller, tally)
     server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
     return result_of(name, tally, workload.slo)
 
@@ -129,78 +126,37 @@ class ControllerComparison:
         workload: the workload to simulate.
         costs: costs of cycles, which the controllers receive, too.
         seed: seed of everything random.
-        overlap: name of the schedule.
-        coarse: average steps instead of every step.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        costs: DraftCosts,
-        *,
-        seed: int,
-        overlap: str = "none",
-        coarse: bool = False,
-    ) -> None:
+    def __init__(self, workload: Workload, costs: DraftCosts, *, seed: int) -> None:
         self.workload = workload
         self.costs = costs
-        self.overlap = overlap
-        self.coarse = coarse
         self.traffic = traffic_of(workload, seed)
         self.times = Times(costs.at(workload.temperature), costs.reading)
         self._results: dict[str, Result] = {}
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse controllers that cannot be run, before any run begins.
-
-        Raises:
-            InvalidRequest: a controller is unknown, or the coarse mode does not support it.
-        """
+        """Refuse unknown controllers before any run begins; raises InvalidRequest."""
         for name in names:
             _controller_maker(name, self.costs, self.workload.server.max_k)
-            if self.coarse and _fixed_k(name) is None:
-                raise InvalidRequest(
-                    f"the coarse mode has no steps that {name} could learn from; take plain or "
-                    "fixed:K, or leave --coarse out"
-                )
-            if name.startswith("tree") and self.overlap != "none":
-                raise InvalidRequest("overlapped schedules draft chains only; leave trees out")
-        if self.coarse and self.overlap != "none":
-            raise InvalidRequest("the coarse mode does not support overlap; leave --coarse out")
 
     def run(self, name: str) -> Result:
         """Return the result of one controller."""
         name = "plain" if name == "fixed:0" else name
         found = self._results.get(name)
         if found is None:
-            found = self._results[name] = self._run(name)
+            server = self.workload.server
+            make = _controller_maker(
+                name,
+                self.costs,
+                server.max_k,
+                has_trees=self.workload.sibling_acceptance > 0.0,
+                max_tree_nodes=server.max_tree_nodes,
+            )
+            found = simulate(self.workload, self.traffic, self.times, make(), name)
+            self._results[name] = found
         return found
-
-    def _run(self, name: str) -> Result:
-        k = _fixed_k(name)
-        if self.coarse:
-            assert k is not None
-            return simulate_coarsely(self.workload, self.traffic, self.times, k, name)
-        has_trees = self.workload.sibling_acceptance > 0.0 and self.overlap == "none"
-        server = self.workload.server
-        make = _controller_maker(
-            name,
-            self.costs,
-            server.max_k,
-            has_trees=has_trees,
-            max_tree_nodes=server.max_tree_nodes,
-        )
-        schedule = SCHEDULES[self.overlap]()
-        return simulate(self.workload, self.traffic, self.times, make(), name, schedule)
 
     def oracle(self, ks: Iterable[int]) -> Oracle:
         """Return the oracle over several fixed K, which chooses one K per phase."""
         return _oracle_of({k: self.run(f"fixed:{k}") for k in ks})
-
-
-def _fixed_k(name: str) -> int | None:
-    """Return K of a fixed controller, 0 for plain decoding, or None for any other controller."""
-    if name == "plain":
-        return 0
-    base, _, argument = name.partition(":")
-    return int(argument) if base == "fixed" and argument.isdecimal() else None

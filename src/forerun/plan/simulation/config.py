@@ -1,34 +1,129 @@
-"""Settings of a workload: arrivals, lengths, acceptance by phase, and the server."""
+"""A workload: arrivals, lengths, acceptance by phase, and the server.
+
+Arrivals, lengths and acceptance are numbers, lists, or one of five kinds of random distributions.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
 
 from forerun.errors import InvalidRequest, Range, check_ranges
-from forerun.plan.simulation.kinds import (
-    Acceptance,
-    Arrivals,
-    Fixed,
-    Lengths,
-    Recorded,
-    Together,
-)
 
 MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 1_000_000_000
 """Prompts and outputs together, by their means; more would take a simulation hours."""
+SQRT_3 = math.sqrt(3.0)
+"""Half the width of a uniform distribution over its standard deviation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that a workload file holds."""
+
+
+class Poisson(Settings, tag_field="kind", tag="poisson"):
+    """Arrivals of a Poisson process."""
+
+    rate_per_s: float
+
+    def __post_init__(self) -> None:
+        check_ranges(self, Range("rate_per_s", 0, above_low=True))
+
+
+class Uniform(Settings, tag_field="kind", tag="uniform"):
+    """A uniformly distributed number of tokens from `least` to `most`."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        check_ranges(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
+
+
+class Lognormal(Settings, tag_field="kind", tag="lognormal"):
+    """Lognormal lengths, many short and few long ones, cut at `most`.
+
+    Attributes:
+        sigma: standard deviation of the logarithm.
+    """
+
+    median: float
+    sigma: float
+    most: int
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_ranges(
+            self, Range("median", 1), Range("sigma", 0, high=5), Range("most", 1, integer=True)
+        )
+
+
+class Constant(Settings, tag_field="kind", tag="constant"):
+    """The same acceptance probability at every position of every request."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_ranges(self, Range("alpha", 0, high=1))
+
+
+class Clustered(Settings, tag_field="kind", tag="clustered"):
+    """An acceptance probability per request, uniformly distributed around the mean.
+
+    Attributes:
+        alpha: their mean.
+        spread: their standard deviation.
+    """
+
+    alpha: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        """Refuse alphas outside [0, 1]."""
+        check_ranges(self, Range("alpha", 0, high=1), Range("spread", 0))
+        most = min(self.alpha, 1.0 - self.alpha) / SQRT_3
+        if self.spread > most:
+            raise InvalidRequest(
+                f"spread is {self.spread}; around {self.alpha} it is at most {most:.3f}, "
+                "or some alpha would be no probability"
+            )
+
+
+Arrivals = Poisson | tuple[float, ...]
+"""A process, or seconds from the start, ascending, one per request; none: all at once."""
+Lengths = Uniform | Lognormal | int | tuple[int, ...]
+"""A distribution, one length for all, or lengths that are repeated."""
+Acceptance = Constant | Clustered | tuple[float, ...]
+"""P(accepted | all before it accepted), or survival by position (beta at a fixed K)."""
+
+
+def most_tokens(lengths: Lengths) -> int:
+    """Return the largest of some lengths."""
+    if isinstance(lengths, int):
+        return lengths
+    return max(lengths) if isinstance(lengths, tuple) else lengths.most
+
+
+def _mean_tokens(lengths: Lengths) -> float:
+    """Return the mean of some lengths; of lognormal ones an upper bound."""
+    if isinstance(lengths, int):
+        return lengths
+    if isinstance(lengths, tuple):
+        return sum(lengths) / len(lengths)
+    if isinstance(lengths, Uniform):
+        return (lengths.least + lengths.most) / 2
+    return min(lengths.most, lengths.median * math.exp(lengths.sigma**2 / 2))
+
+
+class Phase(Settings):
     """A run of consecutive requests with the same distribution of acceptance.
 
     Attributes:
-        share: share of all requests.
-        acceptance: acceptance of its requests.
-        name: name for reports.
+        share: of all requests.
+        name: for reports.
     """
 
     share: float
@@ -36,11 +131,22 @@ class Phase:
     name: str = ""
 
     def __post_init__(self) -> None:
+        """Refuse survival that rises or is outside [0, 1]."""
         check_ranges(self, Range("share", 0, high=1, above_low=True))
+        if not isinstance(self.acceptance, tuple):
+            return
+        if not self.acceptance:
+            raise InvalidRequest("acceptance is empty; give one figure per drafted position")
+        before = 1.0
+        for position, value in enumerate(self.acceptance, start=1):
+            if not 0.0 <= value <= before:
+                raise InvalidRequest(
+                    f"acceptance at position {position} is {value}; it must be in [0, {before:g}]"
+                )
+            before = value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedServerConfig:
+class SimulatedServerConfig(Settings):
     """Settings of the simulated server, with the names and meanings of the engine's settings.
 
     Attributes:
@@ -80,8 +186,7 @@ class SimulatedServerConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
+class Slo(Settings):
     """Service level objectives: the latency limits of a request.
 
     Attributes:
@@ -101,20 +206,16 @@ class Slo:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(Settings):
     """Everything that a simulation needs except the cost table and the controller.
 
     Attributes:
-        requests: number of requests.
-        arrivals: their arrival times.
-        prompt_tokens: lengths of their prompts.
-        output_tokens: lengths of their outputs.
+        requests: how many.
         phases: acceptance of drafts, for one run of requests after the other.
+        arrivals: arrival times; empty: all at time 0.
         sibling_acceptance: P(a further likely token is accepted | those before it at the same
             place are not), for draft trees; 0 means that branches are never accepted.
-        temperature: temperature of all requests; it decides between greedy and sampled drafts.
-        server: settings of the server.
+        temperature: of all requests; it decides between greedy and sampled drafts.
         slo: latency limits of the requests.
 
     Raises:
@@ -124,12 +225,12 @@ class Workload:
     requests: int
     output_tokens: Lengths
     phases: tuple[Phase, ...]
-    arrivals: Arrivals = field(default_factory=Together)
-    prompt_tokens: Lengths = field(default_factory=lambda: Fixed(tokens=128))
+    arrivals: Arrivals = ()
+    prompt_tokens: Lengths = 128
     sibling_acceptance: float = 0.0
     temperature: float = 0.0
-    server: SimulatedServerConfig = field(default_factory=SimulatedServerConfig)
-    slo: Slo = field(default_factory=Slo)
+    server: SimulatedServerConfig = SimulatedServerConfig()
+    slo: Slo = Slo()
 
     def __post_init__(self) -> None:
         """Refuse values that do not fit together."""
@@ -139,25 +240,44 @@ class Workload:
             Range("temperature", 0),
             Range("sibling_acceptance", 0, high=1),
         )
-        _check_shares(self.phases)
-        if isinstance(self.arrivals, Recorded) and len(self.arrivals.times_s) != self.requests:
+        total_share = math.fsum(phase.share for phase in self.phases)
+        if not self.phases or abs(total_share - 1.0) > 1e-6:
             raise InvalidRequest(
-                f"{len(self.arrivals.times_s)} arrivals are recorded for {self.requests} requests"
+                f"the shares of the phases add up to {total_share:g}; it must be 1"
             )
-        longest = self.prompt_tokens.most + self.output_tokens.most
+        if isinstance(self.arrivals, tuple) and self.arrivals:
+            _check_arrivals(self.arrivals, self.requests)
+        for name in ("prompt_tokens", "output_tokens"):
+            _check_lengths(getattr(self, name), name)
+        longest = most_tokens(self.prompt_tokens) + most_tokens(self.output_tokens)
         if longest > self.server.max_context:
             raise InvalidRequest(
                 f"a request may have {longest} tokens, and max_context is "
                 f"{self.server.max_context}: it would never finish; raise it, or limit the lengths"
             )
-        total = self.requests * (self.prompt_tokens.mean + self.output_tokens.mean)
+        total = self.requests * (
+            _mean_tokens(self.prompt_tokens) + _mean_tokens(self.output_tokens)
+        )
         if total > MAX_TOKENS:
             raise InvalidRequest(
                 f"{total:.1e} tokens in all are too many to simulate; {MAX_TOKENS:.0e} are possible"
             )
 
 
-def _check_shares(phases: Sequence[Phase]) -> None:
-    total = math.fsum(phase.share for phase in phases)
-    if not phases or abs(total - 1.0) > 1e-6:
-        raise InvalidRequest(f"the shares of the phases add up to {total:g}; it must be 1")
+def _check_arrivals(times_s: Sequence[float], num_requests: int) -> None:
+    if len(times_s) != num_requests:
+        raise InvalidRequest(f"{len(times_s)} arrivals are given for {num_requests} requests")
+    for number, (before, after) in enumerate(pairwise((0.0, *times_s)), start=1):
+        if not before <= after < math.inf:
+            raise InvalidRequest(
+                f"arrival {number} is at {after:g} s, after one at {before:g} s; "
+                "they must ascend from 0"
+            )
+
+
+def _check_lengths(lengths: Lengths, name: str) -> None:
+    if lengths == ():
+        raise InvalidRequest(f"{name} is an empty list")
+    if isinstance(lengths, int | tuple):
+        for value in (lengths,) if isinstance(lengths, int) else lengths:
+            Range(name, 1, integer=True).check(value)

@@ -60,7 +60,6 @@ class SimulatedRequest:
         num_unread: prompt tokens the target has not read.
         num_emitted: output tokens.
         num_read: tokens the draft has read.
-        num_ahead: drafted tokens that wait to be verified, where drafting overlaps with verifying.
         num_steps: steps that emitted.
         depth: levels drafted in the current step.
         num_nodes: tokens drafted in the current step, more than levels in a tree.
@@ -77,7 +76,7 @@ class SimulatedRequest:
 
     __slots__ = (
         "alphas", "arrival_s", "depth", "finished_s", "first_s", "index", "name", "num_accepted",
-        "num_ahead", "num_emitted", "num_new", "num_nodes", "num_output", "num_prompt", "num_read",
+        "num_emitted", "num_new", "num_nodes", "num_output", "num_prompt", "num_read",
         "num_steps", "num_tested", "num_unread", "path", "phase", "plan", "sibling_acceptance",
         "tags", "temperature", "text", "tpot_target_s", "tree",
     )  # fmt: skip
@@ -89,7 +88,7 @@ class SimulatedRequest:
         self.num_prompt = traffic.num_prompt[index]
         self.num_output = traffic.num_output[index]
         self.alphas = traffic.alphas[index]
-        self.tags = traffic.tags[index]
+        self.tags: tuple[str, ...] = ()
         self.sibling_acceptance = traffic.sibling_acceptance
         self.temperature = traffic.temperature
         self.tpot_target_s = traffic.tpot_target_s
@@ -110,12 +109,12 @@ class SimulatedRequest:
         return self.num_prompt + self.num_emitted
 
     def rest(self) -> None:
-        """Draft nothing in this step and drop the tokens that await verification."""
+        """Draft nothing in this step."""
         self.plan = PLAIN
         self.tree: TokenTree | None = None
         self.path: tuple[int, ...] = ()
         self.num_nodes = 0
-        self.depth = self.num_tested = self.num_accepted = self.num_ahead = 0
+        self.depth = self.num_tested = self.num_accepted = 0
 
     def draft(self, plan: Plan, max_nodes: int, max_depth: int) -> None:
         """Draft the shape of a plan, cut to `max_nodes` nodes and `max_depth` levels."""

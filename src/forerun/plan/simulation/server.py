@@ -8,8 +8,7 @@ decides and observes as it does in the engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from forerun.control.base import Capacity, Controller, Tree
 from forerun.plan.simulation.config import SimulatedServerConfig
@@ -23,109 +22,9 @@ from forerun.plan.simulation.result import SimulationTally
 from forerun.plan.simulation.times import CycleTimes, Times
 
 
-class Sequential:
-    """Schedule of the engine: draft all tokens, then verify them."""
-
-    def num_rows(
-        self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
-    ) -> int:
-        """Return the rows of the pass: one pending token per request, and the drafted tokens."""
-        return len(decoding) + sum([request.num_nodes for request in drafting])
-
-    def advance(self, request: SimulatedRequest) -> int:
-        """Verify a draft and return the number of emitted tokens: those accepted and one more."""
-        request.num_tested = request.depth
-        if request.tree is None:
-            request.num_accepted = request.accepted_of(request.depth)
-        else:
-            request.path = request.walk(request.tree)
-            request.num_accepted = len(request.path)
-        return request.num_accepted + 1
-
-    def spend(
-        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
-    ) -> None:
-        """Add the durations of drafting, target pass and overhead to a cycle with drafts."""
-        drafting = levels(requests)
-        cycle.draft_s += sum(times.draft_s[b] for b in drafting)
-        if any(request.tree is not None for request in requests):
-            # Rows of a level beyond the first cost the draft what they cost the target.
-            num_wide = sum((r.num_nodes - r.depth) / max(1, r.depth - 1) for r in requests)
-            wide = times.pass_s(len(requests) + round(num_wide)) / times.pass_s(len(requests))
-            cycle.draft_s += (wide - 1.0) * sum(times.draft_s[b] for b in drafting[1:])
-        cycle.verify_s = times.pass_s(cycle.num_decode_rows)
-        cycle.other_s = times.overhead_s(len(drafting))
-
-
-class Early(Sequential):
-    """Schedule that verifies the first draft token while the others are drafted (pre-verify).
-
-    Source: the pre-verification of PEARL (Liu et al. 2024, 2408.11850).
-    """
-
-    def spend(
-        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
-    ) -> None:
-        """Add the first draft, the longer of its pass and the other drafts, and the final pass."""
-        first, *others = (times.draft_s[b] for b in levels(requests))
-        alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
-        num_later = sum(request.depth - 1 for request in requests if request.num_accepted)
-        num_first = cycle.num_decode_rows - sum(max(0, request.depth - 1) for request in requests)
-        check_s = times.pass_s(num_first)
-        if alive:
-            cycle.draft_s += first + max(0.0, sum(others) - check_s)
-            cycle.verify_s = check_s + times.pass_s(num_later)
-        else:
-            cycle.draft_s += first
-            cycle.verify_s = check_s
-        cycle.other_s = times.overhead_s(1 + len(others))
-
-
-class Pearl(Sequential):
-    """Schedule that drafts further tokens while the last ones are verified (post-verify).
-
-    A pass verifies the tokens that wait and the first of the new ones, whose distribution it has
-    anyway. After a rejection nothing waits, and the pass verifies the first new token alone.
-
-    Source: PEARL (Liu et al. 2024, 2408.11850).
-    """
-
-    def num_rows(
-        self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
-    ) -> int:
-        """Return the rows of the pass: one pending token per request, and unverified tokens."""
-        return len(decoding) + sum([request.num_ahead for request in drafting])
-
-    def advance(self, request: SimulatedRequest) -> int:
-        """Return how many tokens are emitted: those up to a rejection, or all verified ones."""
-        if not request.depth:
-            return 1
-        left = request.num_output - request.num_emitted
-        tested = request.num_tested = min(request.num_ahead + 1, left)
-        request.num_accepted = request.accepted_of(tested)
-        if request.num_accepted < tested:
-            request.num_ahead = 0
-            return request.num_accepted + 1
-        request.num_ahead = request.depth - 1
-        return tested
-
-    def spend(
-        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
-    ) -> None:
-        """Add the longer of drafting and target pass, which overlap."""
-        drafting = levels(requests)
-        draft_s = cycle.draft_s + sum(times.draft_s[b] for b in drafting)
-        cycle.verify_s = times.pass_s(cycle.num_decode_rows)
-        cycle.draft_s = max(0.0, draft_s - cycle.verify_s)
-        cycle.other_s = times.overhead_s(len(drafting))
-
-
-Schedule = Sequential | Early | Pearl
-
-SCHEDULES: Mapping[str, Callable[[], Schedule]] = MappingProxyType(
-    {"none": Sequential, "early": Early, "pearl": Pearl}
-)
-"""Schedules by the name of the overlap."""
+def _num_rows(decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]) -> int:
+    """Return the rows of the pass: one pending token per request, and the drafted tokens."""
+    return len(decoding) + sum([request.num_nodes for request in drafting])
 
 
 def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
@@ -143,7 +42,6 @@ class Server:
         config: settings of the server.
         times: times of cycles.
         controller: chooses K.
-        schedule: how drafting and verifying overlap.
         tally: counts what happens.
     """
 
@@ -152,13 +50,11 @@ class Server:
         config: SimulatedServerConfig,
         times: Times,
         controller: Controller,
-        schedule: Schedule,
         tally: SimulationTally,
     ) -> None:
         self.config = config
         self.times = times
         self.controller = controller
-        self.schedule = schedule
         self.tally = tally
         self.capacity = Capacity(max_rows=config.max_step_rows)
         self.now_s = 0.0
@@ -201,11 +97,11 @@ class Server:
             emitting = decoding + self._read_prompts(decoding, cycle)
         drafting = [request for request in decoding if request.depth]
         times = self.times.at(max(1, len(decoding)), self._num_decoding_tokens(decoding))
-        cycle.num_rows = cycle.num_prefill_rows + self.schedule.num_rows(decoding, drafting)
+        cycle.num_rows = cycle.num_prefill_rows + _num_rows(decoding, drafting)
         if drafting:
-            gained = [self.schedule.advance(request) for request in decoding]
+            gained = [self.advance(request) for request in decoding]
             self._catch_up(drafting, cycle)
-            self.schedule.spend(cycle, times, drafting)
+            self.spend(cycle, times, drafting)
         else:
             gained = [1] * len(decoding)
             within_s = min(times.pass_s(len(decoding)), times.plain_s)
@@ -218,6 +114,30 @@ class Server:
         self._commit(decoding, gained, emitting, cycle)
         self.controller.observe(Records(cycle, emitting))
         self.num_cycles += 1
+
+    def advance(self, request: SimulatedRequest) -> int:
+        """Verify a draft and return the number of emitted tokens: those accepted and one more."""
+        request.num_tested = request.depth
+        if request.tree is None:
+            request.num_accepted = request.accepted_of(request.depth)
+        else:
+            request.path = request.walk(request.tree)
+            request.num_accepted = len(request.path)
+        return request.num_accepted + 1
+
+    def spend(
+        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
+    ) -> None:
+        """Add the durations of drafting, target pass and overhead to a cycle with drafts."""
+        drafting = levels(requests)
+        cycle.draft_s += sum(times.draft_s[b] for b in drafting)
+        if any(request.tree is not None for request in requests):
+            # Rows of a level beyond the first cost the draft what they cost the target.
+            num_wide = sum((r.num_nodes - r.depth) / max(1, r.depth - 1) for r in requests)
+            wide = times.pass_s(len(requests) + round(num_wide)) / times.pass_s(len(requests))
+            cycle.draft_s += (wide - 1.0) * sum(times.draft_s[b] for b in drafting[1:])
+        cycle.verify_s = times.pass_s(cycle.num_decode_rows)
+        cycle.other_s = times.overhead_s(len(drafting))
 
     def _num_decoding_tokens(self, decoding: Sequence[SimulatedRequest]) -> int:
         if len(decoding) == len(self.running):
@@ -238,7 +158,7 @@ class Server:
     ) -> list[SimulatedRequest]:
         """Read prompts within the free rows of the pass; return requests with complete prompts."""
         drafting = [request for request in decoding if request.depth]
-        budget = self.config.max_step_rows - self.schedule.num_rows(decoding, drafting)
+        budget = self.config.max_step_rows - _num_rows(decoding, drafting)
         if self.config.max_prefill_rows is not None:
             budget = min(budget, self.config.max_prefill_rows)
         done = []

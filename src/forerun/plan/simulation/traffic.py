@@ -11,24 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.plan.simulation.config import Phase, Workload
-from forerun.plan.simulation.kinds import (
+from forerun.plan.simulation.config import (
     SQRT_3,
     Acceptance,
     Arrivals,
-    Bursty,
     Clustered,
     Constant,
-    Drifting,
-    Fixed,
     Lengths,
-    Listed,
-    Lognormal,
-    Mixed,
-    PerPosition,
+    Phase,
     Poisson,
-    Recorded,
     Uniform,
+    Workload,
 )
 from forerun.theory.speedup import conditional_acceptance
 from forerun.theory.splitmix import FACTORS, INCREMENT, MASK, SHIFTS, finalise
@@ -40,11 +33,9 @@ class SimulatedDraw(IntEnum):
     """Purposes of random numbers; each purpose has random numbers of its own."""
 
     ARRIVALS = 1
-    BURSTS = 2
     PROMPTS = 3
     OUTPUTS = 4
     ALPHAS = 5
-    KINDS = 6
     TEXT = 7
 
 
@@ -85,7 +76,6 @@ class Traffic:
         num_prompt: prompt tokens.
         num_output: output tokens.
         alphas: P(accepted | all before it accepted) by position, shared between requests alike.
-        tags: of their kind.
         phases: number of the phase they come in.
         sibling_acceptance: of further children in draft trees; see `Workload`.
         temperature: of all of them.
@@ -98,7 +88,6 @@ class Traffic:
     num_prompt: Sequence[int]
     num_output: Sequence[int]
     alphas: Sequence[tuple[float, ...]]
-    tags: Sequence[tuple[str, ...]]
     phases: Sequence[int]
     sibling_acceptance: float
     temperature: float
@@ -122,23 +111,19 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
     count = workload.requests
     phases = _phase_numbers(workload.phases, count)
     alphas: list[tuple[float, ...]] = []
-    tags: list[tuple[str, ...]] = []
     for number, phase in enumerate(workload.phases):
-        size = phases.count(number)
-        found, its_tags = _alphas_of(
-            phase.acceptance,
-            size,
-            workload.server.max_k,
-            key_of(seed, SimulatedDraw.ALPHAS, number),
-        )
-        alphas += found
-        tags += its_tags
+        key = key_of(seed, SimulatedDraw.ALPHAS, number)
+        size, max_k = phases.count(number), workload.server.max_k
+        alphas += _draw_alphas(phase.acceptance, size, max_k, key)
     return Traffic(
-        arrival_s=_arrivals_of(workload.arrivals, count, seed),
-        num_prompt=_lengths_of(workload.prompt_tokens, count, key_of(seed, SimulatedDraw.PROMPTS)),
-        num_output=_lengths_of(workload.output_tokens, count, key_of(seed, SimulatedDraw.OUTPUTS)),
+        arrival_s=_draw_arrivals(workload.arrivals, count, seed),
+        num_prompt=_draw_lengths(
+            workload.prompt_tokens, count, key_of(seed, SimulatedDraw.PROMPTS)
+        ),
+        num_output=_draw_lengths(
+            workload.output_tokens, count, key_of(seed, SimulatedDraw.OUTPUTS)
+        ),
         alphas=alphas,
-        tags=tags,
         phases=phases,
         sibling_acceptance=workload.sibling_acceptance,
         temperature=workload.temperature,
@@ -160,105 +145,42 @@ def _phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
     ]
 
 
-def _arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
-    """Arrival time of every request in seconds, ascending."""
-    if isinstance(arrivals, Recorded):
-        return list(arrivals.times_s)
+def _draw_arrivals(arrivals: Arrivals, count: int, seed: int) -> list[float]:
+    """Return the arrival time of every request in seconds, ascending."""
     if isinstance(arrivals, Poisson):
-        return floats(
-            gaps(key_of(seed, SimulatedDraw.ARRIVALS), count, arrivals.rate_per_s).cumsum()
-        )
-    if isinstance(arrivals, Bursty):
-        sizes = _burst_sizes(key_of(seed, SimulatedDraw.BURSTS), count, arrivals.burst)
-        rate_per_s = arrivals.rate_per_s / arrivals.burst
-        starts = gaps(key_of(seed, SimulatedDraw.ARRIVALS), len(sizes), rate_per_s).cumsum()
-        return floats(np.repeat(starts, sizes)[:count])
-    return [0.0] * count
+        numbers = uniforms(key_of(seed, SimulatedDraw.ARRIVALS), count)
+        times: list[float] = (-np.log1p(-numbers) / arrivals.rate_per_s).cumsum().tolist()
+        return times
+    return list(arrivals) or [0.0] * count
 
 
-def gaps(key: int, count: int, rate_per_s: float) -> NDFloats:
-    """Return exponentially distributed times between arrivals."""
-    return -np.log1p(-uniforms(key, count)) / rate_per_s
-
-
-def _burst_sizes(key: int, count: int, mean: float) -> list[int]:
-    """Return geometric burst sizes, from 1 on, that add up to at least `count` requests."""
-    if mean == 1.0:
-        return [1] * count
-    numbers = np.log1p(-uniforms(key, count)) / np.log1p(-1.0 / mean)
-    sizes = 1.0 + np.floor(numbers)
-    enough = int(np.searchsorted(sizes.cumsum(), count)) + 1
-    return whole(sizes[:enough])
-
-
-def _lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
-    """Return the length of every text."""
-    if isinstance(lengths, Fixed):
-        return [lengths.tokens] * count
-    if isinstance(lengths, Listed):
-        values = lengths.values
-        return [values[index % len(values)] for index in range(count)]
+def _draw_lengths(lengths: Lengths, count: int, key: int) -> list[int]:
+    if isinstance(lengths, int):
+        return [lengths] * count
+    if isinstance(lengths, tuple):
+        return [lengths[index % len(lengths)] for index in range(count)]
     if isinstance(lengths, Uniform):
         span = lengths.most - lengths.least + 1
-        return whole(lengths.least + np.floor(uniforms(key, count) * span))
-    return lognormal(lengths, count, key)
+        found = lengths.least + np.floor(uniforms(key, count) * span)
+    else:
+        found = np.rint(lengths.median * np.exp(lengths.sigma * normals(key, count)))
+        found = np.clip(found, 1.0, lengths.most)
+    whole: list[int] = found.astype(np.int64).tolist()
+    return whole
 
 
-def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
-    found = np.rint(lengths.median * np.exp(lengths.sigma * normals(key, count)))
-    return whole(np.clip(found, 1.0, lengths.most))
-
-
-def _alphas_of(
+def _draw_alphas(
     acceptance: Acceptance, count: int, max_k: int, key: int
-) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
-    """Return acceptance by position and tags for `count` requests."""
-    if isinstance(acceptance, Mixed):
-        return mixed(acceptance, count, max_k, key)
-    untagged: list[tuple[str, ...]] = [()] * count
-    if isinstance(acceptance, PerPosition):
-        return [conditional(acceptance.beta, max_k)] * count, untagged
+) -> list[tuple[float, ...]]:
+    """Return P(accepted | all before it accepted) by position for `count` requests.
+
+    Beyond the positions that are given, the last conditional probability holds.
+    """
     if isinstance(acceptance, Constant):
-        return [(acceptance.alpha,) * max_k] * count, untagged
+        return [(acceptance.alpha,) * max_k] * count
     if isinstance(acceptance, Clustered):
         reach = SQRT_3 * acceptance.spread
         values = acceptance.alpha + reach * (2.0 * uniforms(key, count) - 1.0)
-    else:
-        assert isinstance(acceptance, Drifting)
-        values = np.linspace(acceptance.start, acceptance.end, count)
-    return [(alpha,) * max_k for alpha in values.tolist()], untagged
-
-
-def mixed(
-    acceptance: Mixed, count: int, max_k: int, key: int
-) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
-    """Choose a component of the mixture for every request by weight, and draw its acceptance."""
-    weights = np.array([part.weight for part in acceptance.parts])
-    edges = weights.cumsum() / weights.sum()
-    chosen = np.searchsorted(edges, uniforms(key_of(key, SimulatedDraw.KINDS), count), side="right")
-    alphas: list[tuple[float, ...]] = [()] * count
-    tags: list[tuple[str, ...]] = [()] * count
-    for number, part in enumerate(acceptance.parts):
-        places = np.flatnonzero(chosen == number).tolist()
-        found, its_tags = _alphas_of(part.acceptance, len(places), max_k, key_of(key, number))
-        for place, alpha, inner in zip(places, found, its_tags, strict=True):
-            alphas[place] = alpha
-            tags[place] = (part.tag, *inner)
-    return alphas, tags
-
-
-def conditional(beta: Sequence[float], max_k: int) -> tuple[float, ...]:
-    """Return P(accepted | all before it accepted) for `max_k` positions."""
-    alphas = conditional_acceptance(beta)
-    return (*alphas, *[alphas[-1]] * max_k)[:max_k]
-
-
-def floats(values: NDFloats) -> list[float]:
-    found: list[float] = values.tolist()
-    return found
-
-
-def whole(values: NDFloats) -> list[int]:
-    """Return an array of whole numbers as a list of integers."""
-    found: list[int] = values.astype(np.int64).tolist()
-    return found
+        return [(alpha,) * max_k for alpha in values.tolist()]
+    alphas = conditional_acceptance(acceptance)
+    return [(*alphas, *[alphas[-1]] * max_k)[:max_k]] * count
