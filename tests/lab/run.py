@@ -60,7 +60,7 @@ def run_fault(fault: Fault, seed: int, trace: Path, lab: Lab) -> FaultRun:
     Args:
         fault: or a control.
         seed: decides prompts, parameters and the size of the fault.
-        trace: file to write, .jsonl or a .parquet folder.
+        trace: file to write, .jsonl.
         lab: with the models.
     """
     setup = fault.inject(lab, Dice(seed, fault.name))

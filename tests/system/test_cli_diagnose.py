@@ -82,7 +82,7 @@ def test_json_is_one_object(diagnose, log):
 
 def test_a_run_before_a_change_is_what_today_is_compared_with(diagnose, tmp_path):
     before = trace_of(tmp_path / "before.jsonl", 3)
-    after = trace_of(tmp_path / "after.parquet", 0)
+    after = trace_of(tmp_path / "after.jsonl", 0)
     code, captured = diagnose(after, "--before", before, "--json", "--changed", "adapter")
     document = json.loads(captured.out)
     assert code == 3 and document["evidence"]["reference_ratio"]["value"] == 0.25

@@ -9,14 +9,14 @@ from tests.records import HEADER, REQUEST, STEP, plain, steps
 
 from forerun.cli.main import main
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.trace.files import SUFFIXES, open_trace, read_trace
+from forerun.trace.files import open_trace, read_trace
 
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
 
 
-@pytest.fixture(params=SUFFIXES)
-def path(request, tmp_path):
-    return tmp_path / f"trace{request.param}"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trace.jsonl"
 
 
 @pytest.fixture
@@ -87,12 +87,9 @@ def test_a_full_disk_costs_no_token(generate, tmp_path):
 def test_another_suffix_is_refused_before_anything_is_loaded(capsys):
     code = main(["generate", "x", "--target", "/nonexistent", "--trace", "trace.txt"])
     assert code == 2
-    assert "must end in .jsonl or .parquet" in " ".join(capsys.readouterr().err.split())
+    assert "must end in .jsonl" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    "path", [SUFFIXES[0], pytest.param(SUFFIXES[1], marks=pytest.mark.full)], indirect=True
-)
 def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def f{i}(x):\n" for i in range(4)))

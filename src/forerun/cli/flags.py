@@ -245,7 +245,7 @@ class TraceFlags:
     """Whether and where every step is recorded."""
 
     trace: Path | None = None
-    """Write every step to FILE.jsonl, or into FILE.parquet, a folder of Parquet files."""
+    """Write every step to FILE.jsonl."""
     trace_tokens: bool = False
     """Put token ids into the trace; without it a trace holds no text."""
 

@@ -90,7 +90,7 @@ COMMAND = Command(
         "forerun plan --profile profile.json --acceptance 0.5 --sibling-acceptance 0.4",
         "forerun plan --profile profile.json --trace trace.jsonl --temperature 1 --batch 1 8",
         "forerun plan --profile a.json --profile b.json --draft a --draft b --draft suffix "
-        "--trace bench.parquet",
+        "--trace bench.jsonl",
         "forerun plan --machine h100-sxm --target-params 8e9 --draft-params 1e9 "
         "--kv-token-bytes 131072 --acceptance 0.75 --slo-tpot 0.02",
         "forerun plan --machine h100-sxm --profile profile.json --acceptance 0.8,0.66,0.5 --json",

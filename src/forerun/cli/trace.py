@@ -26,7 +26,7 @@ class TraceOptions:
     action: Annotated[Positional[Literal["summarize"]], arg(metavar="summarize")]
     """Tokens per step, cost per step, acceptance by position, per tag, where the time went."""
     file: Annotated[Positional[Path], arg(metavar="FILE")]
-    """What --trace wrote: a .jsonl file, or a .parquet folder."""
+    """What --trace wrote: a .jsonl file."""
     json: bool = False
     """Print one JSON object."""
     plot: Path | None = None
@@ -198,7 +198,7 @@ COMMAND = Command(
     "listed, everything else is read.",
     examples=(
         "forerun trace summarize trace.jsonl",
-        "forerun trace summarize bench.parquet --plot survival.svg",
+        "forerun trace summarize bench.jsonl --plot survival.svg",
         "forerun trace summarize trace.jsonl --json | jq .overall.acceptance_length",
     ),
 )

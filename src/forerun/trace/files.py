@@ -1,14 +1,12 @@
-"""Writes traces through a buffer and reads them; the suffix of the file selects the format."""
+"""Writes traces through a buffer, and reads them."""
 
 from __future__ import annotations
 
 import logging
 import math
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
@@ -16,7 +14,6 @@ from forerun.errors import InvalidRequest, InvalidTrace, UnreadableInput
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.schema import (
     Damage,
-    FlushRule,
     Item,
     JsonLines,
     Record,
@@ -24,29 +21,6 @@ from forerun.trace.schema import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """Interface of a file format for records."""
-
-    @property
-    def flush_rule(self) -> FlushRule:
-        """Limits at which buffered records are written to this format."""
-
-    def write(self, records: Iterable[Record]) -> None:
-        """Write records that remain readable if the process is killed afterwards.
-
-        Raises:
-            OSError: they could not be written; earlier ones are still there.
-        """
-
-    def close(self) -> None:
-        """Close open files.
-
-        Raises:
-            OSError: as for `write`.
-        """
 
 
 class TraceWriter:
@@ -62,7 +36,7 @@ class TraceWriter:
         error: why it failed; None if it did not.
     """
 
-    def __init__(self, sink: Sink, name: str) -> None:
+    def __init__(self, sink: JsonLines, name: str) -> None:
         self.sink = sink
         self._rule = sink.flush_rule
         self.name = name
@@ -125,22 +99,19 @@ class TraceWriter:
         self.failed = True
 
 
-SUFFIXES = (".jsonl", ".parquet")
-
-
 @contextmanager
 def open_trace(path: Path) -> Iterator[TraceWriter]:
     """Open a trace for writing; an existing trace is replaced.
 
     Args:
-        path: ends in .jsonl, or in .parquet for a folder of Parquet parts.
+        path: ends in .jsonl.
 
     Raises:
         InvalidRequest: it ends in something else, or cannot be written.
     """
     check_suffix(path)
     try:
-        sink = json_lines(path) if path.suffix == ".jsonl" else _parquet_parts(path)
+        sink = JsonLines(path.open("wb", buffering=0))
     except OSError as error:
         raise InvalidRequest(
             f"the trace {path} cannot be written: {error.strerror or error}"
@@ -153,31 +124,9 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a path whose suffix does not belong to a trace format (InvalidRequest)."""
-    if path.suffix not in SUFFIXES:
-        raise InvalidRequest(f"the trace {path} must end in {' or '.join(SUFFIXES)}")
-
-
-def json_lines(path: Path) -> JsonLines:
-    """Open a JSON lines trace for writing; an existing file is emptied."""
-    return JsonLines(path.open("wb", buffering=0))
-
-
-def _parquet_parts(folder: Path) -> Sink:
-    """Open a Parquet trace for writing; an existing trace is removed, other folders are refused."""
-    from forerun.trace.arrow import FOLDERS, HEADERS, ParquetParts
-
-    folder.mkdir(exist_ok=True)
-    strange = {entry.name for entry in folder.iterdir()} - {HEADERS, *FOLDERS}
-    if strange:
-        raise InvalidRequest(
-            f"the trace {folder} cannot be written: the folder holds {min(strange)}, which is no "
-            "part of a trace"
-        )
-    for name in FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir()
-    return ParquetParts(folder, json_lines(folder / HEADERS))
+    """Refuse a path that is not named as a trace (InvalidRequest)."""
+    if path.suffix != ".jsonl":
+        raise InvalidRequest(f"the trace {path} must end in .jsonl")
 
 
 def read_trace(path: Path) -> Iterator[Item]:
@@ -187,14 +136,14 @@ def read_trace(path: Path) -> Iterator[Item]:
     `Damage` that says where and what, and reading goes on after it.
 
     Args:
-        path: what `open_trace` wrote; a folder is Parquet, a file JSON lines.
+        path: what `open_trace` wrote.
 
     Raises:
         InvalidTrace: it cannot be read, or nothing in it is a record.
     """
     num_records, first_damage = 0, None
     try:
-        for item in _read_items(path):
+        for item in read_json_lines(path):
             if isinstance(item, Damage):
                 first_damage = first_damage or item
             else:
@@ -206,13 +155,3 @@ def read_trace(path: Path) -> Iterator[Item]:
         raise InvalidTrace(f"the trace {error}") from error
     if not num_records:
         raise InvalidTrace(f"{path} holds no record of a trace: {first_damage or 'it is empty'}")
-
-
-def _read_items(path: Path) -> Iterator[Item]:
-    """Yield records and damage in the format that the path's suffix names."""
-    if not path.is_dir():
-        yield from read_json_lines(path)
-        return
-    from forerun.trace.arrow import read_parquet
-
-    yield from read_parquet(path)

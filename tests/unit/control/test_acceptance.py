@@ -16,7 +16,7 @@ from forerun.control.config import GoodputConfig
 from forerun.theory.record import StepRecord
 
 STATE = RequestState(request_id="r", num_committed=100, max_new=500, temperature=0.0)
-LASTING = GoodputConfig(memory=1 - 1e-12)
+LASTING = GoodputConfig(memory=1 - 1e-12, similar_strength=4.0)
 
 
 def outcome(accepted: int, **changes) -> StepRecord:
@@ -91,7 +91,7 @@ def first_position(found: AcceptanceEstimates) -> float:
 @pytest.mark.parametrize("num_own", [0, 1, 30, 100])
 def test_the_prior_of_a_request_is_the_estimate_of_similar_requests(strength, num_own):
     """As if the request had drafted `strength` tokens that were accepted as often as theirs."""
-    found = AcceptanceEstimates(replace(LASTING, strength=strength))
+    found = AcceptanceEstimates(replace(LASTING, similar_strength=strength))
     others, fresh = (replace(STATE, request_id=name) for name in ("other", "fresh"))
     for state in (STATE, others):
         found.curve(state, "d", 1)

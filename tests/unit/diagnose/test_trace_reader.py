@@ -60,9 +60,8 @@ RUN = [
 ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_figures_by_hand(tmp_path: Path, suffix: str):
-    found = read(tmp_path / f"trace{suffix}", RUN)
+def test_figures_by_hand(tmp_path: Path):
+    found = read(tmp_path / "trace.jsonl", RUN)
     assert found.number("num_drafts") == 100 and found.number("num_accepted") == 200
     assert found.number("acceptance_length") == 3.0 and found.number("k") == 4
     assert found.numbers("acceptance_rate_per_position") == (0.8, 0.6, 0.4, 0.2)
@@ -212,15 +211,14 @@ def test_damage_is_named_and_costs_its_own_lines(tmp_path: Path):
 
 def test_columns_are_the_rows_of_the_same_file(tmp_path: Path):
     records = [record for record in RUN if isinstance(record, StepRecord)]
-    for suffix in (".jsonl", ".parquet"):
-        pieces = list(read_columns(written(tmp_path / f"t{suffix}", RUN)))
-        rows = [row for piece in pieces if isinstance(piece, pa.Table) for row in piece.to_pylist()]
-        assert not [piece for piece in pieces if isinstance(piece, Damage)]
-        assert len(rows) == len(records)
-        for row, record in zip(rows, records, strict=True):
-            for name, value in row.items():
-                expected = getattr(record, name)
-                assert value == (pytest.approx(expected) if isinstance(value, float) else expected)
+    pieces = list(read_columns(written(tmp_path / "t.jsonl", RUN)))
+    rows = [row for piece in pieces if isinstance(piece, pa.Table) for row in piece.to_pylist()]
+    assert not [piece for piece in pieces if isinstance(piece, Damage)]
+    assert len(rows) == len(records)
+    for row, record in zip(rows, records, strict=True):
+        for name, value in row.items():
+            expected = getattr(record, name)
+            assert value == (pytest.approx(expected) if isinstance(value, float) else expected)
 
 
 def test_steps_by_other_writers_are_read_one_by_one(tmp_path: Path):

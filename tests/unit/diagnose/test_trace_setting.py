@@ -28,8 +28,8 @@ def pause(index: int) -> StepRecord:
     return step(index, 0, **nothing)
 
 
-def read(folder: Path, records: Sequence[Record], suffix: str = ".jsonl") -> Evidence:
-    path = folder / f"trace{suffix}"
+def read(folder: Path, records: Sequence[Record]) -> Evidence:
+    path = folder / "trace.jsonl"
     with open_trace(path) as writer:
         for record in records:
             writer.add(record)
@@ -84,16 +84,14 @@ def test_tags_of_a_format_are_no_domains(tmp_path: Path):
     assert found.flag("acceptance_differs_by_domain") is None
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_repetition_is_seen_where_tokens_are_kept(tmp_path: Path, suffix: str):
+def test_repetition_is_seen_where_tokens_are_kept(tmp_path: Path):
     loop = [step(index, token_ids=(1, 2, 3)) for index in range(100)]
-    assert read(tmp_path, [HEADER, *loop], suffix).flag("output_repetitive") is True
+    assert read(tmp_path, [HEADER, *loop]).flag("output_repetitive") is True
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_text_that_does_not_repeat_is_said_to_be_none_that_does(tmp_path: Path, suffix: str):
+def test_text_that_does_not_repeat_is_said_to_be_none_that_does(tmp_path: Path):
     text = [step(index, token_ids=(index, 2 * index, 7)) for index in range(100)]
-    found = read(tmp_path, [HEADER, *text], suffix)
+    found = read(tmp_path, [HEADER, *text])
     assert found.flag("output_repetitive") is False
 
 

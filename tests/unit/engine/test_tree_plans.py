@@ -152,7 +152,7 @@ def test_trees_of_a_controller_have_more_nodes_than_a_chain_as_far_as_passes_hav
     assert EngineConfig(num_speculative_tokens=20).max_nodes == 20
     assert EngineConfig(num_speculative_tokens=0).max_nodes == 0
     assert EngineConfig(max_batch=8, max_step_rows=80).max_nodes == 9
-    assert EngineConfig(max_context=64, max_kv_tokens=70).max_nodes == 6
+    assert EngineConfig(max_context=64, max_kv_tokens=72).max_nodes == 8
     with pytest.raises(InvalidRequest, match="max_tree_nodes"):
         EngineConfig(max_tree_nodes=-1)
 

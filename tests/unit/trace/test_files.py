@@ -8,23 +8,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.errors import InvalidRequest, InvalidTrace
-from forerun.theory.record import StepRecord
 from forerun.trace import schema as jsonl
-from forerun.trace.files import SUFFIXES, open_trace, read_trace
+from forerun.trace.files import open_trace, read_trace
 from forerun.trace.schema import Damage, JsonLines, Record
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(params=SUFFIXES)
-def path(request, tmp_path) -> Path:
-    return tmp_path / f"trace{request.param}"
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "trace.jsonl"
 
 
 def write(path: Path, records: Sequence[Record]) -> None:
@@ -179,39 +177,24 @@ def test_partial_writes_are_completed(tmp_path, unchecked):
 # ------------------------------------------------------------------------------------ unwritable
 
 
-@pytest.mark.parametrize("name", ["trace.txt", "trace", "trace.json", "trace.parquet.gz"])
+@pytest.mark.parametrize("name", ["trace.txt", "trace", "trace.json", "trace.parquet"])
 def test_other_suffixes_are_refused(tmp_path, name):
     with (
-        pytest.raises(InvalidRequest, match=r"must end in \.jsonl or \.parquet"),
+        pytest.raises(InvalidRequest, match=r"must end in \.jsonl"),
         open_trace(tmp_path / name),
     ):
         pass
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_unwritable_places_are_refused(tmp_path, suffix):
+def test_unwritable_places_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for parent in ("nowhere", "file"):
         with (
             pytest.raises(InvalidRequest, match="cannot be written"),
-            open_trace(tmp_path / parent / f"t{suffix}"),
+            open_trace(tmp_path / parent / "t.jsonl"),
         ):
             pass
-
-
-def test_what_is_no_trace_is_not_overwritten(tmp_path):
-    folder = tmp_path / "data.parquet"
-    folder.mkdir()
-    (folder / "years.csv").write_text("1,2")
-    with pytest.raises(InvalidRequest, match=r"holds years\.csv"), open_trace(folder):
-        pass
-    assert (folder / "years.csv").read_text() == "1,2"
-    file = tmp_path / "table.parquet"
-    file.write_bytes(b"PAR1")
-    with pytest.raises(InvalidRequest, match="cannot be written"), open_trace(file):
-        pass
-    assert file.read_bytes() == b"PAR1"
 
 
 # --------------------------------------------------------------------------------- damaged lines
@@ -291,72 +274,6 @@ def test_text_that_is_not_utf_8_ends_the_trace_and_nothing_else(tmp_path, caplog
     assert "surrogates not allowed" in message
 
 
-# --------------------------------------------------------------------------------- damaged parts
-
-
-@pytest.fixture
-def parts(tmp_path) -> Path:
-    folder = tmp_path / "trace.parquet"
-    with open_trace(folder) as writer:
-        for start in range(3):
-            for record in (HEADER, *steps(50, request_id=str(start)), REQUEST):
-                writer.add(record)
-            writer.flush()
-    return folder
-
-
-def test_a_truncated_part_costs_itself(parts):
-    part = parts / "steps" / "00001.parquet"
-    part.write_bytes(part.read_bytes()[:-50])
-    found = [r for r in records_in(parts) if isinstance(r, StepRecord)]
-    assert found == [*steps(50, request_id="0"), *steps(50, request_id="2")]
-    (damage,) = damage_in(parts)
-    assert damage.startswith("steps/00001.parquet: ")
-
-
-def test_a_flipped_bit_in_a_part_is_noticed(parts):
-    part = parts / "steps" / "00002.parquet"
-    content = bytearray(part.read_bytes())
-    column = pq.ParquetFile(part).metadata.row_group(0).column(1)  # t_s
-    content[column.data_page_offset + column.total_compressed_size // 2] ^= 4
-    part.write_bytes(content)
-    (damage,) = damage_in(parts)
-    assert damage.startswith("steps/00002.parquet: ")
-
-
-def test_a_missing_part_and_an_unfinished_one_are_named(parts):
-    (parts / "steps" / "00000.parquet").unlink()
-    (parts / "steps" / "00003.parquet.tmp").write_bytes(b"PAR1")
-    assert damage_in(parts) == [
-        "steps/00000.parquet: missing",
-        "steps/00003.parquet.tmp: was being written when the process ended",
-    ]
-    assert len(records_in(parts)) == 3 + 100 + 3
-
-
-def test_a_part_of_another_table_is_damage(parts):
-    (parts / "steps" / "00001.parquet").write_bytes(
-        (parts / "requests" / "00001.parquet").read_bytes()
-    )
-    (damage,) = damage_in(parts)
-    assert "unknown field" in damage
-
-
-def test_lost_headers_cost_nothing_else(parts):
-    (parts / "headers.jsonl").unlink()
-    assert damage_in(parts) == ["headers.jsonl: missing"]
-    assert len(records_in(parts)) == 153
-
-
-def test_parts_are_one_table_for_others(parts):
-    table = pq.read_table(parts / "steps")
-    assert table.num_rows == 150
-    assert table["verify_s"].to_pylist() == [STEP.verify_s] * 150
-
-
-# ------------------------------------------------------------------------------------ unreadable
-
-
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n" * 50, b"hello\nworld\n", b"PAR1\x00PAR1"])
 def test_what_is_no_trace_at_all_is_refused(tmp_path, content):
     path = tmp_path / "trace.jsonl"
@@ -375,7 +292,7 @@ def test_a_missing_file_is_refused(tmp_path):
         list(read_trace(tmp_path / "t.jsonl"))
 
 
-def test_pyarrow_is_loaded_for_parquet_only(tmp_path):
+def test_traces_are_written_and_read_without_pyarrow(tmp_path):
     code = """
 import sys
 from pathlib import Path
@@ -387,6 +304,5 @@ with open_trace(Path(sys.argv[1])) as writer:
 list(read_trace(Path(sys.argv[1])))
 print(*sorted({"torch", "pyarrow", "matplotlib"} & sys.modules.keys()))
 """
-    for suffix, loaded in ((".jsonl", ""), (".parquet", "pyarrow")):
-        run = child(code, str(tmp_path / f"t{suffix}"))
-        assert run.stdout == f"{loaded}\n", run.stderr
+    run = child(code, str(tmp_path / "t.jsonl"))
+    assert run.stdout == "\n", run.stderr

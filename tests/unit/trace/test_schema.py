@@ -7,8 +7,7 @@ import pytest
 from msgspec.structs import replace
 from tests.records import FULL, HEADER, REQUEST, STEP
 
-from forerun.trace.arrow import FOLDERS, TYPES
-from forerun.trace.schema import KINDS, record_from
+from forerun.trace.schema import record_from
 
 
 @pytest.mark.parametrize("record", [HEADER, REQUEST, STEP, FULL], ids=lambda r: type(r).__name__)
@@ -66,12 +65,3 @@ def test_what_is_no_record_is_refused(kind, values, message):
 def test_a_request_that_never_got_a_token_is_a_record():
     record = replace(REQUEST, ttft_s=None, prefill_s=None, finish_reason="abort")
     assert record_from("request", record.to_dict()) == record
-
-
-def test_every_field_can_be_stored():
-    annotations = {
-        kind: {text.removesuffix(" | None") for text in made.__annotations__.values()}
-        for kind, made in KINDS.items()
-    }
-    assert {*FOLDERS.values(), "header"} == KINDS.keys()
-    assert annotations["step"] | annotations["request"] <= TYPES.keys()

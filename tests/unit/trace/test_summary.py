@@ -147,7 +147,6 @@ def test_tags_gather_their_requests():
 
 
 def test_requests_may_be_listed_after_all_steps():
-    """As in a Parquet trace."""
     steps_first = sorted(ONE, key=lambda record: record is REQUEST)
     assert summarise(steps_first).to_dict() == summarise(ONE).to_dict()
 
