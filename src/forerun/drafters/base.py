@@ -123,10 +123,11 @@ class Drafter(Protocol):
         """
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Receive the outcome of every step that committed rows, after the tokens are committed.
+        """Receive the rows that every step committed, in order, after the tokens are committed.
 
-        Prompts that are being read, plain steps and drafted steps are all reported, in order. The
-        last step of a sequence is followed by `forget` instead.
+        Prompts that are being read and drafted steps are reported as they happen, plain steps as
+        one outcome without a verdict before the next draft (as they happen to a drafter with
+        `required_top_k`). The last step of a sequence is followed by `forget` instead.
         """
 
     def forget(self, request_id: str) -> None:

@@ -76,7 +76,7 @@ class GuardedDrafter:
             self._give_up(entry.sequence, error)
 
     def _propose(self, entries: Seq[ScheduledSequence]) -> None:
-        unseen = [entry for entry in entries if entry.sequence.draft.num_observed == 0]
+        unseen = [e for e in entries if e.sequence.draft.num_observed < e.num_cached]
         if unseen:
             self.drafter.observe([self._outcome(entry, entry.num_cached) for entry in unseen])
         requests = [request_of(entry.sequence) for entry in entries]
@@ -99,13 +99,16 @@ class GuardedDrafter:
     def observe(self, entries: Seq[ScheduledSequence]) -> None:
         """Report a step to the drafter; if that fails for a request, its draft state is dropped.
 
+        Plain steps are reported together before the next draft: a drafter that is not used takes no
+        time. One that learns from the target's top tokens, which are not kept, sees every step.
+
         An outcome cannot be reported twice. So the requests of a failing batch are forgotten and
         reported singly from the next step on; the one that fails once more is decoded plainly.
         """
         together: list[ScheduledSequence] = []
         for entry in entries:
             draft = entry.sequence.draft
-            if draft.failed:
+            if draft.failed or (self.required_top_k == 0 and entry.decodes_plainly):
                 continue
             if draft.observe_failed:
                 self._observe([entry])

@@ -100,6 +100,10 @@ class ScheduledSequence:
         return self.num_chain > 1 or self.sequence.num_output == self.num_emitted
 
     @property
+    def decodes_plainly(self) -> bool:
+        return self.plan.num_speculative_tokens == 0 and not self.prefills
+
+    @property
     def completes(self) -> bool:
         return self.num_chain == self.num_pending
 

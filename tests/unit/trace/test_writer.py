@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, steps
 
-from forerun.trace.files import FlushRule, TraceWriter
-from forerun.trace.schema import Record
+from forerun.trace.files import TraceWriter
+from forerun.trace.schema import FlushRule, Record
 
 
 class Pile:
