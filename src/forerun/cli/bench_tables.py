@@ -13,7 +13,13 @@ from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.cli.writers import ColouredText, legend
 from forerun.measure.bench.demo import Example
 from forerun.measure.bench.report import BenchReport, CellReport, DemoReport
-from forerun.measure.bench.summary import ArmSummary, BestOfSeveral, outcome, verdict
+from forerun.measure.bench.summary import (
+    ArmSummary,
+    BestOfSeveral,
+    faster_chain,
+    outcome,
+    verdict,
+)
 
 HEADINGS = (
     "tokens/s\n(95%)",
@@ -50,7 +56,9 @@ def _print_cell(console: SafeConsole, cell: CellReport) -> None:
         table.add_row(row.arm.name, *figures(cell, row))
     console.print(table, "")
     for row in cell.rows:
-        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), verdict(row)))
+        chain = faster_chain(row, cell.rows)
+        advice = "" if chain is None else f"; a chain is faster here: {chain.arm.name}"
+        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), verdict(row) + advice))
     if cell.best is not None:
         console.print(Text.assemble(("best: ", "bold"), _best_sentence(cell.best)))
     console.print()

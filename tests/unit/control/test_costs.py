@@ -121,6 +121,10 @@ def test_a_new_batch_size_begins_with_the_costs_of_the_nearest():
         record = replace(STEP, num_drafted=0, draft_s=0.0, verify_s=0.013, other_s=0.0)
         model.observe([record], point())
     assert model.times(point(8))["d"].plain_s == pytest.approx(0.013)
+    # What another batch size taught has the weight of one step: the next one counts as much.
+    record = replace(STEP, num_drafted=0, draft_s=0.0, verify_s=0.019, other_s=0.0)
+    model.observe([record] * 8, point(8))
+    assert model.times(point(8))["d"].plain_s == pytest.approx(0.016, rel=0.01)
 
 
 def test_a_drafter_without_a_profile_is_assumed_beside_one_with_a_profile():

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, steps
 
 from forerun.trace.files import TraceWriter
-from forerun.trace.schema import FlushRule, Record
+from forerun.trace.schema import FlushRule, JsonLines, Record
 
 
-class Pile:
+class Pile(JsonLines):
     """A sink that keeps what it gets, and refuses from some write on."""
 
     flush_rule = FlushRule(num_records=4, seconds=0.5)

@@ -239,12 +239,12 @@ def load_rows(blocks: Sequence[LoadBlock]) -> list[dict[str, tuple[LoadBlock, ..
 
 
 def load_outcome(ratio: Interval, num_blocks: int) -> str:
-    """Return a ratio with its interval as text, "not shown" where it may be 1."""
+    """Return a ratio with its interval as text, and whether it may be 1."""
     if num_blocks < MIN_BLOCKS:
-        return f"{ratio.estimate:.2f}, not shown ({num_blocks} blocks are too few)"
+        return f"{ratio.estimate:.2f}, no difference shown ({num_blocks} blocks are too few)"
     is_shown = ratio.is_above(1.0) or ratio.is_below(1.0)
     ends = f"{ratio.estimate:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
-    return ends if is_shown else f"{ends}, not shown"
+    return ends if is_shown else f"{ends}, no difference shown"
 
 
 def agreement(blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]) -> tuple[int, Interval]:

@@ -11,6 +11,7 @@ from forerun.measure.bench.summary import (
     ArmSummary,
     BestOfSeveral,
     best_of_several,
+    faster_chain,
     rows_of,
     verdict,
 )
@@ -261,7 +262,11 @@ class CellReport:
     def row(self, summary: ArmSummary) -> dict[str, object]:
         """Return one arm with its prediction."""
         prediction = self.predictions.get(summary.arm.name)
-        return _as_row(summary) | {"predicted": asdict(prediction) if prediction else None}
+        chain = faster_chain(summary, self.rows)
+        return _as_row(summary) | {
+            "predicted": asdict(prediction) if prediction else None,
+            "faster_chain": None if chain is None else chain.arm.name,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -255,12 +255,13 @@ def outcome(summary: ArmSummary) -> str:
     """Return a phrase: the arm is faster, slower, or not shown to be either."""
     speedup = summary.speedup
     if summary.num_blocks < MIN_BLOCKS:
-        return f"not shown ({summary.num_blocks} blocks are too few)"
+        return f"no difference shown ({summary.num_blocks} blocks are too few)"
     if speedup.is_above(1.0):
         return f"faster, {speedup.estimate:.2f}x"
     if speedup.is_below(1.0):
         return f"slower, {speedup.estimate:.2f}x"
-    return f"not shown (the interval {speedup.low:.2f} to {speedup.high:.2f} includes 1)"
+    ends = f"{speedup.low:.2f} to {speedup.high:.2f}"
+    return f"no difference shown (the interval {ends} includes 1)"
 
 
 def reason(summary: ArmSummary) -> str:
@@ -278,6 +279,22 @@ def reason(summary: ArmSummary) -> str:
     if rate > break_even and summary.speedup.is_below(1.0):
         return f"{sentence}; reading the prompt with the draft costs the rest"
     return sentence
+
+
+def faster_chain(tree: ArmSummary, rows: Sequence[ArmSummary]) -> ArmSummary | None:
+    """Return the fastest chain of a tree's draft, if its interval lies above that of the tree."""
+    chains = [
+        row
+        for row in rows
+        if row.arm.draft == tree.arm.draft
+        and row.arm.num_speculative_tokens
+        and row.arm.tree is None
+        and not row.arm.adaptive
+    ]
+    best = max(chains, key=lambda row: row.speedup.estimate, default=None)
+    if tree.arm.tree is None or best is None:
+        return None
+    return best if best.speedup.is_above(tree.speedup.high) else None
 
 
 ARM_COLOURS = (BASELINE, *COLOURS)

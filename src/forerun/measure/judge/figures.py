@@ -152,7 +152,7 @@ def _beta_of(
     return tuple(found)
 
 
-Finding = Literal["higher", "lower", "not shown"]
+Finding = Literal["higher", "lower", "no difference shown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class FigureChange:
 
     @property
     def finding(self) -> Finding:
-        """Whether the figure is higher, lower, or not shown to differ."""
+        """Whether the figure is higher, lower, or no difference is shown."""
         return finding(self.before, self.after)
 
     def to_dict(self) -> dict[str, object]:
@@ -183,7 +183,7 @@ def finding(before: Interval, after: Interval) -> Finding:
     """Compare two 95% intervals: a difference is shown where they do not overlap."""
     if after.is_above(before.high):
         return "higher"
-    return "lower" if after.is_below(before.low) else "not shown"
+    return "lower" if after.is_below(before.low) else "no difference shown"
 
 
 def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ...]:

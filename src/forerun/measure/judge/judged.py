@@ -91,7 +91,8 @@ class PredictedSpeedup:
     Attributes:
         num_speculative_tokens: the K in 0..max of highest speedup; 0 if drafting costs more
             than it saves.
-        best: speedup at the best K, which the one half of the prompts chooses for the other.
+        best: speedup at the best K, which the one half of the prompts chooses for the other; 1
+            where plain decoding (K = 0) is best.
         per_k: speedup at K = 1, 2, ...
     """
 
@@ -142,9 +143,13 @@ def predicted_speedup(
         return None
     even, odd = prompts[::2], prompts[1::2]
     chosen = [best_of(odd or even, cycles), best_of(even, cycles)]
+    best_k = best_of(prompts, cycles).num_speculative_tokens
+    best = speedup_of(prompts, [chosen[i % 2] for i in range(len(prompts))], seed)
+    if best_k == 0 or best.estimate < 1.0:  # plain decoding can always be had
+        best_k, best = 0, Interval(estimate=1.0, low=1.0, high=1.0)
     return PredictedSpeedup(
-        num_speculative_tokens=best_of(prompts, cycles).num_speculative_tokens,
-        best=speedup_of(prompts, [chosen[i % 2] for i in range(len(prompts))], seed),
+        num_speculative_tokens=best_k,
+        best=best,
         per_k=tuple(speedup_of(prompts, [cycle] * len(prompts), seed) for cycle in cycles[1:]),
     )
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+from forerun.control.base import Tree
 from forerun.measure.bench import comparison as module
 from forerun.measure.bench.compare import Prompt, batched, run_blocks
 from forerun.measure.bench.comparison import BenchCell, BenchComparison
 from forerun.measure.bench.config import BenchConfig, parse_arms
 from forerun.measure.bench.report import CellReport, predict
-from forerun.measure.bench.summary import best_of_several, summarise
+from forerun.measure.bench.summary import best_of_several, faster_chain, summarise
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable
@@ -106,6 +108,45 @@ def test_the_best_is_scored_on_blocks_that_did_not_choose_it(make_arm, clock):
     assert best.num_candidates == 2
     assert (best.num_chosen_on, best.summary.num_blocks) == (4, 4)
     assert best.summary.speedup.is_below(1.0)
+
+
+def test_a_tree_that_is_slower_than_a_chain_of_its_draft_says_so(make_arm, clock):
+    def rows(tree_s):
+        plain, chain = make_arm("plain"), make_arm("d K=2", k=2, accepted=2)
+        tree = make_arm("d tree=7,3,4", k=7, accepted=3, step_s=tree_s)
+        chain, tree = (replace(arm, draft="d") for arm in (chain, tree))
+        tree = replace(tree, tree=Tree.parse("7,3,4"))
+        return summarise(blocks_of([plain, chain, tree], clock, 6))
+
+    for row in rows(1.0):
+        assert faster_chain(row, rows(1.0)) is None
+    slow = rows(3.0)
+    assert faster_chain(slow[2], slow).arm.name == "d K=2"
+    assert faster_chain(slow[1], slow) is faster_chain(slow[0], slow) is None
+    other = replace(slow[2], arm=replace(slow[2].arm, draft="e"))
+    assert faster_chain(other, slow) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_traced_engine_observes_during_its_own_calls_only(fails):
+    class Engine:
+        def __init__(self):
+            self.observers = []
+            self.num_observers = []
+
+        def generate(self, prompts, params):
+            self.num_observers.append(len(self.observers))
+            if fails:
+                raise KeyboardInterrupt
+            return []
+
+    engine = Engine()
+    traced = module.TracedEngine(engine=engine, arm="a", tags=(), drafter_hash=None)
+    for _ in range(3):
+        with suppress(KeyboardInterrupt):
+            traced.generate(["x"], SamplingParams())
+    assert engine.num_observers == [1, 1, 1]
+    assert engine.observers == []
 
 
 def scaled(measurement, factor):

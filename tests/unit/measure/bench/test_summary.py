@@ -143,12 +143,12 @@ def test_verdict_where_no_draft_could_pay(make_arm, clock):
 
 def test_verdict_of_an_arm_like_the_baseline(make_arm, clock):
     sentence = verdict_of(make_arm, clock, k=1, accepted=1, step_s=2.0)
-    assert sentence.startswith("not shown (the interval 1.00 to 1.00 includes 1)")
+    assert sentence.startswith("no difference shown (the interval 1.00 to 1.00 includes 1)")
 
 
 def test_verdict_needs_enough_prompts(make_arm, clock):
     sentence = verdict_of(make_arm, clock, count=MIN_BLOCKS - 1, k=3, accepted=2)
-    assert sentence.startswith(f"not shown ({MIN_BLOCKS - 1} blocks are too few)")
+    assert sentence.startswith(f"no difference shown ({MIN_BLOCKS - 1} blocks are too few)")
 
 
 def test_verdict_of_an_arm_whose_prefill_costs_more_than_it_gains(make_arm, clock):

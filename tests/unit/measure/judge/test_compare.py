@@ -22,8 +22,8 @@ def interval(low, high):
     ("after", "wanted"),
     [
         ((2.1, 3.0), "higher"),
-        ((2.0, 3.0), "not shown"),
-        ((0.1, 1.0), "not shown"),
+        ((2.0, 3.0), "no difference shown"),
+        ((0.1, 1.0), "no difference shown"),
         ((0.1, 0.9), "lower"),
     ],
 )
@@ -45,7 +45,7 @@ def test_changes_are_found_by_tag():
     found = {(c.tag, c.figure): c.finding for c in changes(*two_drafts())}
     assert found["code", "acceptance_length"] == "higher"
     assert found["code", "speedup"] == "higher"
-    assert found["prose", "acceptance_length"] == "not shown"
+    assert found["prose", "acceptance_length"] == "no difference shown"
     assert found["prose", "acceptance_probability"] == "higher"
     assert found[None, "acceptance_probability"] == "higher"
     assert len(found) == 9
@@ -61,7 +61,11 @@ def test_changes_go_to_json():
 def test_one_tag_is_not_shown_twice_and_missing_figures_not_at_all():
     plain = figures([judged([1]), judged([2])])
     (change,) = changes(plain, plain)
-    assert (change.tag, change.figure, change.finding) == (None, "acceptance_length", "not shown")
+    assert (change.tag, change.figure, change.finding) == (
+        None,
+        "acceptance_length",
+        "no difference shown",
+    )
 
 
 @pytest.mark.parametrize(
