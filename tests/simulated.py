@@ -78,6 +78,8 @@ class World:
     names: Sequence[str] = ("r",)
     noise: float = 0.0
     seed: int = 0
+    rests: bool = False
+    rest_left: int = 0
     clock_s: float = 0.0
     cycle: int = 0
     records: list[StepRecord] = field(default_factory=list)
@@ -96,7 +98,14 @@ class World:
 
     def step(self, controller: Controller) -> list[StepRecord]:
         """One step of all requests under the controller's plans."""
-        plans = controller.decide(self.states(), CAPACITY)
+        is_resting = self.rest_left > 0
+        if is_resting:
+            self.rest_left -= 1
+            plans = [Plan()] * len(self.names)
+        else:
+            plans = controller.decide(self.states(), CAPACITY)
+            if self.rests and not any(plan.num_speculative_tokens for plan in plans):
+                self.rest_left = controller.rest()
         drafted = [(plan.method, plan.num_speculative_tokens) for plan in plans]
         draft_s, verify_s, other_s = self.times(drafted)
         records = [
@@ -106,7 +115,8 @@ class World:
         self.clock_s += draft_s + verify_s + other_s
         self.cycle += 1
         self.records += records
-        controller.observe(records)
+        if not is_resting:
+            controller.observe(records)
         return records
 
     def times(self, drafted: Sequence[tuple[str, int]]) -> tuple[float, float, float]:

@@ -195,3 +195,15 @@ class Controller(Protocol):
 
         Requests that were not among the states have a record too, once they emit tokens.
         """
+
+
+@runtime_checkable
+class RestingController(Controller, Protocol):
+    """A controller that can leave the engine alone while nothing is drafted."""
+
+    def rest(self) -> int:
+        """Return for how many further steps the last plans stay plain; called after `decide`.
+
+        For so many steps, while the same requests run, the engine neither asks this controller nor
+        builds records for it.
+        """

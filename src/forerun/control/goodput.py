@@ -31,6 +31,8 @@ from forerun.theory.record import StepRecord
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
+MOST_REST = 15
+"""Plain steps in a row without a record; the others keep the costs of plain steps up to date."""
 LOGGED_AFTER = 30
 """Plain steps in a row after which the log says that drafting was stopped."""
 Times = Mapping[str, StepTimes]
@@ -140,6 +142,19 @@ class GoodputController:
         if active.steps_left == 0:
             self._learn()
 
+    def rest(self) -> int:
+        """Return how many steps stay plain: at most until the next probe, 0 with time limits."""
+        active = self._active
+        if active is None or any(plan.num_speculative_tokens for plan in active.best):
+            return 0  # plain steps between drafts are made to measure their costs
+        if any(limit_s is not None for limit_s in active.limits_s):
+            return 0
+        num_steps = min(active.steps_left, MOST_REST)
+        active.steps_left -= num_steps
+        self._num_plain += num_steps
+        self._probe_loss = max(0.0, self._probe_loss - num_steps * self.config.probe_share)
+        return num_steps
+
     def _learn(self) -> None:
         for records, active in self._backlog:
             self._learn_step(records, active)
@@ -155,7 +170,7 @@ class GoodputController:
             self._since_plain[len(records).bit_length()] += 1.0
         else:
             self._num_plain += 1
-            if self._num_plain == LOGGED_AFTER and self._since_plain:
+            if self._num_plain >= LOGGED_AFTER and self._since_plain:
                 self._log()
         # The first plain steps after drafting find cold caches.
         is_warm = bool(drafts) or self._num_plain > config.num_cold

@@ -18,7 +18,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
+from forerun.control.base import (
+    Capacity,
+    Chain,
+    Controller,
+    Plan,
+    RequestState,
+    RestingController,
+    Tree,
+)
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.observing import ObservedStep, StepObserver
@@ -116,6 +124,10 @@ class Stepper:
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
         self.verify: Verify = verify
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
+        self.resting = controller if isinstance(controller, RestingController) else None
+        self._is_resting = False
+        self._rest_left = 0
+        self._rest_of: list[Sequence] = []
         self.is_committing = False
         self.cycle_id = 0
         self.num_drafted = 0
@@ -142,7 +154,8 @@ class Stepper:
 
     def _draft(self, scheduled: Seq[ScheduledSequence], clock: StepClock) -> None:
         """Let the controller plan for sequences that may draft, and the drafter propose."""
-        if self.drafter is not None:
+        self._is_resting = self._continues_rest(scheduled)
+        if self.drafter is not None and not self._is_resting:
             self._decide_plans(scheduled, clock.started_s)
         clock.mark("draft_start")
         drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
@@ -163,6 +176,21 @@ class Stepper:
             plan = entry.sequence.plan or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
+        is_plain = not any(entry.plan.num_speculative_tokens for entry in scheduled)
+        if self.resting is not None and is_plain and len(asked) == len(scheduled):
+            self._rest_left = self.resting.rest()
+            self._rest_of = [entry.sequence for entry in scheduled]
+
+    def _continues_rest(self, scheduled: Seq[ScheduledSequence]) -> bool:
+        """Whether the controller has nothing to decide; a rest ends where other requests run."""
+        if self._rest_left == 0:
+            return False
+        same = len(scheduled) == len(self._rest_of) and all(
+            entry.sequence is sequence
+            for entry, sequence in zip(scheduled, self._rest_of, strict=True)
+        )
+        self._rest_left = self._rest_left - 1 if same else 0
+        return same
 
     @torch.inference_mode()
     def _forward_and_verify(self, fed: Seq[ScheduledSequence], clock: StepClock) -> None:
@@ -225,9 +253,10 @@ class Stepper:
         if self.drafter is not None:
             self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         emitting = [entry for entry in fed if entry.completes]
-        is_observed = self.drafter is not None or bool(self.observers)
+        controls = self.drafter is not None and not self._is_resting
+        is_observed = controls or bool(self.observers)
         records = self._records(emitting, fed, clock) if emitting and is_observed else []
-        if self.drafter is not None:
+        if controls:
             self.controller.observe(records)
         self.cycle_id += 1
         for entry in emitting:

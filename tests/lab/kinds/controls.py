@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.lab.assisted import ConfidenceController, HeuristicController
 from tests.lab.dice import Dice
 from tests.lab.laboratory import Lab
 from tests.lab.setups import Fault, FaultSetup, Inject
 from tests.lab.workload import long_prompts, requests, setup_with_plain_stage
 
 from forerun.control.base import Controller
-from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.suffix import SuffixDrafter
 

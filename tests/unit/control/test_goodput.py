@@ -39,12 +39,31 @@ def test_it_comes_close_to_the_best_fixed_k(alpha):
     assert world(alpha).run(controller(), 1200) >= 0.94 * best_rate(alpha, table())
 
 
-def test_a_useless_draft_costs_less_than_three_percent():
-    assert world(0.0).run(controller(), 2000) >= 0.97 * best_rate(0.0, table())
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_useless_draft_costs_less_than_three_percent(rests):
+    ours = world(0.0)
+    ours.rests = rests
+    assert ours.run(controller(), 2000) >= 0.97 * best_rate(0.0, table())
 
 
-def test_a_draft_that_goes_and_comes_back_is_followed_within_200_steps():
+def test_it_rests_while_nothing_is_drafted_and_no_request_has_a_time_target():
+    ours, resting = world(0.0), controller()
+    ours.run(resting, 500)
+    while any(plan.num_speculative_tokens for plan in resting.decide(ours.states(), CAPACITY)):
+        ours.step(resting)
+    assert resting.rest() == 15
+    drafting = world(0.9)
+    drafting.run(always := controller(), 50)
+    assert always.rest() == 0
+    limited = [replace(state, tpot_target_s=1.0) for state in ours.states()]
+    resting.decide(limited, CAPACITY)
+    assert resting.rest() == 0
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_draft_that_goes_and_comes_back_is_followed_within_200_steps(rests):
     ours = world(lambda _, __, step: 0.8 if step < 300 or step >= 700 else 0.0)
+    ours.rests = rests
     ours.run(controller(), 1000)
     ks = [record.k_budget for record in ours.records]
     assert sum(ks[200:300]) > 3 * 100

@@ -137,6 +137,74 @@ def test_requests_without_wishes_have_none(listening):
     assert (first.tags, first.tpot_target_s, first.time_left_s) == ((), None, None)
 
 
+class Resting(Listening):
+    """Plans nothing, and rests for some steps."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+
+    def decide(self, states, capacity):
+        self.states += states
+        return [Plan()] * len(states)
+
+    def rest(self):
+        return self.num_steps
+
+
+@pytest.mark.parametrize(("num_rest", "num_asked"), [(0, 12), (3, 3), (100, 1)])
+def test_a_controller_that_rests_is_neither_asked_nor_told(target, num_rest, num_asked):
+    controller = Resting(num_rest)
+    engine = tiny.engine_over(target, Bushy(), controller=controller)
+    records = []
+    engine.observers.append(EmittedRecords(records.append))
+    engine.generate([[1, 2]], replace(PARAMS, max_tokens=13))
+    assert len(controller.states) == num_asked
+    assert len(controller.records) == num_asked + 1  # and the step that ended the prompt
+    assert len(records) == 13
+
+
+def test_a_rest_ends_where_other_requests_run(target):
+    controller = Resting(100)
+    engine = tiny.engine_over(target, Bushy(), controller=controller)
+    engine.add_request([1, 2], replace(PARAMS, max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    assert len(controller.states) == 1
+    engine.add_request([3], PARAMS)
+    for _ in range(3):
+        engine.step()
+    assert len(controller.states) > 1
+
+
+class Reading(Bushy):
+    """Keeps what it is told, and drafts when its controller says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, int]] = []
+
+    def observe(self, outcomes):
+        self.rows += [(o.first_row, o.num_rows) for o in outcomes]
+
+
+class EveryFifth(Listening):
+    def decide(self, states, capacity):
+        self.states += states
+        k = 2 if len(self.states) % 5 == 0 else 0
+        return [Plan.chain("draft_model", k)] * len(states)
+
+
+def test_a_drafter_is_told_of_plain_steps_before_its_next_draft(target):
+    drafter = Reading()
+    engine = tiny.engine_over(target, drafter, controller=EveryFifth())
+    engine.generate([[1, 2, 3]], replace(PARAMS, max_tokens=16))
+    assert drafter.rows[0] == (0, 3)
+    assert drafter.rows[1] == (3, 4)  # four plain steps in one
+    ends = [first + num for first, num in drafter.rows]
+    assert [first for first, _ in drafter.rows] == [0, *ends[:-1]]
+
+
 def test_no_plan_goes_beyond_the_engines_k(listening):
     engine, controller = listening
     engine.generate([[1, 2]], PARAMS)

@@ -127,6 +127,7 @@ def test_a_tree_that_is_slower_than_a_chain_of_its_draft_says_so(make_arm, clock
     assert faster_chain(other, slow) is None
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_traced_engine_observes_during_its_own_calls_only(fails):
     class Engine:
