@@ -20,7 +20,6 @@ from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords, StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.errors import InvalidRequest
-from forerun.measure.bench.summary import drafting_only
 from forerun.measure.profile.pair import LoadedPair, facts_of, setup_of
 from forerun.measure.profile.profile import ProfileSetup, check_setup, load_profile
 from forerun.plan.costs import DraftCosts, with_draft_cost
@@ -63,7 +62,7 @@ class Figures:
             num_tokens=sum(record.num_emitted for record in records),
             total_s=total_s,
             ttft_s=ttft_s,
-            acceptance=drafting_only(AcceptanceCounts.from_records(records)),
+            acceptance=AcceptanceCounts.from_records(records).drafting,
         )
 
     @property

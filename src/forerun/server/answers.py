@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
-from forerun.measure.bench.summary import drafting_only
 from forerun.models.tokenizers import Tokenizer
 from forerun.server.protocol import ChatRequest, GenerationRequest
 from forerun.server.tool_calls import ToolCallParser, ToolFormat
@@ -230,7 +229,7 @@ def _usage_of(outputs: Sequence[RequestOutput]) -> Json:
 
 def speculation_of(counts: AcceptanceCounts) -> Json:
     """Return the acceptance figures of a number of steps."""
-    drafted = drafting_only(counts)
+    drafted = counts.drafting
     return {
         "num_steps": drafted.num_steps,
         "num_plain_steps": counts.num_steps - drafted.num_steps,

@@ -64,6 +64,24 @@ class AcceptanceCounts:
         return AcceptanceCounts(self.num_drafted + other.num_drafted, self.steps + other.steps)
 
     @property
+    def drafting(self) -> AcceptanceCounts:
+        """Return the counts of the steps that drafted, as other engines count them."""
+        steps = Counter({key: n for key, n in self.steps.items() if key[0] > 0})
+        return AcceptanceCounts(self.num_drafted, steps)
+
+    def with_chains_of(self, most: int) -> AcceptanceCounts:
+        """Return the counts as if every chain had been cut to `most` tokens.
+
+        tau is a little low: longer steps accept more, so the next one begins at a harder place, and
+        block verification of a chain cut short may accept more of it.
+        """
+        cut = AcceptanceCounts()
+        for (depth, accepted), n in self.steps.items():
+            cut.steps[min(depth, most), min(accepted, most)] += n
+            cut.num_drafted += min(depth, most) * n
+        return cut
+
+    @property
     def num_steps(self) -> int:
         """Return the number of steps counted, plain ones included."""
         return self.steps.total()

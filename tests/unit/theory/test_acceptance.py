@@ -26,6 +26,15 @@ def test_totals():
     assert MIXED.acceptance_length == 2.0
 
 
+def test_plain_steps_can_be_left_out():
+    assert MIXED.drafting == counted((3, 3), (3, 1), (3, 0), (1, 1))
+
+
+def test_chains_can_be_cut():
+    assert MIXED.with_chains_of(2) == counted((2, 2), (2, 1), (2, 0), (1, 1), (0, 0))
+    assert MIXED.with_chains_of(0) == counted(*[(0, 0)] * 5)
+
+
 def test_a_position_that_was_not_drafted_is_not_a_rejection():
     assert MIXED.drafted_per_position == (4, 3, 3)
     assert MIXED.accepted_per_position == (3, 1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,7 +132,7 @@ def _summarise_arm(
     own: Sequence[Measurement], plain: Sequence[Measurement], interval: RatioInterval
 ) -> ArmSummary:
     """Compute the figures of one arm from its measurements and those of plain decoding."""
-    acceptance = drafting_only(sum((m.acceptance for m in own), AcceptanceCounts()))
+    acceptance = sum((m.acceptance for m in own), AcceptanceCounts()).drafting
     own_step_s = step_s(own)
     kappa = own_step_s / step_s(plain)
     num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
@@ -178,15 +177,6 @@ def best_arm(blocks: Sequence[Block]) -> BenchArm:
 
 def _columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
     return [list(column) for column in zip(*blocks, strict=True)]
-
-
-def drafting_only(counts: AcceptanceCounts) -> AcceptanceCounts:
-    """Return the counts of the steps that drafted, without plain steps.
-
-    Figures of other engines count the same steps.
-    """
-    steps = Counter({key: n for key, n in counts.steps.items() if key[0] > 0})
-    return AcceptanceCounts(counts.num_drafted, steps)
 
 
 def step_s(measurements: Sequence[Measurement]) -> float:

@@ -141,11 +141,9 @@ def _beta_of(
     """Return the share of steps accepted through each position that was drafted (beta)."""
     found = []
     for position in range(1, num_speculative_tokens + 1):
-        drafted, accepted = [], []
-        for prompt in prompts:
-            steps = prompt.acceptance.steps.items()
-            drafted.append(sum(n for (depth, _), n in steps if depth >= position))
-            accepted.append(sum(n for (_, taken), n in steps if taken >= position))
+        counts = [p.acceptance for p in prompts if p.acceptance.max_depth >= position]
+        accepted = [each.accepted_per_position[position - 1] for each in counts]
+        drafted = [each.drafted_per_position[position - 1] for each in counts]
         interval = over_prompts(accepted, drafted, (0.0, 1.0), seed=seed)
         if interval is not None:
             found.append(interval)

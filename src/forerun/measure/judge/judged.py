@@ -55,17 +55,6 @@ class JudgedPrompt:
     distinct_4gram_share: float
     alphas: tuple[float, ...]
 
-    def num_emitted_at(self, num_speculative_tokens: int) -> int:
-        """Return the number of tokens that these steps would emit with a smaller K.
-
-        A little low: longer steps accept more, so the next one begins at a harder place, and block
-        verification of a chain cut short may accept more of it.
-        """
-        return sum(
-            (1 + min(accepted, num_speculative_tokens)) * steps
-            for (_, accepted), steps in self.acceptance.steps.items()
-        )
-
 
 def over_prompts(
     numerators: Sequence[float],
@@ -154,12 +143,15 @@ def predicted_speedup(
     )
 
 
+def _num_emitted(prompt: JudgedPrompt, cycle: CycleCost) -> int:
+    return prompt.acceptance.with_chains_of(cycle.num_speculative_tokens).num_emitted
+
+
 def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> CycleCost:
     """Return the K with the highest predicted speedup, and its cost; the smallest K in a tie."""
 
     def speedup(cycle: CycleCost) -> float:
-        emitted = sum(prompt.num_emitted_at(cycle.num_speculative_tokens) for prompt in prompts)
-        return emitted / cycle.cost.estimate
+        return sum(_num_emitted(prompt, cycle) for prompt in prompts) / cycle.cost.estimate
 
     return max(cycles, key=speedup)
 
@@ -170,7 +162,7 @@ def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], see
     The errors of prompts and table are independent of each other, so they add up in quadrature.
     """
     pairs = [*zip(prompts, cycles, strict=True)]
-    emitted = [float(prompt.num_emitted_at(c.num_speculative_tokens)) for prompt, c in pairs]
+    emitted = [float(_num_emitted(prompt, cycle)) for prompt, cycle in pairs]
     spent = [prompt.acceptance.num_steps * cycle.cost.estimate for prompt, cycle in pairs]
     bounds = (
         min(1 / cycle.cost.estimate for cycle in cycles),
