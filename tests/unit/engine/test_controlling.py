@@ -191,8 +191,8 @@ class Reading(Bushy):
 class EveryFifth(Listening):
     def decide(self, states, capacity):
         self.states += states
-        k = 2 if len(self.states) % 5 == 0 else 0
-        return [Plan.chain("draft_model", k)] * len(states)
+        tree = Plan(method="draft_model", shape=Tree(num_nodes=2, depth=2, width=1))
+        return [Plan() if len(self.states) % 5 else tree] * len(states)
 
 
 def test_a_drafter_is_told_of_plain_steps_before_its_next_draft(target):
