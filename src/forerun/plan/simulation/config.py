@@ -24,7 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of everything that a workload file holds."""
 
 
-class Poisson(Settings, tag_field="kind", tag="poisson"):
+class Poisson(Settings, frozen=True, tag_field="kind", tag="poisson"):
     """Arrivals of a Poisson process."""
 
     rate_per_s: float
@@ -33,7 +33,7 @@ class Poisson(Settings, tag_field="kind", tag="poisson"):
         check_ranges(self, Range("rate_per_s", 0, above_low=True))
 
 
-class Uniform(Settings, tag_field="kind", tag="uniform"):
+class Uniform(Settings, frozen=True, tag_field="kind", tag="uniform"):
     """A uniformly distributed number of tokens from `least` to `most`."""
 
     least: int
@@ -43,7 +43,7 @@ class Uniform(Settings, tag_field="kind", tag="uniform"):
         check_ranges(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
 
 
-class Lognormal(Settings, tag_field="kind", tag="lognormal"):
+class Lognormal(Settings, frozen=True, tag_field="kind", tag="lognormal"):
     """Lognormal lengths, many short and few long ones, cut at `most`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lognormal(Settings, tag_field="kind", tag="lognormal"):
         )
 
 
-class Constant(Settings, tag_field="kind", tag="constant"):
+class Constant(Settings, frozen=True, tag_field="kind", tag="constant"):
     """The same acceptance probability at every position of every request."""
 
     alpha: float
@@ -70,7 +70,7 @@ class Constant(Settings, tag_field="kind", tag="constant"):
         check_ranges(self, Range("alpha", 0, high=1))
 
 
-class Clustered(Settings, tag_field="kind", tag="clustered"):
+class Clustered(Settings, frozen=True, tag_field="kind", tag="clustered"):
     """An acceptance probability per request, uniformly distributed around the mean.
 
     Attributes:
@@ -118,7 +118,7 @@ def _mean_tokens(lengths: Lengths) -> float:
     return min(lengths.most, lengths.median * math.exp(lengths.sigma**2 / 2))
 
 
-class Phase(Settings):
+class Phase(Settings, frozen=True):
     """A run of consecutive requests with the same distribution of acceptance.
 
     Attributes:
@@ -146,7 +146,7 @@ class Phase(Settings):
             before = value
 
 
-class SimulatedServerConfig(Settings):
+class SimulatedServerConfig(Settings, frozen=True):
     """Settings of the simulated server, with the names and meanings of the engine's settings.
 
     Attributes:
@@ -186,7 +186,7 @@ class SimulatedServerConfig(Settings):
             )
 
 
-class Slo(Settings):
+class Slo(Settings, frozen=True):
     """Service level objectives: the latency limits of a request.
 
     Attributes:
@@ -206,7 +206,7 @@ class Slo(Settings):
         )
 
 
-class Workload(Settings):
+class Workload(Settings, frozen=True):
     """Everything that a simulation needs except the cost table and the controller.
 
     Attributes:

@@ -100,7 +100,7 @@ def _acceptance_of(requests: Iterable[Seen]) -> Acceptance:
     return pooled.survival[:deepest] or Constant(alpha=0.0)
 
 
-class _RepeatedTrace(Settings):
+class _RepeatedTrace(Settings, frozen=True):
     """A workload file that names a trace; the trace decides everything else."""
 
     trace: str
