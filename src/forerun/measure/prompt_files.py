@@ -110,7 +110,10 @@ def _sources_of(path: Path) -> list[Path]:
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not found:
-        raise InvalidRequest(f"the folder {path} has no {', '.join(SUFFIXES)} file")
+        raise InvalidRequest(
+            f"the folder {path} has no {', '.join(SUFFIXES)} file with prompts; source code and "
+            'other texts are no prompts: write their beginnings to a .jsonl file as {"prompt": ...}'
+        )
     return found
 
 

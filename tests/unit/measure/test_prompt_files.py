@@ -81,6 +81,12 @@ def test_a_folder_without_any_is_refused(tmp_path):
         entries(tmp_path)
 
 
+def test_a_folder_of_code_is_told_what_prompts_are(tmp_path):
+    (tmp_path / "module.py").write_text("x = 1\n")
+    with pytest.raises(InvalidRequest, match="source code and other texts are no prompts: write"):
+        list(read_entries(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
