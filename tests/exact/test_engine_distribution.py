@@ -15,14 +15,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import tiny
+from tests import foreign, tiny
 from tests.automaton import Automaton
 
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.foreign import SharedTokenDraft, SharedTokenModel, TextDraft
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
+from forerun.drafters.vocabulary_map import map_vocabularies
+from forerun.engine import drafting
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.tabular import TabularModel
@@ -145,6 +148,49 @@ CHANGING = [
 def test_texts_follow_the_targets_distribution(target, draft, params):
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
+
+
+def foreign_draft(num_shared: int, way: str) -> Drafter:
+    """A draft of 300 tokens under other ids, some of the target's among them."""
+    tokenizer, _ = foreign.permuted()
+    found = map_vocabularies(tiny.tokenizer(), tokenizer)
+    kept = {token: found.shared[token] for token in range(num_shared)}
+    vocabulary = replace(found, shared=kept)
+    model = tiny.tabular(7, vocab_size=300, num_slots=BATCH, order=1)
+    if way == "slem":
+        return TextDraft(model, vocabulary)
+    return SharedTokenDraft(SharedTokenModel(model, vocabulary, VOCAB_SIZE), vocabulary, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("num_shared", [2, 3])
+@pytest.mark.parametrize("name", ["block", "token", "block, shaped", "block, penalised", "coupled"])
+def test_texts_with_a_draft_of_another_vocabulary(target, name, num_shared):
+    params = CASES[name]
+    engine = engine_over(target, foreign_draft(num_shared, "tli"))
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
+
+
+def test_texts_with_a_draft_of_encoded_text(target):
+    engine = engine_over(target, foreign_draft(3, "slem"))
+    assert p_value(texts_of(engine, BASE, 1500), text_probs(target, BASE)) > SMALLEST_P
+
+
+def test_a_foreign_draft_that_is_not_renormalised_is_found_out(target, monkeypatch):
+    """Its rows keep the probability of the tokens that the target does not have."""
+    drafter = foreign_draft(2, "tli")
+    propose = drafter.propose
+
+    def lying(requests, plans):
+        found = propose(requests, plans)
+        return [
+            None if p is None else replace(p, draft_probs=p.draft_probs * 0.6, assurance=None)
+            for p in found
+        ]
+
+    monkeypatch.setattr(drafter, "propose", lying)
+    monkeypatch.setattr(drafting, "_check_probs", lambda proposals: None)
+    engine = engine_over(target, drafter)
+    assert p_value(texts_of(engine, BASE, 1500), text_probs(target, BASE)) < SMALLEST_P
 
 
 NO_TWO_ALIKE = Automaton([{0: 1, 1: 2, 2: 3}, {1: 2, 2: 3}, {0: 1, 2: 3}, {0: 1, 1: 2}], VOCAB_SIZE)

@@ -57,19 +57,36 @@ def test_a_draft_that_fits_but_cannot_pay_is_warned_about(info, tiny_pair):
     assert "not smaller than the target" in captured.out
 
 
-def test_a_draft_that_does_not_fit_is_exit_1_with_the_first_differences(info, tiny_pair):
+@pytest.fixture
+def unfit(tiny_pair, tmp_path):
+    """A draft whose tokenizer lower-cases every text."""
+    folder = shutil.copytree(tiny_pair.stranger, tmp_path / "unfit")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_draft_with_another_tokenizer_shows_what_is_shared_and_how_it_drafts(info, tiny_pair):
     code, captured = info(tiny_pair.target, "--draft", tiny_pair.stranger)
+    assert code == 0
+    text = " ".join(captured.out.split())
+    assert "257 of the target's 257 tokens are the draft's too" in text
+    assert "drafts by shared tokens (TLI)" in text
+    fit = json.loads(info(tiny_pair.target, "--draft", tiny_pair.stranger, "--json")[1].out)["fit"]
+    assert fit["method"] == "tli"
+    assert fit["vocabularies"]["first_differences"] == [[257, None, "zz"]]
+
+
+def test_a_draft_that_does_not_fit_is_exit_1_with_the_reason(info, tiny_pair, unfit):
+    code, captured = info(tiny_pair.target, "--draft", unfit)
     assert code == 1
     assert "does not fit" in captured.out
+    assert "turns 'Ab' into 'ab'" in " ".join(captured.out.split())
     assert "id 257: target None, draft 'zz'" in captured.out
-
-
-def test_a_draft_that_does_not_fit_in_json(info, tiny_pair):
-    code, captured = info(tiny_pair.target, "--draft", tiny_pair.stranger, "--json")
-    fit = json.loads(captured.out)["fit"]
+    code, captured = info(tiny_pair.target, "--draft", unfit, "--json")
     assert code == 1
-    assert fit["fits"] is False
-    assert fit["vocabularies"]["first_differences"] == [[257, None, "zz"]]
+    assert json.loads(captured.out)["fit"]["fits"] is False
 
 
 def test_an_aligned_draft_shows_its_figures_and_whether_its_target_has_changed(

@@ -46,7 +46,6 @@ def run(options: InfoOptions) -> int:
     from forerun.cli.info_report import compare, print_fit, print_model
     from forerun.drafters.registry import is_head
     from forerun.models.load import model_folder
-    from forerun.models.tokenizers import compare_vocabularies
 
     if options.draft is not None and parse_drafter(options.draft) is not None:
         raise InvalidRequest(
@@ -58,7 +57,7 @@ def run(options: InfoOptions) -> int:
     draft, fit = None, None
     if options.draft is not None:
         draft, draft_tokenizer = _describe_for(options, options.draft)
-        fit = compare(target, draft, compare_vocabularies(tokenizer, draft_tokenizer))
+        fit = compare(target, draft, tokenizer, draft_tokenizer)
     if options.json:
         print(json.dumps(as_json(target, draft, fit)))
     else:

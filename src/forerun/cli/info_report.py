@@ -11,11 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from forerun.cli.tables import SafeConsole
+from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.checkpoint import read_checkpoint, read_object, tokenizer_hash, weights_hash
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
 from forerun.models.load import choose_dtype, load_model, load_tokenizer, model_folder, read_config
 from forerun.models.memory import MemoryEstimate, estimate, geometry_of, readable
+from forerun.models.tokenizers import compare_vocabularies
 
 if TYPE_CHECKING:
     from forerun.engine.config import EngineConfig
@@ -100,10 +102,14 @@ class DraftFit(Fit):
 
     Attributes:
         vocabularies: the two tokenizers compared by id.
+        method: how the draft would be used: "draft_model", "tli" or "slem".
+        reason: why, in words.
         relative_size: draft parameters over target parameters.
     """
 
     vocabularies: VocabularyComparison
+    method: str
+    reason: str
     relative_size: float
 
 
@@ -150,25 +156,29 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
 
 
 def compare(
-    target: ModelDescription, draft: ModelDescription, vocabularies: VocabularyComparison
+    target: ModelDescription,
+    draft: ModelDescription,
+    tokenizer: Tokenizer,
+    draft_tokenizer: Tokenizer,
 ) -> DraftFit:
-    """Compare target and draft, given their descriptions."""
+    """Compare target and draft, given their descriptions and tokenizers."""
+    vocabularies = compare_vocabularies(tokenizer, draft_tokenizer)
+    problems: tuple[str, ...] = ()
+    method, reason = "draft_model", "same tokenizer"
+    if not vocabularies.identical:
+        try:
+            shared = map_vocabularies(tokenizer, draft_tokenizer)
+            method, reason = shared.way, shared.reason
+        except IncompatibleDraft as error:
+            problems = (str(error),)
     return DraftFit(
         vocabularies=vocabularies,
-        problems=tuple(_problems_of(vocabularies)),
+        method=method,
+        reason=reason,
+        problems=problems,
         warnings=tuple(warnings_of(target, draft)),
         relative_size=draft.num_parameters / target.num_parameters,
     )
-
-
-def _problems_of(vocabularies: VocabularyComparison) -> Iterator[str]:
-    """Return the reasons for which a draft cannot be used."""
-    if not vocabularies.identical:
-        yield (
-            f"the tokenizers differ at {vocabularies.num_different} of {vocabularies.num_target} "
-            "ids: a drafted id would mean another text to the target; use a draft trained with "
-            "the target's tokenizer"
-        )
 
 
 def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[str]:
@@ -256,10 +266,11 @@ def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
 def print_fit(fit: DraftFit) -> None:
     """Print whether the pair works, and warnings."""
     size = f"{fit.relative_size:.1%} of the target's parameters"
-    _print_verdict("draft", fit, f": same tokenizer, {size}" if fit.fits else f" ({size})")
-    console = SafeConsole()
-    for token, target, draft in fit.vocabularies.first_differences:
-        console.print(f"    id {token}: target {target!r}, draft {draft!r}", markup=False)
+    _print_verdict("draft", fit, f": {fit.reason}, {size}" if fit.fits else f" ({size})")
+    if not fit.fits:
+        for token, target, draft in fit.vocabularies.first_differences:
+            line = f"    id {token}: target {target!r}, draft {draft!r}"
+            SafeConsole().print(line, markup=False)
     _print_warnings(fit)
 
 

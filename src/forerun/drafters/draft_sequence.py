@@ -92,7 +92,7 @@ class DraftSequence:
         """
         shape = plan.shape
         planned = min(shape.num_nodes, shape.depth)
-        room = max(0, max_context - self.num_committed)
+        room = max(0, max_context - len(self.context.ids))
         self.budget = min(planned, room)
         self.stop_reason = "budget" if self.budget == planned else "context"
         self.stop, self.stop_values = plan.stop, None
@@ -139,7 +139,7 @@ class DraftSequence:
 
         The chain must fit the context, and only the temperature may shape its distributions.
         """
-        fits = self.num_committed + num_tokens - 1 <= max_context
+        fits = len(self.context.ids) + num_tokens - 1 <= max_context
         return fits and self.request.history is None and not self.params.has_processors
 
     @property

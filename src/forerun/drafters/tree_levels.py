@@ -61,7 +61,7 @@ def next_pass(growths: Sequence[BestFirst | Drawn], device: torch.device) -> Row
         spans.append(
             sequence.tree_span(TokenTree(tuple([rows.get(p[:-1], -1) for p in paths])), rows)
         )
-        tokens += [sequence.request.ids[-1], *[path[-1] for path in paths]]
+        tokens += [sequence.context.ids[-1], *[path[-1] for path in paths]]
         wanted += [first + rows[path] for path in growth.frontier]
     return pack(spans, tokens, wanted, device)
 

@@ -16,6 +16,7 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.eagle3.golden import GOLDEN_FILE
+from forerun.drafters.foreign import foreign_drafter
 from forerun.drafters.registry import build_drafter, find_checkpoint, is_head
 from forerun.drafters.several import SeveralDrafters, named_by_method, tree_methods
 from forerun.engine.config import EngineConfig
@@ -24,7 +25,7 @@ from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
 from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
-from forerun.models.tokenizers import Tokenizer, check_vocabularies
+from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,7 +158,7 @@ def load_drafter(
 
     Raises:
         InvalidModel: the draft model is missing, damaged or of an unsupported kind.
-        IncompatibleDraft: the tokenizers differ.
+        IncompatibleDraft: the tokens of its tokenizer cannot be matched with those of the target.
         InvalidRequest: a drafter's argument cannot be honoured.
     """
     named = parse_drafter(draft) if isinstance(draft, str) else None
@@ -172,8 +173,16 @@ def load_drafter(
         loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
     else:  # the tokenizer it was trained with is unknown and taken to be the target's
         loaded = _adapt_loaded(draft, config), tokenizer
-    _check_pair(target, tokenizer, loaded)
-    return DraftModel(loaded[0], vocab_size=target.vocab_size)
+    model, own = loaded
+    if model.num_parameters >= target.num_parameters:
+        logger.warning(
+            "the draft has %d parameters, the target %d: drafting will cost more than it saves",
+            model.num_parameters,
+            target.num_parameters,
+        )
+    if compare_vocabularies(tokenizer, own).identical:
+        return DraftModel(model, vocab_size=target.vocab_size)
+    return foreign_drafter(model, own, tokenizer, target.vocab_size)
 
 
 def load_drafters(
@@ -210,17 +219,6 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
                 )
             found |= set(ids)
     return frozenset(token for token in found if token is not None)
-
-
-def _check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> None:
-    """Refuse a draft with another vocabulary, and warn if it is as large as the target."""
-    check_vocabularies(tokenizer, draft[1])
-    if draft[0].num_parameters >= target.num_parameters:
-        logger.warning(
-            "the draft has %d parameters, the target %d: drafting will cost more than it saves",
-            draft[0].num_parameters,
-            target.num_parameters,
-        )
 
 
 def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:

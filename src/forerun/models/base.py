@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture
 from forerun.models.kv_store import ContiguousKVStore, KVStore
-from forerun.models.slots import Prefix
+from forerun.models.slots import Prefix, common_length
 from forerun.theory.tree import NO_TREE, TokenTree
 
 
@@ -297,6 +297,16 @@ class Context:
     def commit(self, rows: Sequence[int]) -> None:
         """Commit the given staged rows and drop all other staged rows."""
         self.store.commit(self.slot, rows)
+
+    def replace_ids(self, ids: Sequence[int]) -> None:
+        """Take other tokens as the sequence's, and drop what is cached from the first change on.
+
+        The last token is always pending then, since its logits are wanted.
+        """
+        same = common_length(self.ids, ids)
+        self.ids[same:] = ids[same:]
+        if self.num_cached > (num_kept := max(0, min(same, len(ids) - 1))):
+            self.store.cut(self.slot, num_kept)
 
     def close(self, num_kept: int = 0) -> None:
         """Free the slot, but keep its first `num_kept` tokens for requests with the same prefix."""

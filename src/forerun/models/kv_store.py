@@ -189,6 +189,16 @@ class KVStore(ABC):
         """
         self._slots.keep(slot, num_tokens)
 
+    def cut(self, slot: int, num_tokens: int) -> None:
+        """Drop all tokens and staged rows of `slot` after its first `num_tokens` tokens.
+
+        Raises:
+            ValueError: fewer are committed.
+        """
+        self._slots.cut(slot, num_tokens)
+        if self._features is not None:
+            self._features.invalidate(slot, num_tokens)
+
     @abstractmethod
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot.

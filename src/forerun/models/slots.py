@@ -265,6 +265,15 @@ class SlotTable:
         self._committed[slot] = self._written[slot] = length
         return committed
 
+    def cut(self, slot: int, num_tokens: int) -> None:
+        """Drop all rows of `slot` after its first `num_tokens` tokens.
+
+        Raises:
+            ValueError: fewer are committed.
+        """
+        self.check_prefix(slot, num_tokens)
+        self._committed[slot] = self._written[slot] = num_tokens
+
     def fill(self, slot: int, num_tokens: int) -> None:
         """Give an empty slot `num_tokens` committed tokens at once.
 

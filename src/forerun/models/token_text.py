@@ -182,7 +182,7 @@ def token_decoder(tokenizer_json: str) -> TokenDecoder:
         return TokenDecoder(to_bytes=lambda piece: b" " + piece.encode(), open_stream=WordStream)
     if "ByteLevel" in kinds:
         return TokenDecoder(to_bytes=from_byte_level, open_stream=ByteLevelStream)
-    if kinds & {"ByteFallback", "Metaspace"}:
+    if kinds & {"ByteFallback", "Metaspace", "Fuse"}:
         rules = _piece_rules(steps)
         return TokenDecoder(to_bytes=rules.to_bytes, open_stream=lambda: PieceStream(rules))
     raise InvalidModel(

@@ -90,6 +90,15 @@ class Tokenizer:
             )
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def with_plain_specials(self) -> Tokenizer:
+        """Return this tokenizer with special tokens written out in a text read as plain text."""
+        return Tokenizer(replace(self.definition, splits_special_tokens=True), self._load_renderer)
+
+    def normalised(self, text: str) -> str:
+        """Return what a text is changed to before it is encoded."""
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, leaving special tokens out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))

@@ -15,6 +15,7 @@ from tests.cards import card_for
 from forerun.drafters import registry
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3
+from forerun.drafters.foreign import SharedTokenDraft
 from forerun.drafters.medusa import load_medusa
 from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
 from forerun.drafters.suffix import SuffixDrafter
@@ -84,16 +85,16 @@ def test_another_draft_for_the_same_loaded_target(target, draft):
     assert pair.with_draft(None).drafter is None
 
 
-def test_a_draft_with_another_tokenizer_is_refused(target, folder):
+def test_a_draft_with_another_tokenizer_drafts_the_tokens_that_both_have(target, folder):
     stranger = folder("stranger", extra=("<first>", "<second>"))
-    with pytest.raises(IncompatibleDraft) as caught:
-        load(target, stranger)
-    message = str(caught.value)
-    first = len(tiny.backend())
-    assert f"{first + 2} and {first} tokens" in message
-    assert f"id {first}: target None, draft '<first>'" in message
-    assert f"id {first + 1}: target None, draft '<second>'" in message
-    assert "same tokenizer" in message
+    pair = load(target, stranger)
+    assert isinstance(pair.drafter, SharedTokenDraft)
+    assert len(pair.drafter.vocabulary.shared) == len(tiny.backend())
+    params = SamplingParams(seed=1, max_tokens=8)
+    found = pair.generate(tiny.PROMPTS, params)
+    expected = load(target).generate(tiny.PROMPTS, params)
+    assert [output.text for output in found] == [output.text for output in expected]
+    assert found[0].completions[0].acceptance.num_drafted > 0
 
 
 def test_a_draft_as_large_as_the_target_is_warned_of(target, folder, caplog):

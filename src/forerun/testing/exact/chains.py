@@ -251,5 +251,5 @@ def draft_chain(
         tokens=tokens,
         num_drafted=kept.cumprod(-1).sum(-1),
         target=torch.stack([pairs.target_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
-        draft=torch.stack([pairs.draft[start + i][:, p] for i, p in enumerate(prefixes)], 2),
+        draft=torch.stack([pairs.draft_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
     )

@@ -150,6 +150,10 @@ class ModelPairs:
         """
         return self.target[num_committed + depth]
 
+    def draft_rows(self, num_committed: int, depth: int) -> Tensor:
+        """Return the draft's rows that verification reads, likewise."""
+        return self.draft[num_committed + depth]
+
     def with_full_drafts(self) -> ModelPairs:
         """Return pairs whose draft distributions give every token a positive probability."""
         full = torch.stack([(rows > 0).flatten(1).all(-1) for rows in self.draft]).all(0)

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from forerun.drafters.foreign import restricted
 from forerun.sampling.chain import Rule, prefix_ratios, residual_weights
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.noise import Purpose, step_key
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.testing.exact.chains import ChainRows, ChainVerifier, engine_accept, engine_final
-from forerun.testing.exact.pairs import ModelPairs
+from forerun.testing.exact.pairs import ModelPairs, Table
 
 Text = tuple[int, ...]
 View = Callable[[History, Text], RowHistory]
@@ -132,6 +133,56 @@ def shaped_pairs(
             for depth in range(min(level, max_depth) + 1)
         },
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForeignPairs(ModelPairs):
+    """Pairs whose drafts have another vocabulary, drafting the tokens that both have.
+
+    Attributes:
+        verified: the draft's rows that verification reads, per level.
+    """
+
+    verified: Table
+
+    def draft_rows(self, num_committed: int, depth: int) -> Tensor:
+        """Return the draft's rows as verification reads them."""
+        return self.verified[num_committed + depth]
+
+
+FlawedMap = Literal["none", "not renormalised", "two draft tokens for one"]
+
+
+def foreign_pairs(
+    pairs: ModelPairs, generator: torch.Generator, flaw: FlawedMap = "none"
+) -> ForeignPairs:
+    """Give every draft two more tokens than the target has, and a random map between the two.
+
+    Args:
+        pairs: whose drafts the foreign ones resemble where they share tokens.
+        generator: of the map and of the other tokens' logits.
+        flaw: a deliberate bug in the rows that verification reads.
+    """
+    vocab_size = pairs.vocab_size
+    order = torch.empty(vocab_size + 2).uniform_(generator=generator).argsort()
+    columns, num_shared = order[:vocab_size], 1 + int(order[0]) % vocab_size
+    is_missing = torch.arange(vocab_size) >= num_shared
+    drawn, verified = [], []
+    for rows in pairs.draft:
+        logits = torch.empty(*rows.shape[:-1], vocab_size + 2, dtype=rows.dtype)
+        logits.uniform_(-3, 0, generator=generator)[..., columns] = rows.clamp(min=1e-9).log()
+        probs, own = logits.softmax(-1), restricted(logits, columns, is_missing).softmax(-1)
+        drawn.append(own)
+        if flaw == "not renormalised":
+            verified.append(probs[..., columns] * ~is_missing)
+        elif flaw == "two draft tokens for one":
+            both = probs[..., columns] * ~is_missing
+            both[..., 0] += probs[..., order[-1]]
+            drawn[-1] = both / both.sum(-1, keepdim=True)
+            verified.append(own)
+        else:
+            verified.append(own)
+    return ForeignPairs(target=pairs.target, draft=tuple(drawn), verified=tuple(verified))
 
 
 def _seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view: View) -> Tensor:

@@ -25,7 +25,16 @@ from forerun.testing.exact.chains import (
     kernel_final,
 )
 from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, structured_pairs
-from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, SHAPES, Shape, View, shaped_pairs
+from forerun.testing.exact.plants import (
+    PLANTED,
+    PLANTED_VIEWS,
+    SHAPES,
+    FlawedMap,
+    Shape,
+    View,
+    foreign_pairs,
+    shaped_pairs,
+)
 from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
 from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
 from forerun.testing.exact.walks import Walker, compare_with_plain, emit_walks, goodput_k
@@ -147,6 +156,8 @@ NUM_PLANTED_PAIRS = 64
 SHAPED_SHARE = 5
 """Pairs shaped by the text are computed row by row, so there is one for so many others."""
 NUM_COUPLED_SEEDS = 2
+PAIRS_PER_MAP = 10
+"""Pairs of models that share one random map between the vocabularies of target and draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +228,10 @@ def _check_verifiers(num_pairs: int, seed: int, tell: Progress) -> Iterator[Veri
             tell(f"{rule}, {shape}")
             sets = _shaped_sets(settings, -(-num_pairs // SHAPED_SHARE), seed, SHAPES[shape])
             yield _check(f"{rule}, {shape}", emit, sets)
+    for rule in get_args(Rule):
+        name = f"{rule}, draft with another vocabulary"
+        tell(name)
+        yield _check(name, _chains(ChainVerifier(rule=rule)), _foreign_sets(num_pairs, seed))
     for name, verifier in _tree_verifiers():
         tell(name)
         yield _check(name, _trees(verifier), _tree_sets(num_pairs, seed))
@@ -238,6 +253,13 @@ def _check_planted(seed: int, tell: Progress) -> Iterator[PlantedResult]:
         sets = _shaped_sets(CHAINS[1:2], NUM_PLANTED_PAIRS, seed, SHAPES[bug.shape], bug.view)
         result = _check(bug.name, _chains(ChainVerifier(rule="block")), sets)
         yield PlantedResult(name=bug.name, num_pairs=result.num_pairs, worst_tv=result.worst_tv)
+
+    for flaw in get_args(FlawedMap)[1:]:
+        name = f"draft with another vocabulary, {flaw}"
+        tell(f"planted: {name}")
+        sets = _foreign_sets(NUM_PLANTED_PAIRS, seed, flaw)
+        result = _check(name, _chains(ChainVerifier(rule="block")), sets)
+        yield PlantedResult(name=name, num_pairs=result.num_pairs, worst_tv=result.worst_tv)
 
 
 def _check_planted_trees(seed: int, tell: Progress) -> Iterator[PlantedResult]:
@@ -337,6 +359,16 @@ def _shaped_sets(
         share = (num_pairs + index) // len(settings)
         for pairs in random_pairs(share, setting.vocab_size, setting.horizon, generator):
             yield shaped_pairs(pairs, shape, max(setting.tree.depths), view), setting.tree
+
+
+def _foreign_sets(num_pairs: int, seed: int, flaw: FlawedMap = "none") -> PairSets:
+    """Return `num_pairs` random pairs, a random map of the vocabularies for every few of them."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, num_pairs, PAIRS_PER_MAP):
+        share = min(PAIRS_PER_MAP, num_pairs - start)
+        setting = CHAINS[1 + 2 * (start // PAIRS_PER_MAP % 2)]
+        for pairs in random_pairs(share, setting.vocab_size, setting.horizon, generator):
+            yield foreign_pairs(pairs, generator, flaw), setting.tree
 
 
 def _check(name: str, emit: Emit, sets: PairSets) -> VerifierResult:
