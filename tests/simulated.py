@@ -80,6 +80,7 @@ class World:
     seed: int = 0
     rests: bool = False
     rest_left: int = 0
+    slow: float = 1.0
     clock_s: float = 0.0
     cycle: int = 0
     records: list[StepRecord] = field(default_factory=list)
@@ -122,6 +123,7 @@ class World:
     def times(self, drafted: Sequence[tuple[str, int]]) -> tuple[float, float, float]:
         batch = len(drafted)
         factor = self.random.lognormvariate(0.0, self.noise) if self.noise else 1.0
+        factor *= self.slow
         used = {method for method, k in drafted if k}
         any_table = next(iter(self.truth.values()))
         if not used:

@@ -111,7 +111,9 @@ class GoodputController:
         self.costs = CostModel(costs, max_k, max_tree_nodes, self.config)
         self.acceptance = AcceptanceEstimates(self.config)
         self._active: ActivePlan | None = None
-        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan]] = []
+        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int]] = []
+        self._rested = 0  # plain steps without a record before the next record
+        self._will_rest = 0  # the same after it
         self._probe_loss = 0.0
         self._num_probes = 0
         first_gap = self._plain_gap - self.config.num_cold
@@ -138,7 +140,8 @@ class GoodputController:
         if not records or active is None:
             return
         # The simulator creates records on access, from requests that change in the next step.
-        self._backlog.append((tuple(records), active))
+        self._backlog.append((tuple(records), active, self._rested))
+        self._rested, self._will_rest = self._will_rest, 0
         if active.steps_left == 0:
             self._learn()
 
@@ -151,12 +154,13 @@ class GoodputController:
             return 0
         num_steps = min(active.steps_left, MOST_REST)
         active.steps_left -= num_steps
-        self._num_plain += num_steps
+        self._will_rest = num_steps
         self._probe_loss = max(0.0, self._probe_loss - num_steps * self.config.probe_share)
         return num_steps
 
     def _learn(self) -> None:
-        for records, active in self._backlog:
+        for records, active, num_rested in self._backlog:
+            self._num_plain += num_rested
             self._learn_step(records, active)
         self._backlog.clear()
 

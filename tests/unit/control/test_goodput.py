@@ -60,6 +60,23 @@ def test_it_rests_while_nothing_is_drafted_and_no_request_has_a_time_target():
     assert resting.rest() == 0
 
 
+def test_the_plain_step_before_a_rest_is_cold_if_a_draft_came_before():
+    """It counts for the costs of plain steps only after four others."""
+    ours, resting = world(0.0), controller()
+    ours.rests = True
+    ours.run(resting, 1000)
+    probes = [at for at, record in enumerate(ours.records) if record.k_budget]
+    assert probes[-1] > 500
+    plain = resting.costs.times(OperatingPoint.of(ours.states()))["d"].plain_s
+    for _ in range(400):
+        cold = ours.records[-1].k_budget > 0 and ours.rest_left == 0
+        ours.slow = 5.0 if cold else 1.0
+        ours.step(resting)
+    assert sum(record.k_budget > 0 for record in ours.records[1000:])
+    now = resting.costs.times(OperatingPoint.of(ours.states()))["d"].plain_s
+    assert now == pytest.approx(plain, rel=0.03)
+
+
 @pytest.mark.parametrize("rests", [False, True])
 def test_a_draft_that_goes_and_comes_back_is_followed_within_200_steps(rests):
     ours = world(lambda _, __, step: 0.8 if step < 300 or step >= 700 else 0.0)
