@@ -46,7 +46,7 @@ def ours(engine: Engine, prompts: Sequence[str], params: SamplingParams) -> dict
     counts = AcceptanceCounts.from_records(records)
     num_tokens = sum(record.num_emitted for record in records)
     return {
-        "texts": [output.token_ids for output in outputs],
+        "texts": [list(output.token_ids) for output in outputs],
         "num_tokens": num_tokens,
         "num_passes": len(records),
         "tokens_per_pass": num_tokens / len(records),
@@ -101,8 +101,13 @@ def drafters(target: Engine, folder: Path) -> tuple[str, dict[str, Drafter], str
     return vocabulary.way, {"tli": shared, "slem": TextDraft(model, vocabulary)}, vocabulary.reason
 
 
+def ending(text: str, num_characters: int) -> str:
+    """The last lines of a text, for drafts with a short context."""
+    return text if len(text) <= num_characters else text[-num_characters:].partition("\n")[2]
+
+
 def compare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    prompts = [prompt.text for prompt in held_out_prompts()][: args.prompts]
+    prompts = [ending(p.text, args.prompt_characters) for p in held_out_prompts()][: args.prompts]
     params = SamplingParams(temperature=0, max_tokens=args.tokens)
     config = EngineConfig(num_speculative_tokens=args.k, controller="fixed", sharing="none")
     plain = Engine.load(args.target, dtype="float32", config=config)
@@ -131,6 +136,7 @@ def main() -> None:
     parser.add_argument("drafts", type=Path)
     parser.add_argument("--target", default="zoo:code-11m")
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompt-characters", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("-k", type=int, default=4, help="of the target's tokens")
     parser.add_argument("--their-k", type=int, nargs="+", default=[4], help="of the draft's tokens")
@@ -145,7 +151,7 @@ def main() -> None:
         "versions": {m.__name__: m.__version__ for m in (forerun, torch, transformers)},
     }
     for kind in args.kinds or sorted(p.name for p in args.drafts.iterdir() if p.is_dir()):
-        found = content[kind] = compare(args.drafts / kind, args)
+        found = content[f"{kind}, K={args.k}"] = compare(args.drafts / kind, args)
         print(kind, found["reason"])
         for name, arm in found.items():
             if isinstance(arm, dict):

@@ -75,6 +75,17 @@ def test_rows_never_staged_are_refused(table):
         table.commit(slot, [0])
 
 
+def test_a_slot_cut_back_goes_on_from_there(table):
+    slot = table.reserve()
+    table.fill(slot, 5)
+    table.stage(slot, 5, 2)
+    table.cut(slot, 3)
+    assert table.length(slot) == table.num_written(slot) == 3
+    table.stage(slot, 3, 1)
+    with pytest.raises(ValueError, match="holds 3"):
+        table.cut(slot, 4)
+
+
 def test_only_an_empty_slot_can_be_filled(table):
     slot = table.reserve()
     table.stage(slot, 0, 1)
