@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.models.architecture import Architecture, read_architecture
+from forerun.models.architecture import Architecture, WeightFormat, read_architecture
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder
 from forerun.models.memory import KVGeometry, geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
@@ -35,13 +35,14 @@ def run_natively(
     num_threads: int = 1,
     num_slots: int = 4,
     max_context: int | None = None,
+    weights: WeightFormat = "auto",
 ) -> NativeModel:
     geometry = geometry_for(decoder, dtype, num_slots, max_context)
 
     def read(name: str) -> Tensor:
         return parameters[name].to(dtype)
 
-    model = build_native_model(decoder, read, geometry, load_kernels(num_threads))
+    model = build_native_model(decoder, read, geometry, load_kernels(num_threads), weights)
     # Nothing may be read that has not been written.
     for layer in range(geometry.num_layers):
         for plane in model.store.layer(layer):

@@ -83,6 +83,8 @@ DECODERS: dict[str, Decoder] = {
     ),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+QUANTISED = {"int8 bf16": ("bf16", "int8"), "int4 fp32": ("fp32", "int4-int8")}
+"""Dtype and weights."""
 NAN_TOKEN = 0
 
 
@@ -112,9 +114,11 @@ def models(name: str, dtype: str, num_threads: int) -> tuple[NativeModel, Native
     parameters = random_parameters(decoder)
     if not decoder.tied:
         parameters["model.embed_tokens.weight"][NAN_TOKEN] = float("nan")
+    dtype, weights = QUANTISED.get(dtype, (dtype, "auto"))
+    options = {"dtype": DTYPES[dtype], "weights": weights}
     return (
-        run_natively(decoder, parameters, dtype=DTYPES[dtype], num_threads=num_threads),
-        run_natively(decoder, parameters, dtype=DTYPES[dtype]),
+        run_natively(decoder, parameters, num_threads=num_threads, **options),
+        run_natively(decoder, parameters, **options),
     )
 
 
@@ -197,7 +201,7 @@ def pass_over(subject: NativeModel, sequences: list[Sequence], fed: list[Feed]) 
 SUBJECTS = [
     (name, dtype, num_threads)
     for index, name in enumerate(DECODERS)
-    for dtype in DTYPES
+    for dtype in (*DTYPES, *QUANTISED)
     for num_threads in (1, 2 + index % 2)
 ]
 

@@ -20,7 +20,7 @@ from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
-from forerun.models.architecture import Runner
+from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class BenchOptions:
     """auto, cpu, cuda or mps."""
     runner: Runner = DEFAULTS.runner
     """Runs the passes; see `forerun generate --help`."""
+    weights: WeightFormat = DEFAULTS.weights
+    """Bits of the target's weights; see `forerun generate --help`."""
     threads: int | None = None
     """Threads of the passes. Default: the number with which plain decoding is fastest."""
     controller: Annotated[
@@ -119,6 +121,7 @@ class BenchOptions:
             dtype=self.dtype,
             device=self.device,
             runner=self.runner,
+            weights=self.weights,
             num_threads=self.threads,
         )
 

@@ -16,7 +16,7 @@ from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.models.architecture import Runner
+from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
@@ -164,7 +164,8 @@ class PairFlags(TargetFlags):
     draft: UseAppendAction[tuple[str, ...]] = ()
     """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
     "recycling", which proposes what the target ranked highest after the same token before;
-    "self:N", the target's first N layers; "none" for plain decoding.
+    "self:N", the target's first N layers; "self:int4" or "self:int8", the target in fewer bits;
+    "none" for plain decoding.
     Default: the shipped draft for a shipped target.
     With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens
@@ -184,6 +185,11 @@ class PairFlags(TargetFlags):
     step with them. "suffix" needs none."""
     max_context: int = EngineConfig().max_context
     """Longest prompt and output together, cut to what the models hold."""
+    weights: WeightFormat = EngineConfig().weights
+    """Bits of the target's weights: auto (as stored), bf16, int8, int4, or int4-int8, which has an
+    output layer of 8 bits. Fewer bits decode faster and change the text a little."""
+    draft_weights: WeightFormat = EngineConfig().draft_weights
+    """The same of draft models; the text does not depend on them."""
 
     @property
     def draft_names(self) -> tuple[str, ...]:

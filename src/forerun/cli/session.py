@@ -211,6 +211,8 @@ def load_engine(
         max_step_rows=max(EngineConfig().max_step_rows, max_batch * (most + 1)),
         runner=pair.runner,
         num_threads=use_threads(pair.threads),
+        weights=pair.weights,
+        draft_weights=pair.draft_weights,
     )
     engine = Engine.load(
         pair.target, pair.draft_names or None, dtype=pair.dtype, device=pair.device, config=config

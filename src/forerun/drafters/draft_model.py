@@ -304,11 +304,12 @@ def _sampled_proposal(
 
 
 class SelfDraft(DraftModel):
-    """A draft of the target's own first layers, final norm and output head, untrained.
+    """A draft of the target's own weights, untrained: its first layers, or all of it in fewer bits.
 
-    It shares the target's weights and KV cache: a layer's rows do not depend on the layers above
-    it, so the rows of committed tokens are there already. Draft rows are staged in the target's own
-    slot, and the target's next pass overwrites them.
+    It shares the target's KV cache, so the rows of committed tokens are there already: a layer's
+    rows do not depend on the layers above it, and those of the target are the ones that its
+    quantised copy approximates. Draft rows are staged in the target's own slot, and the target's
+    next pass overwrites them.
     """
 
     method = "self"

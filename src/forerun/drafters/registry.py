@@ -19,7 +19,8 @@ from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
-from forerun.models.base import LanguageModel, LayeredModel
+from forerun.models.architecture import QUANTISED
+from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
 from forerun.models.checkpoint import read_object
 
 CheckpointTest = Callable[[Mapping[str, Any]], bool]
@@ -45,7 +46,15 @@ def recycling(argument: str, target: LanguageModel) -> Drafter:
 
 
 def _self_draft(argument: str, target: LanguageModel) -> Drafter:
-    """Build `self:N`, which drafts with the target's first N layers."""
+    """Build `self:N`, the target's first N layers, or `self:int4`, all of it in fewer bits."""
+    weights = next((weights for weights in QUANTISED if weights == argument), None)
+    if weights is not None:
+        if not isinstance(target, QuantisableModel):
+            raise InvalidRequest(
+                f"self:{argument} needs the native runner, which quantises the target's weights; "
+                f"{type(target).__name__} cannot: choose another draft"
+            )
+        return SelfDraft(target.in_fewer_bits(weights), target.vocab_size)
     num_layers = _whole_number(f"self:{argument}", argument)
     if not isinstance(target, LayeredModel):
         raise InvalidRequest(

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from forerun.control.base import Plan, Tree
 from forerun.control.config import ControllerName, check_name
 from forerun.errors import InvalidRequest, Range, check_ranges
-from forerun.models.architecture import RUNNERS, Runner
+from forerun.models.architecture import RUNNERS, WEIGHT_FORMATS, Runner, WeightFormat
 
 Sharing = Literal["tenant", "all", "none"]
 
@@ -90,6 +90,9 @@ class EngineConfig:
         runner: the implementation of the passes of target and draft; "auto": the fastest available.
         num_threads: of the native CPU runner, whose threads all models of a process share; None: as
             many as torch uses. torch itself is set to one thread beside it.
+        weights: bits of the target's weight matrices on the native runner: "int8", "int4", or
+            "int4-int8" with an output layer of 8 bits. "auto": as they are stored.
+        draft_weights: the same of draft models.
 
     Raises:
         InvalidRequest: a value cannot work; the message names it.
@@ -110,12 +113,19 @@ class EngineConfig:
     num_kept: int = 0
     runner: Runner = "auto"
     num_threads: int | None = None
+    weights: WeightFormat = "auto"
+    draft_weights: WeightFormat = "auto"
 
     def __post_init__(self) -> None:
         """Check every field, and fields that depend on each other."""
         check_ranges(self, *RANGES)
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
+        for weights in (self.weights, self.draft_weights):
+            if weights not in WEIGHT_FORMATS:
+                raise InvalidRequest(
+                    f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}"
+                )
         check_name(self.controller)
         if self.sharing not in get_args(Sharing):
             raise InvalidRequest(

@@ -21,7 +21,8 @@ from forerun.drafters.registry import build_drafter, find_checkpoint, is_head
 from forerun.drafters.several import SeveralDrafters, named_by_method, tree_methods
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, UnsupportedFeatures
-from forerun.models.base import LanguageModel
+from forerun.models.architecture import QUANTISED, WeightFormat
+from forerun.models.base import LanguageModel, QuantisableModel
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
 from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
@@ -67,7 +68,9 @@ def load_target(
             "of transformers"
         )
     if isinstance(source, str | Path):
-        model, own = load_pair_member(source, dtype=dtype, device=device, config=config)
+        model, own = load_pair_member(
+            source, dtype=dtype, device=device, config=config, weights=config.weights
+        )
         if tokenizer is not None:
             own = _as_tokenizer(tokenizer)
         return model, own, eos_token_ids(source, own)
@@ -87,6 +90,10 @@ def load_target(
 
 def _adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
     """Wrap a model that transformers loaded, with a KV store for the configured batch."""
+    if config.weights in QUANTISED:
+        raise InvalidRequest(
+            f"weights in {config.weights} are made while a model is read; give its folder or name"
+        )
     model = share_loaded(
         network,
         max_batch=config.num_slots,
@@ -128,7 +135,14 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
         )
 
 
-def load_pair_member(name: str | Path, *, dtype: str, device: str, config: EngineConfig) -> Loaded:
+def load_pair_member(
+    name: str | Path,
+    *,
+    dtype: str,
+    device: str,
+    config: EngineConfig,
+    weights: WeightFormat = "auto",
+) -> Loaded:
     """Load a model with its tokenizer and a KV store for the configured batch and staged rows."""
     model = load_model(
         name,
@@ -139,6 +153,7 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
         max_staged_rows=config.max_nodes + 1,
         runner=config.runner,
         num_threads=config.num_threads,
+        weights=weights,
     )
     check_room(name, model, config)
     return model, load_tokenizer(name)
@@ -170,13 +185,20 @@ def load_drafter(
         load = find_checkpoint(read_object(settings)) if settings.is_file() else None
         if load is not None:
             return load(folder, target)
-        loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
+        loaded = load_pair_member(
+            draft,
+            dtype=dtype,
+            device=str(target.device),
+            config=config,
+            weights=config.draft_weights,
+        )
     else:  # the tokenizer it was trained with is unknown and taken to be the target's
         loaded = _adapt_loaded(draft, config), tokenizer
     model, own = loaded
-    if model.num_parameters >= target.num_parameters:
+    if _reads_as_much(model, target):
         logger.warning(
-            "the draft has %d parameters, the target %d: drafting will cost more than it saves",
+            "a pass of the draft reads as many weights as one of the target (%d parameters, %d): "
+            "drafting will cost more than it saves",
             model.num_parameters,
             target.num_parameters,
         )
@@ -219,6 +241,13 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
                 )
             found |= set(ids)
     return frozenset(token for token in found if token is not None)
+
+
+def _reads_as_much(draft: LanguageModel, target: LanguageModel) -> bool:
+    """Whether a pass of a draft reads as many bytes of weights, which are most of its cost."""
+    if isinstance(draft, QuantisableModel) and isinstance(target, QuantisableModel):
+        return draft.bytes_read >= target.bytes_read
+    return draft.num_parameters >= target.num_parameters
 
 
 def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:

@@ -215,4 +215,16 @@ Runner = Literal["auto", "native", "graphs", "eager"]
 """native: our own CPU kernels. graphs: lean torch passes, recorded as CUDA graphs on CUDA. eager:
 transformers' own modules. auto: the fastest that the device and the model allow."""
 
+WeightFormat = Literal["auto", "bf16", "int8", "int4", "int4-int8"]
+"""Bits of the weight matrices: as stored, bf16, or fewer with a scale per group of inputs.
+
+"int4-int8" has an output layer of 8 bits. Embeddings and norms stay in the model's dtype.
+"""
+
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+QUANTISED: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
+    {"int8": (8, 8), "int4": (4, 4), "int4-int8": (4, 8)}
+)
+"""Bits of the matrices of the layers, and of the output layer."""
+
 RUNNERS: tuple[Runner, ...] = get_args(Runner)

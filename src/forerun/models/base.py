@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
-from forerun.models.architecture import Architecture
+from forerun.models.architecture import Architecture, WeightFormat
 from forerun.models.kv_store import ContiguousKVStore, KVStore
 from forerun.models.slots import Prefix, common_length
 from forerun.theory.tree import NO_TREE, TokenTree
@@ -177,6 +177,21 @@ class LayeredModel(LanguageModel, Protocol):
         Weights and store are this model's own, not copies: what a pass of either stages in a slot
         is what the next pass of the other finds there, in the layers they have in common. So rows
         the shorter one has staged must not be committed, for the upper layers lack them.
+        """
+
+
+@runtime_checkable
+class QuantisableModel(LanguageModel, Protocol):
+    """A language model whose weights can be quantised once more while it is loaded."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights that a pass reads."""
+
+    def in_fewer_bits(self, weights: WeightFormat) -> LanguageModel:
+        """Return a model of the same weights quantised, on the same store.
+
+        Rows that it stages must not be committed: they are not those of this model.
         """
 
 

@@ -21,7 +21,14 @@ import torch
 
 from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.architecture import Architecture, Runner, check_layer_count, read_architecture
+from forerun.models.architecture import (
+    WEIGHT_FORMATS,
+    Architecture,
+    Runner,
+    WeightFormat,
+    check_layer_count,
+    read_architecture,
+)
 from forerun.models.base import LanguageModel
 from forerun.models.catalog import PREFIX, zoo_path
 from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
@@ -105,7 +112,7 @@ LOOKUP_NAMES = frozenset(
 """What other systems call drafting from the text itself."""
 
 
-def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
+def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run)
     source: str | Path,
     *,
     dtype: str = "auto",
@@ -115,6 +122,7 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     max_staged_rows: int = 64,
     runner: Runner = "auto",
     num_threads: int | None = None,
+    weights: WeightFormat = "auto",
 ) -> LanguageModel:
     """Load a model with room for the KV of a batch.
 
@@ -131,6 +139,8 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
         max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
         runner: what carries its passes; "auto" for the fastest that device and model allow.
         num_threads: of the native runner; None: as many as torch uses.
+        weights: "int8", "int4" or "int4-int8" quantise the matrices layer by layer while they are
+            read, for the native runner; "bf16" is the dtype of that name.
 
     Raises:
         InvalidModel: files are missing, damaged or of an unsupported kind.
@@ -141,14 +151,16 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     checkpoint = read_checkpoint(model_folder(source))
     settings, architecture = read_config(checkpoint)
     chosen_device = choose_device(device)
+    check_weights(weights)
     geometry = geometry_of(
         architecture,
         num_slots=max_batch,
         capacity=_choose_context(max_context, architecture),
         max_staged_rows=max_staged_rows,
-        dtype=choose_dtype(dtype, checkpoint),
+        dtype=choose_dtype("bf16" if weights == "bf16" else dtype, checkpoint),
     )
-    needed = estimate(checkpoint.num_parameters, architecture, geometry)
+    is_tied = bool(settings.get("tie_word_embeddings"))
+    needed = estimate(checkpoint.num_parameters, architecture, geometry, weights, is_tied=is_tied)
     check_fits(str(source), needed, geometry, chosen_device)
     files = ModelFiles(
         checkpoint=checkpoint,
@@ -157,14 +169,31 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
         geometry=geometry,
         device=chosen_device,
         num_threads=num_threads,
+        weights=weights,
     )
-    if needed.weights_bytes < LARGE_BYTES:
+    return _run_by(runner, files, needed.weights_bytes)
+
+
+def _run_by(runner: Runner, files: ModelFiles, num_bytes: int) -> LanguageModel:
+    """Load the model, and log how long it takes if it is large."""
+    if num_bytes < LARGE_BYTES:
         return run_by(runner, files)
-    logger.info("preparing %.1f GB of weights of %s ...", needed.weights_bytes / 1e9, source)
+    folder = files.checkpoint.folder
+    logger.info("preparing %.1f GB of weights of %s ...", num_bytes / 1e9, folder)
     start_s = time.monotonic()
     model = run_by(runner, files)
     logger.info("prepared them in %.1f s", time.monotonic() - start_s)
     return model
+
+
+def check_weights(weights: str) -> None:
+    """Refuse a format of weights that does not exist.
+
+    Raises:
+        InvalidRequest: naming those there are.
+    """
+    if weights not in WEIGHT_FORMATS:
+        raise InvalidRequest(f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}")
 
 
 def share_loaded(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import psutil
 import torch
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.architecture import Architecture
+from forerun.models.architecture import QUANTISED, Architecture, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +90,41 @@ class MemoryEstimate:
         return self.weights_bytes + self.kv_bytes + self.logits_bytes
 
 
+GROUP_SIZES: Mapping[int, int] = MappingProxyType({8: 64, 4: 32})
+"""Inputs with a common fp16 scale, by the bits of the weights."""
+
+
+def weights_bytes(
+    num_parameters: int,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    weights: WeightFormat = "auto",
+    *,
+    is_tied: bool = False,
+) -> int:
+    """Return the bytes of a model's weights; embeddings and norms stay in `dtype`."""
+    if weights not in QUANTISED:
+        return num_parameters * dtype.itemsize
+    body_bits, head_bits = (bits + 16 / GROUP_SIZES[bits] for bits in QUANTISED[weights])
+    embedding = architecture.vocab_size * architecture.hidden_size
+    body = num_parameters - embedding * (1 if is_tied else 2)
+    return embedding * dtype.itemsize + math.ceil((body * body_bits + embedding * head_bits) / 8)
+
+
 def estimate(
-    num_parameters: int, architecture: Architecture, geometry: KVGeometry
+    num_parameters: int,
+    architecture: Architecture,
+    geometry: KVGeometry,
+    weights: WeightFormat = "auto",
+    *,
+    is_tied: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of a model with a KV store of these sizes."""
     num_logit_rows = geometry.num_slots * (geometry.max_staged_rows + 1)
     return MemoryEstimate(
-        weights_bytes=num_parameters * geometry.dtype.itemsize,
+        weights_bytes=weights_bytes(
+            num_parameters, architecture, geometry.dtype, weights, is_tied=is_tied
+        ),
         kv_bytes=bytes_needed(geometry),
         logits_bytes=num_logit_rows * architecture.vocab_size * torch.float32.itemsize,
     )

@@ -192,7 +192,8 @@ class Sizes(Structure):
         ("rope_scale", c_float),
         ("inv_freq", c_void_p),
         *((name, c_int32) for name in ("is_attached", "norm_before_residual")),
-        *((name, c_int32) for name in ("norm_output", "unused")),
+        *((name, c_int32) for name in ("norm_output", "borrows_embedding")),
+        ("formats", c_void_p),
     )
 
 
@@ -251,6 +252,16 @@ class MatrixKind(IntEnum):
     EMBEDDING = 5
 
 
+class MatrixFormat(IntEnum):
+    """How a matrix is stored, `ForerunFormat` in kernels/interface.h."""
+
+    ELEMENT = 0
+    INT8_GROUPS_32 = 1
+    INT8_GROUPS_64 = 2
+    INT4_GROUPS_32 = 3
+    INT4_GROUPS_64 = 4
+
+
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types the kernels compute with, as `ForerunElement`."""
 
@@ -263,6 +274,9 @@ SIGNATURES = {
     "forerun_decoder_new": (c_void_p, (c_void_p, c_int32, POINTER(Sizes))),
     "forerun_decoder_delete": (None, (c_void_p,)),
     "forerun_decoder_bytes": (c_size_t, (c_void_p,)),
+    "forerun_decoder_bytes_read": (c_size_t, (c_void_p, c_int32)),
+    "forerun_decoder_requantised": (c_void_p, (c_void_p, c_void_p)),
+    "forerun_decoder_put_quantised": (c_bool, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)),
     "forerun_decoder_put_vector": (None, (c_void_p, c_int32, c_int32, c_void_p)),
     "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_void_p)),
     "forerun_decoder_attach": (None, (c_void_p, c_void_p, c_void_p)),

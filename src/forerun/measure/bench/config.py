@@ -11,7 +11,7 @@ from forerun.control.config import ControllerName
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.models.architecture import Runner
+from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX
 
 LEAST_BLOCKS = 2
@@ -112,6 +112,7 @@ class BenchConfig:
     dtype: str = "auto"
     device: str = "auto"
     runner: Runner = "auto"
+    weights: WeightFormat = "auto"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -155,6 +156,7 @@ class BenchConfig:
             max_context=self.max_context,
             max_step_rows=max(EngineConfig().max_step_rows, max_batch * (self.max_k + 1)),
             runner=self.runner,
+            weights=self.weights,
             sharing="none",  # every arm reads its prompts
         )
 

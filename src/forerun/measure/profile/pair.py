@@ -85,7 +85,9 @@ def load_pair(
     while True:
         room = with_room(engine, config)
         try:
-            model, tokenizer = load_pair_member(target, dtype=dtype, device=device, config=room)
+            model, tokenizer = load_pair_member(
+                target, dtype=dtype, device=device, config=room, weights=room.weights
+            )
             drafter = load_drafter(draft, model, tokenizer, dtype=dtype, config=room)
             break
         except NotEnoughMemory:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from forerun.errors import InvalidModel, RunnerUnavailable
-from forerun.models.architecture import Architecture, Runner
+from forerun.errors import InvalidModel, InvalidRequest, RunnerUnavailable
+from forerun.models.architecture import QUANTISED, Architecture, Runner, WeightFormat
 from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
@@ -33,6 +33,7 @@ class ModelFiles:
         geometry: of the KV store it is to have.
         device: where it is to live.
         num_threads: for runners with threads of their own; None: as many as torch has.
+        weights: bits of the matrices; fewer than stored only on the native runner.
     """
 
     checkpoint: Checkpoint
@@ -41,6 +42,7 @@ class ModelFiles:
     geometry: KVGeometry
     device: torch.device
     num_threads: int | None = None
+    weights: WeightFormat = "auto"
 
 
 def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
@@ -72,6 +74,12 @@ def try_out(model: LanguageModel, name: str) -> None:
 
 def _loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
     """Load the model with a named runner; "auto" tries all runners, the fastest first."""
+    if files.weights in QUANTISED:
+        if runner not in ("auto", "native"):
+            raise InvalidRequest(
+                f"weights in {files.weights} need the native runner, not {runner}; leave one out"
+            )
+        return native(files)
     if runner != "auto":
         return LOADERS[runner](files)
     reasons: list[str] = []
@@ -98,7 +106,7 @@ def native(files: ModelFiles) -> LanguageModel:
     # its idle threads would spin on the cores the kernels need next.
     torch.set_num_threads(1)
     read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
-    return build_native_model(decoder, read, files.geometry, kernels)
+    return build_native_model(decoder, read, files.geometry, kernels, files.weights)
 
 
 def graphs(files: ModelFiles) -> LanguageModel:

@@ -23,11 +23,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.architecture import Architecture
+from forerun.models.architecture import QUANTISED, Architecture, WeightFormat
 from forerun.models.base import ModelOutput, RowBatch, StoredModel
 from forerun.models.decoder import Decoder, ReadTensor, read_ends, read_layer
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.memory import KVGeometry
+from forerun.models.memory import KVGeometry, available_bytes, readable, weights_bytes
 from forerun.models.one_call import LikelyTree, SampledTokens
 from forerun.models.runner.packed import PackedWeights, new_decoder
 from forerun.native.library import (
@@ -228,6 +228,31 @@ class NativeModel(StoredModel):
             num_parameters=self.num_parameters - sum(self.weights.layer_sizes[i] for i in dropped),
         )
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights that a pass reads."""
+        library = self.weights.kernels.library
+        return int(library.forerun_decoder_bytes_read(self.weights.handle, self.num_layers))
+
+    def in_fewer_bits(self, weights: WeightFormat) -> NativeModel:
+        """Return a model of the same weights quantised, which shares this one's store.
+
+        Raises:
+            NotEnoughMemory: there is no memory for a second copy of the weights.
+        """
+        needed = weights_bytes(self.num_parameters, self.architecture, self.dtype, weights)
+        if needed > (available := available_bytes(self.device)):
+            raise NotEnoughMemory(
+                f"the weights in {weights} need {readable(needed)} beside the model's own; "
+                f"{readable(available)} are available"
+            )
+        return NativeModel(
+            weights=self.weights.requantised(weights, len(self.weights.layer_sizes)),
+            store=self.store,
+            architecture=self.architecture,
+            num_parameters=self.num_parameters,
+        )
+
     def _call(
         self,
         batch: RowBatch,
@@ -299,12 +324,15 @@ class Stops:
 
 
 def build_native_model(
-    decoder: Decoder, read: ReadTensor, geometry: KVGeometry, kernels: Kernels
+    decoder: Decoder,
+    read: ReadTensor,
+    geometry: KVGeometry,
+    kernels: Kernels,
+    stored_as: WeightFormat = "auto",
 ) -> NativeModel:
-    """Pack a decoder's weights layer by layer and return the model."""
-    weights = PackedWeights(
-        kernels, new_decoder(decoder, geometry.dtype, kernels), decoder.norm_eps
-    )
+    """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model."""
+    handle = new_decoder(decoder, geometry.dtype, kernels, weights=stored_as)
+    weights = PackedWeights(kernels, handle, decoder.norm_eps)
     num_parameters = 0
     for index in range(decoder.architecture.num_layers):
         num_parameters += weights.put_layer(index, read_layer(decoder, index, read))
@@ -314,6 +342,8 @@ def build_native_model(
     num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, ends.head)
     if not decoder.tied:
         num_parameters += weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)
+    elif stored_as in QUANTISED:  # a head in fewer bits has no embeddings to read
+        weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)
     return NativeModel(
         weights=weights,
         store=ContiguousKVStore(geometry, torch.device("cpu")),

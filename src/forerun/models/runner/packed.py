@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from ctypes import byref
 from types import MappingProxyType
@@ -11,8 +12,16 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
+from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.decoder import Decoder, LayerWeights
-from forerun.native.library import ELEMENTS, Kernels, MatrixKind, Sizes, VectorKind
+from forerun.native.library import (
+    ELEMENTS,
+    Kernels,
+    MatrixFormat,
+    MatrixKind,
+    Sizes,
+    VectorKind,
+)
 
 
 class PackedWeights:
@@ -26,7 +35,15 @@ class PackedWeights:
 
     last_norm: Tensor
 
-    def __init__(self, kernels: Kernels, handle: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        handle: int,
+        norm_eps: float,
+        *,
+        embedding_of: PackedWeights | None = None,
+    ) -> None:
+        self.embedding_of = embedding_of  # kept alive, since the kernels read it
         self.norm_eps = norm_eps
         self.kernels = kernels
         self.handle = handle
@@ -39,6 +56,21 @@ class PackedWeights:
     def num_bytes(self) -> int:
         """Number of bytes of the packed matrices."""
         return int(self.kernels.library.forerun_decoder_bytes(self.handle))
+
+    def requantised(self, weights: WeightFormat, num_layers: int) -> PackedWeights:
+        """Pack the same weights in fewer bits; the result reads this one's embedding.
+
+        Raises:
+            NotEnoughMemory: there is no memory for them.
+        """
+        formats = matrix_formats(weights, num_layers)
+        address = formats.buffer_info()[0]
+        handle = self.kernels.library.forerun_decoder_requantised(self.handle, address)
+        if not handle:
+            raise NotEnoughMemory(f"no memory for another copy of the weights in {weights}")
+        made = PackedWeights(self.kernels, handle, self.norm_eps, embedding_of=self)
+        made.layer_sizes, made.last_norm = self.layer_sizes, self.last_norm
+        return made
 
     def put_vector(self, kind: VectorKind, layer: int, vector: Tensor | None) -> int:
         """Copy a vector in; returns its number of elements."""
@@ -88,11 +120,22 @@ class PackedWeights:
         return size
 
 
+FORMATS = {8: MatrixFormat.INT8_GROUPS_64, 4: MatrixFormat.INT4_GROUPS_32}
+"""By bits; the groups are `GROUP_SIZES` in models/memory.py."""
+
+
+def matrix_formats(weights: WeightFormat, num_layers: int) -> array[int]:
+    """Return the `MatrixFormat` of the four matrices of every layer and of the output layer."""
+    body, head = (FORMATS[bits] for bits in QUANTISED[weights])
+    return array("i", [*([body] * 4 * num_layers), head])
+
+
 def new_decoder(
     decoder: Decoder,
     dtype: torch.dtype,
     kernels: Kernels,
     flags: Mapping[str, bool] = MappingProxyType({}),
+    weights: WeightFormat = "auto",
 ) -> int:
     """Create a decoder without weights in the kernels.
 
@@ -101,9 +144,11 @@ def new_decoder(
         dtype: of the weights.
         kernels: what will run it.
         flags: of an attached head, by their names in `Sizes`.
+        weights: bits of the matrices.
     """
     architecture = decoder.architecture
     inv_freq = decoder.inv_freq.contiguous()
+    formats = matrix_formats(weights, architecture.num_layers) if weights in QUANTISED else None
     sizes = Sizes(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -116,6 +161,7 @@ def new_decoder(
         norm_eps=decoder.norm_eps,
         rope_scale=decoder.rope_scale,
         inv_freq=inv_freq.data_ptr(),
+        formats=None if formats is None else formats.buffer_info()[0],
         **flags,
     )
     if dtype not in ELEMENTS:

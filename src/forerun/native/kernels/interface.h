@@ -15,8 +15,15 @@ struct ForerunSizes {
     const float* inv_freq;  // [head_dim / 2]; copied
     // An EAGLE-3 head: the input of the layer is [normed embedding; normed state]. The residual carries
     // the state, normed or not, and what leaves the layer, normed or not, is the state of the next row.
-    int32_t is_attached, norm_before_residual, norm_output, unused;
+    int32_t is_attached, norm_before_residual, norm_output;
+    int32_t borrows_embedding;  // of another decoder, see forerun_decoder_requantised
+    // ForerunFormat of the matrices of every layer, as ForerunMatrix counts them, and of the head:
+    // [4 * num_layers + 1]; null: all kElement. Not read after the decoder is made.
+    const int32_t* formats;
 };
+
+// How a matrix is stored: in the element type, or in fewer bits with a scale per group of inputs.
+enum ForerunFormat { kElement, kInt8Groups32, kInt8Groups64, kInt4Groups32, kInt4Groups64 };
 
 enum ForerunElement { kFp32 = 0, kBf16 = 1 };
 
@@ -59,10 +66,22 @@ void* forerun_crew_new(int32_t num_threads);
 void* forerun_decoder_new(void* crew, int32_t element, const ForerunSizes* sizes);
 void forerun_decoder_delete(void* decoder);
 size_t forerun_decoder_bytes(const void* decoder);
+// Those that a pass through the first num_layers and the head reads.
+size_t forerun_decoder_bytes_read(const void* decoder, int32_t num_layers);
 
 // Weights are copied; layer is ignored for those after the last layer.
 void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, const float* from);
 void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from);
+
+// The same for a matrix in a format of groups, already quantised: values [outputs][inputs] (-128 to
+// 127, or -8 to 7) and fp16 scales [outputs][inputs / group]. False: the format or the inputs do not
+// allow it.
+bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, const int8_t* values,
+                                   const uint16_t* scales);
+
+// A decoder of the same weights in other formats, all of groups, [4 * num_layers + 1]. It reads the
+// embedding of the first, which must outlive it. Null when memory is short.
+void* forerun_decoder_requantised(const void* decoder, const int32_t* formats);
 
 // Let an attached head use the embedding of a decoder of the same width and element type, which must
 // outlive it, and give its tokens [vocab_size] the ids of that decoder.

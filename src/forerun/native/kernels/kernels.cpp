@@ -54,8 +54,11 @@ class AnyDecoder {
   public:
     virtual ~AnyDecoder() = default;
     virtual size_t num_bytes() const = 0;
+    virtual size_t bytes_read(int num_layers) const = 0;
     virtual void put_vector(ForerunVector kind, int layer, const float* from) = 0;
     virtual void put_matrix(ForerunMatrix kind, int layer, const void* from) = 0;
+    virtual bool put_quantised(ForerunMatrix kind, int layer, const int8_t* values, const uint16_t* scales) = 0;
+    virtual AnyDecoder* requantised(const int32_t* formats) const = 0;
     virtual void attach(const AnyDecoder& target, const int64_t* target_ids) = 0;
     virtual void embed(const int64_t* tokens, int64_t num_rows, void* to) const = 0;
     virtual void head(const void* hidden, int num_rows, float* logits) = 0;
@@ -86,12 +89,29 @@ class Decoder final : public AnyDecoder {
 
     size_t num_bytes() const override { return weights_.num_bytes(); }
 
+    size_t bytes_read(int num_layers) const override { return weights_.bytes_read(num_layers); }
+
     void put_vector(ForerunVector kind, int layer, const float* from) override {
         weights_.put_vector(kind, layer, from);
     }
 
     void put_matrix(ForerunMatrix kind, int layer, const void* from) override {
         weights_.put_matrix(crew_, kind, layer, static_cast<const T*>(from));
+    }
+
+    bool put_quantised(ForerunMatrix kind, int layer, const int8_t* values, const uint16_t* scales) override {
+        return kind != kEmbedding && weights_.put_quantised(crew_, kind, layer, values, scales);
+    }
+
+    AnyDecoder* requantised(const int32_t* formats) const override {
+        ForerunSizes sizes = weights_.sizes;
+        sizes.inv_freq = weights_.inv_freq.data();
+        sizes.formats = formats;
+        sizes.borrows_embedding = 1;
+        auto made = std::make_unique<Decoder>(crew_, sizes);
+        made->weights_.copy(crew_, weights_);
+        made->embedding_ = embedding_ ? embedding_ : &weights_;
+        return made.release();
     }
 
     void attach(const AnyDecoder& target, const int64_t* target_ids) override {
@@ -103,7 +123,7 @@ class Decoder final : public AnyDecoder {
         const int width = weights_.sizes.hidden_size;
         std::vector<float> row(width);
         for (int64_t r = 0; r < num_rows; ++r) {
-            weights_.embed(tokens[r], row.data());
+            (embedding_ ? *embedding_ : weights_).embed(tokens[r], row.data());
             T* place = static_cast<T*>(to) + r * width;
             for (int i = 0; i < width; i += kLanes) store(place + i, load(&row[i]));
         }
@@ -111,12 +131,17 @@ class Decoder final : public AnyDecoder {
 
     void head(const void* hidden, int num_rows, float* logits) override {
         const int width = weights_.sizes.hidden_size, vocab_size = weights_.sizes.vocab_size;
+        const Matrix& matrix = weights_.head;
+        const T* rows = static_cast<const T*>(hidden);
         std::vector<float> sums(size_t(crew_.num_threads()) * num_rows * kPanel);
+        if (matrix.bits) scratch_.quantised.fit(num_rows, matrix);
+        for (int row = 0; matrix.bits && row < num_rows; ++row)
+            scratch_.quantised.set(row, rows + size_t(row) * width, width, matrix);
         crew_.run(1, [&](Walker& walker) {
             float* own = sums.data() + size_t(walker.thread) * num_rows * kPanel;
-            walker.each_ahead(num_rows ? weights_.head.num_panels : 0, [&](int panel, int next) {
-                multiply_panel(static_cast<const T*>(hidden), width, num_rows, weights_.head, panel,
-                               next, own);
+            walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
+                if (matrix.bits) multiply_panel(scratch_.quantised, num_rows, matrix, panel, own);
+                else multiply_panel(rows, width, num_rows, matrix, panel, next, own);
                 copy_columns(own, panel, num_rows, vocab_size, logits);
             });
         });
@@ -354,12 +379,27 @@ size_t forerun_decoder_bytes(const void* decoder) {
     return static_cast<const AnyDecoder*>(decoder)->num_bytes();
 }
 
+size_t forerun_decoder_bytes_read(const void* decoder, int32_t num_layers) {
+    return static_cast<const AnyDecoder*>(decoder)->bytes_read(num_layers);
+}
+
 void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, const float* from) {
     as_decoder(decoder)->put_vector(ForerunVector(kind), layer, from);
 }
 
 void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from) {
     as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, from);
+}
+
+bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, const int8_t* values,
+                                   const uint16_t* scales) {
+    return as_decoder(decoder)->put_quantised(ForerunMatrix(kind), layer, values, scales);
+}
+
+void* forerun_decoder_requantised(const void* decoder, const int32_t* formats) {
+    AnyDecoder* made = nullptr;
+    within_memory([&] { made = static_cast<const AnyDecoder*>(decoder)->requantised(formats); });
+    return made;
 }
 
 void forerun_decoder_attach(void* decoder, const void* target, const int64_t* target_ids) {

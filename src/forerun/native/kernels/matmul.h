@@ -22,13 +22,17 @@ constexpr int kLine = 64;
 constexpr int kFetchRows = 3;
 
 struct Matrix {
-    uint32_t* words = nullptr;  // [num_panels][num_words][kPanel]
+    uint32_t* words = nullptr;  // [num_panels][num_words][kPanel]; see quantised.h for fewer bits
     int num_panels = 0;
-    int num_words = 0;
+    int num_words = 0;  // of the elements' own type
+    int bits = 0;       // 8 or 4; 0: the elements' own type
+    int group = 0;      // inputs with a common scale
+    int num_groups = 0;
+    size_t panel_words = 0;
 
-    const uint32_t* panel(int index) const {
-        return words + size_t(index) * num_words * kPanel;
-    }
+    const uint32_t* panel(int index) const { return words + index * panel_words; }
+
+    size_t group_bytes() const { return size_t(kPanel) * group * bits / 8 + kPanel * sizeof(uint16_t); }
 };
 
 // Where a tile fetches what comes next from memory while it computes on what is in the cache.

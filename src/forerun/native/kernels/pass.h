@@ -26,6 +26,7 @@ struct Scratch {
     std::vector<T> queries;     // [rows][query_rows], rotated
     std::vector<T> heads;       // [rows][query_rows], attended
     std::vector<T> gated;       // [rows][padded_intermediate]
+    QuantisedRows quantised;    // the input of a matrix in fewer bits
     std::vector<float> rotations;   // [rows][head_dim]: cosines, then sines
     std::vector<Seen> seen;     // [rows]
     std::vector<int> others;    // indices of what the rows of trees see of their trees
@@ -48,7 +49,7 @@ class Pass {
         plan_rows();
     }
 
-    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 8 + 2; }
+    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 10 + 2; }
 
     // `sink(walker, panel, sums)` receives the head's outputs of the wanted rows, panel by panel.
     template <class Sink>
@@ -62,6 +63,7 @@ class Pass {
                 keep_features(l, row);
                 if (sizes.is_attached) join(row, layer);
                 else norm(row, layer.input_norm, row);
+                quantise(layer.qkv, s_.normed.data(), w_.input_width, row);
             });
             multiply(walker, layer.qkv, s_.normed.data(), w_.input_width, num_rows,
                      [&](int panel, const float* sums) {
@@ -72,11 +74,16 @@ class Pass {
                 attend(l, s_.items[item / sizes.num_kv_heads], item % sizes.num_kv_heads,
                        walker.thread);
             });
+            quantise_all(walker, layer.output, s_.heads.data(), w_.query_rows);
             multiply(walker, layer.output, s_.heads.data(), w_.query_rows, num_rows,
                      [&](int panel, const float* sums) { add(sums, panel); });
-            walker.each(num_rows, [&](int row) { norm(row, layer.post_norm, row); });
+            walker.each(num_rows, [&](int row) {
+                norm(row, layer.post_norm, row);
+                quantise(layer.gate_up, s_.normed.data(), sizes.hidden_size, row);
+            });
             multiply(walker, layer.gate_up, s_.normed.data(), sizes.hidden_size, num_rows,
                      [&](int panel, const float* sums) { gate(sums, panel); });
+            quantise_all(walker, layer.down, s_.gated.data(), w_.padded_intermediate);
             multiply(walker, layer.down, s_.gated.data(), w_.padded_intermediate, num_rows,
                      [&](int panel, const float* sums) { add(sums, panel); });
         }
@@ -85,6 +92,7 @@ class Pass {
         walker.each(rows_.num_wanted, [&](int i) {
             norm(int(rows_.wanted[i]), w_.last_norm, i);
             if (rows_.fed_back) feed_back(int(rows_.wanted[i]), i);
+            quantise(w_.head, s_.normed.data(), sizes.hidden_size, i);
         });
         multiply(walker, w_.head, s_.normed.data(), sizes.hidden_size, rows_.num_wanted,
                  [&](int panel, const float* sums) { sink(walker, panel, sums); });
@@ -117,6 +125,10 @@ class Pass {
         for (auto& scores : s_.scores) fit(scores, queries * score_stride());
         fit(s_.asked, num_threads);
         for (auto& asked : s_.asked) fit(asked, queries);
+        for (int l = 0; l < rows_.num_layers; ++l)
+            for (const Matrix* matrix : Weights<T>::matrices_of(w_.layers[l]))
+                if (matrix->bits) s_.quantised.fit(rows_.num_rows, *matrix);
+        if (w_.head.bits) s_.quantised.fit(rows_.num_wanted, w_.head);
     }
 
     // Where every row goes and what it sees.
@@ -223,12 +235,22 @@ class Pass {
         return 1.f / std::sqrt(sum(squares) / float(width) + w_.sizes.norm_eps);
     }
 
+    // Row `row` of an input [rows][width], for a matrix in fewer bits.
+    void quantise(const Matrix& matrix, const T* x, int width, int row) {
+        if (matrix.bits) s_.quantised.set(row, x + size_t(row) * width, width, matrix);
+    }
+
+    void quantise_all(Walker& walker, const Matrix& matrix, const T* x, int width) {
+        if (matrix.bits) walker.each(rows_.num_rows, [&](int row) { quantise(matrix, x, width, row); });
+    }
+
     template <class Sink>
     void multiply(Walker& walker, const Matrix& matrix, const T* x, int stride, int num_rows,
                   Sink&& sink) {
         float* sums = s_.sums[walker.thread].data();
         walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
-            multiply_panel(x, stride, num_rows, matrix, panel, next, sums);
+            if (matrix.bits) multiply_panel(s_.quantised, num_rows, matrix, panel, sums);
+            else multiply_panel(x, stride, num_rows, matrix, panel, next, sums);
             sink(panel, sums);
         });
     }

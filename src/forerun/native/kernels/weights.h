@@ -1,11 +1,12 @@
 // The weights of a decoder: packed once, in one buffer, for passes of every size.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "buffer.h"
 #include "interface.h"
-#include "matmul.h"
+#include "quantised.h"
 
 namespace forerun {
 
@@ -42,6 +43,20 @@ class Weights {
 
     size_t num_bytes() const { return buffer_.size(); }
 
+    // By ForerunMatrix.
+    template <class AnyLayer>
+    static auto matrices_of(AnyLayer& layer) {
+        return std::array{&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
+    }
+
+    size_t bytes_read(int num_layers) const {
+        size_t num_words = head.num_panels * head.panel_words;
+        for (int l = 0; l < num_layers; ++l)
+            for (const Matrix* matrix : matrices_of(layers[l]))
+                num_words += matrix->num_panels * matrix->panel_words;
+        return num_words * sizeof(uint32_t);
+    }
+
     void put_vector(ForerunVector kind, int index, const float* from) {
         if (kind == kLastNorm) {
             last_norm.assign(from, from + sizes.hidden_size);
@@ -60,18 +75,57 @@ class Weights {
     }
 
     void put_matrix(Crew& crew, ForerunMatrix kind, int index, const T* from) {
-        const int hidden = sizes.hidden_size, intermediate = sizes.intermediate_size;
-        const auto straight = [](int output) { return output; };
-        const auto paired = [&](int output) { return gate_up_place(output, intermediate); };
-        switch (kind) {
-            case kQkv: pack(crew, layers[index].qkv, from, qkv_rows, input_width, straight); break;
-            case kOutput: pack(crew, layers[index].output, from, hidden, query_rows, straight); break;
-            case kGateUp: pack(crew, layers[index].gate_up, from, 2 * intermediate, hidden, paired); break;
-            case kDown: pack(crew, layers[index].down, from, hidden, intermediate, straight); break;
-            case kHead: pack(crew, head, from, sizes.vocab_size, hidden, straight); break;
-            case kEmbedding:
-                std::memcpy(embedding_, from, size_t(sizes.vocab_size) * hidden * sizeof(T));
+        if (kind == kEmbedding) {
+            std::memcpy(embedding_, from, size_t(sizes.vocab_size) * sizes.hidden_size * sizeof(T));
+            return;
         }
+        const Matrix& matrix = kind == kHead ? head : *matrices_of(layers[index])[kind];
+        const int num_inputs = inputs_of(kind);
+        each_output(crew, kind, [&](int first, int last, auto&& place) {
+            if (!matrix.bits) {
+                pack_rows(matrix.words, matrix.num_words, from, num_inputs, first, last, place);
+                return;
+            }
+            std::vector<float> row(num_inputs);
+            for (int output = first; output < last; ++output) {
+                const T* given = from + size_t(output) * num_inputs;
+                for (int i = 0; i < num_inputs; ++i) row[i] = widen(given[i]);
+                put_output(matrix, place(output), row.data(), num_inputs);
+            }
+        });
+    }
+
+    // False where the matrix is not in groups, or its inputs are not whole groups.
+    bool put_quantised(Crew& crew, ForerunMatrix kind, int index, const int8_t* values,
+                       const uint16_t* scales) {
+        const Matrix& matrix = kind == kHead ? head : *matrices_of(layers[index])[kind];
+        if (!matrix.bits || inputs_of(kind) % matrix.group) return false;
+        const size_t num_given = inputs_of(kind) / matrix.group;
+        each_output(crew, kind, [&](int first, int last, auto&& place) {
+            for (int output = first; output < last; ++output)
+                for (size_t group = 0; group < num_given; ++group) {
+                    const size_t at = output * num_given + group;
+                    QuantisedGroup given{scales[at], {}};
+                    std::memcpy(given.values, values + at * matrix.group, matrix.group);
+                    put_group(matrix, place(output), int(group), given);
+                }
+        });
+        return true;
+    }
+
+    // The weights of a decoder of the same sizes, in the formats of this one.
+    void copy(Crew& crew, const Weights& from) {
+        last_norm = from.last_norm;
+        for (size_t l = 0; l < layers.size(); ++l) {
+            Layer copied = from.layers[l];
+            const auto own = matrices_of(layers[l]), theirs = matrices_of(from.layers[l]);
+            for (int kind = kQkv; kind <= kDown; ++kind) {
+                copy(crew, *own[kind], *theirs[kind]);
+                *matrices_of(copied)[kind] = *own[kind];
+            }
+            layers[l] = copied;
+        }
+        copy(crew, head, from.head);
     }
 
     // A token's embedding as floats.
@@ -82,12 +136,7 @@ class Weights {
             for (int i = 0; i < hidden; ++i) to[i] = widen(from[i]);
             return;
         }
-        const uint32_t* column = head.panel(int(token / kPanel)) + token % kPanel;
-        for (int i = 0; i < hidden; i += kDepth<T>) {
-            T pair[kDepth<T>];
-            std::memcpy(pair, column + size_t(i / kDepth<T>) * kPanel, 4);
-            for (int j = 0; j < kDepth<T>; ++j) to[i + j] = widen(pair[j]);
-        }
+        read_elements(head, int(token), to);
     }
 
     const ForerunSizes sizes;
@@ -99,15 +148,53 @@ class Weights {
     Matrix head;
 
   private:
+    int inputs_of(ForerunMatrix kind) const {
+        switch (kind) {
+            case kQkv: return input_width;
+            case kOutput: return query_rows;
+            case kDown: return sizes.intermediate_size;
+            default: return sizes.hidden_size;
+        }
+    }
+
+    int outputs_of(ForerunMatrix kind) const {
+        switch (kind) {
+            case kQkv: return qkv_rows;
+            case kGateUp: return 2 * sizes.intermediate_size;
+            case kHead: return sizes.vocab_size;
+            default: return sizes.hidden_size;
+        }
+    }
+
+    ForerunFormat format_of(int index) const {
+        return sizes.formats == nullptr ? kElement : ForerunFormat(sizes.formats[index]);
+    }
+
+    // Whether embeddings lie apart, because no head holds them in the element type.
+    bool has_embedding() const {
+        const bool is_readable = format_of(4 * sizes.num_layers) == kElement;
+        return !sizes.borrows_embedding && (!sizes.tied || !is_readable);
+    }
+
     // Places everything behind `base` and returns the bytes it takes.
     size_t lay_out(char* base) {
         size_t num_bytes = 0;
+        int index = 0;
         const auto matrix = [&](int num_outputs, int num_inputs) {
+            const ForerunFormat format = format_of(index++);
             Matrix placed;
             placed.words = reinterpret_cast<uint32_t*>(base + num_bytes);
             placed.num_panels = (num_outputs + kPanel - 1) / kPanel;
-            placed.num_words = (num_inputs + kDepth<T> - 1) / kDepth<T>;
-            num_bytes += size_t(placed.num_panels) * placed.num_words * kPanel * 4;
+            if (format == kElement) {
+                placed.num_words = (num_inputs + kDepth<T> - 1) / kDepth<T>;
+                placed.panel_words = size_t(placed.num_words) * kPanel;
+            } else {
+                placed.bits = format <= kInt8Groups64 ? 8 : 4;
+                placed.group = format == kInt8Groups32 || format == kInt4Groups32 ? 32 : 64;
+                placed.num_groups = (num_inputs + placed.group - 1) / placed.group;
+                placed.panel_words = placed.num_groups * placed.group_bytes() / 4;
+            }
+            num_bytes += placed.num_panels * placed.panel_words * 4;
             return placed;
         };
         for (Layer& layer : layers) {
@@ -117,26 +204,65 @@ class Weights {
             layer.down = matrix(sizes.hidden_size, padded_intermediate);
         }
         head = matrix(sizes.vocab_size, sizes.hidden_size);
-        if (!sizes.tied) {
+        if (has_embedding()) {
             embedding_ = reinterpret_cast<T*>(base + num_bytes);
             num_bytes += size_t(sizes.vocab_size) * sizes.hidden_size * sizeof(T);
         }
         return num_bytes;
     }
 
-    template <class Place>
-    void pack(Crew& crew, Matrix& matrix, const T* from, int num_outputs, int num_inputs,
-              Place&& place) {
-        const int num_items = (num_outputs + kPanel - 1) / kPanel;
+    // Calls `work(first, last, place)` for all outputs of a matrix, 64 at a time; `place(output)` is
+    // where an output lies among the panels.
+    template <class Work>
+    void each_output(Crew& crew, ForerunMatrix kind, Work&& work) {
+        const int num_outputs = outputs_of(kind), intermediate = sizes.intermediate_size;
+        const auto place = [&](int output) {
+            return kind == kGateUp ? gate_up_place(output, intermediate) : output;
+        };
         crew.run(1, [&](Walker& walker) {
-            walker.each(num_items, [&](int item) {
-                pack_rows(matrix.words, matrix.num_words, from, num_inputs, item * kPanel,
-                          std::min(num_outputs, (item + 1) * kPanel), place);
+            walker.each((num_outputs + kPanel - 1) / kPanel, [&](int item) {
+                work(item * kPanel, std::min(num_outputs, (item + 1) * kPanel), place);
             });
         });
     }
 
-    T* embedding_ = nullptr;  // null when tied to the head
+    // The same weights in another format.
+    static void copy(Crew& crew, const Matrix& to, const Matrix& from) {
+        const int num_given = from.bits ? from.num_groups * from.group : from.num_words * kDepth<T>;
+        crew.run(1, [&](Walker& walker) {
+            walker.each(to.num_panels, [&](int panel) {
+                std::vector<float> row(num_given);
+                for (int place = panel * kPanel; place < (panel + 1) * kPanel; ++place) {
+                    read_place(from, place, row.data());
+                    put_output(to, place, row.data(), num_given);
+                }
+            });
+        });
+    }
+
+    // The weights of the output at a place among the panels, padded as they are stored.
+    static void read_place(const Matrix& matrix, int place, float* to) {
+        if (!matrix.bits) {
+            read_elements(matrix, place, to);
+            return;
+        }
+        for (int group = 0; group < matrix.num_groups; ++group) {
+            const QuantisedGroup found = group_of(matrix, place, group);
+            const float scale = from_half(found.scale);
+            for (int i = 0; i < matrix.group; ++i) *to++ = found.values[i] * scale;
+        }
+    }
+
+    static void read_elements(const Matrix& matrix, int place, float* to) {
+        const uint32_t* column = matrix.panel(place / kPanel) + place % kPanel;
+        for (int u = 0; u < matrix.num_words; ++u) {
+            T each[kDepth<T>];
+            std::memcpy(each, column + size_t(u) * kPanel, 4);
+            for (int j = 0; j < kDepth<T>; ++j) *to++ = widen(each[j]);
+        }
+    }
+
+    T* embedding_ = nullptr;  // null when it is the head or another decoder's
     HugeBuffer buffer_;
 };
 

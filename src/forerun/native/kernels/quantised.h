@@ -1,0 +1,428 @@
+// Weights of 8 or 4 bits times activations of 8 bits.
+//
+// Inputs come in groups of 32 or 64. Of every output a group has one scale, an fp16 number as in GGUF
+// files; of every row of activations it has another. The products of a group are added up as integers,
+// which is exact in any order, and the groups in ascending order as floats: what a row computes is the
+// same to the bit on every processor's path here, alone and among other rows.
+//
+// A panel is [group][word][64 outputs] with the group's 64 scales behind its words. A word holds four
+// int8 inputs, or eight inputs of 4 bits: the low halves of its bytes are the first four, the high
+// halves the others, each with 8 added.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "interface.h"
+#include "matmul.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace forerun {
+
+constexpr int kRunInputs = 32;  // summed without a look at the group: see `Int4`
+constexpr int kLargestInt8 = 127;
+
+// ------------------------------------------------------------------------------------------- fp16
+
+// Rounded to nearest, ties to even. Too large becomes infinite.
+inline uint16_t to_half(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00;
+    if (bits < 0x38800000) {  // subnormal: the addition rounds at its last bit
+        float tiny;
+        std::memcpy(&tiny, &bits, 4);
+        return sign | uint16_t(int(std::nearbyint(tiny * 16777216.f)));
+    }
+    return sign | uint16_t((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+inline float from_half(uint16_t half) {
+    const uint32_t magnitude = uint32_t(half & 0x7fff) << 13;
+    float value;
+    std::memcpy(&value, &magnitude, 4);
+    value *= 0x1p112f;
+    if ((half & 0x7c00) == 0x7c00) value = half & 0x3ff ? NAN : INFINITY;
+    return half & 0x8000 ? -value : value;
+}
+
+inline Floats load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    const __m256 parts[2] = {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+                             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1))};
+    Floats both;
+    std::memcpy(&both, parts, sizeof both);
+    return both;
+#else
+    float each[kLanes];
+    for (int i = 0; i < kLanes; ++i) each[i] = from_half(from[i]);
+    return load(each);
+#endif
+}
+
+// ------------------------------------------------------------------------------- products of a word
+//
+// `Lanes` is a vector of the processor, one int32 per output. Each type of weights says how the words
+// of one run of 32 inputs are multiplied: `begin`, `add` for every word, and `end` gives the sum of
+// products; first and last get the sum of the run's activations.
+//
+// The paths with VNNI multiply unsigned weights with signed activations: int8 weights have 128 added
+// there, int4 weights have 8 added anyway, and `begin` takes away as many times the sum of the
+// activations. AVX2's instruction for bytes adds pairs of products in 16 bits and would clip them:
+// 2 x 128 x 127 of int8 (the sign moved to the activation) and 8 x 15 x 127 of int4 do fit.
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define FORERUN_VNNI 1
+using Lanes = __m512i;
+inline Lanes lanes_of(int32_t value) { return _mm512_set1_epi32(value); }
+inline Lanes load_lanes(const void* from) { return _mm512_load_si512(from); }
+inline Lanes low_nibbles(Lanes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+inline Lanes high_nibbles(Lanes w) { return low_nibbles(_mm512_srli_epi16(w, 4)); }
+inline Lanes with_128_added(Lanes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+inline Lanes add_products(Lanes sum, Lanes w, Lanes x) { return _mm512_dpbusd_epi32(sum, w, x); }
+inline Lanes add_lanes(Lanes a, Lanes b) { return _mm512_add_epi32(a, b); }
+#elif defined(__AVXVNNI__)
+#define FORERUN_VNNI 1
+using Lanes = __m256i;
+inline Lanes with_128_added(Lanes w) { return _mm256_xor_si256(w, _mm256_set1_epi8(-128)); }
+inline Lanes add_products(Lanes sum, Lanes w, Lanes x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#elif defined(__AVX2__)
+using Lanes = __m256i;
+#else
+using Lanes = Ints;
+inline Lanes lanes_of(int32_t value) { return value - Ints{}; }
+inline Lanes load_lanes(const void* from) { return *static_cast<const Ints*>(from); }
+inline Lanes add_lanes(Lanes a, Lanes b) { return a + b; }
+inline int32_t byte_of(int32_t word, int index) { return int8_t(uint32_t(word) >> (8 * index)); }
+#endif
+
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+inline Lanes lanes_of(int32_t value) { return _mm256_set1_epi32(value); }
+inline Lanes load_lanes(const void* from) { return _mm256_load_si256(static_cast<const Lanes*>(from)); }
+inline Lanes low_nibbles(Lanes w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+inline Lanes high_nibbles(Lanes w) { return low_nibbles(_mm256_srli_epi16(w, 4)); }
+inline Lanes add_lanes(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
+#endif
+
+inline int32_t word_of(const int8_t* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return word;
+}
+
+struct Int8 {
+    static constexpr int kBits = 8;
+    static constexpr int kInputs = 4;  // of a word
+#if defined(FORERUN_VNNI)
+    struct Word { Lanes raised; };
+    static Lanes begin(int32_t sum) { return lanes_of(-128 * sum); }
+    static Word take(Lanes w) { return {with_128_added(w)}; }
+    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
+        return add_products(sum, w.raised, lanes_of(word_of(x)));
+    }
+    static Lanes end(Lanes sum, int32_t) { return sum; }
+#elif defined(__AVX2__)
+    struct Word { Lanes size, sign; };
+    static Lanes begin(int32_t) { return _mm256_setzero_si256(); }
+    static Word take(Lanes w) { return {_mm256_abs_epi8(w), w}; }
+    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
+        const Lanes signed_x = _mm256_sign_epi8(lanes_of(word_of(x)), w.sign);
+        const Lanes pairs = _mm256_maddubs_epi16(w.size, signed_x);
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    static Lanes end(Lanes sum, int32_t) { return sum; }
+#else
+    struct Word { Lanes w; };
+    static Lanes begin(int32_t) { return Lanes{}; }
+    static Word take(Lanes w) { return {w}; }
+    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
+        for (int i = 0; i < 4; ++i)
+            sum += ((Ints)((Words)w.w << (24 - 8 * i)) >> 24) * int32_t(x[i]);
+        return sum;
+    }
+    static Lanes end(Lanes sum, int32_t) { return sum; }
+#endif
+};
+
+struct Int4 {
+    static constexpr int kBits = 4;
+    static constexpr int kInputs = 8;
+#if defined(FORERUN_VNNI)
+    struct Word { Lanes low, high; };
+    static Lanes begin(int32_t sum) { return lanes_of(-8 * sum); }
+    static Word take(Lanes w) { return {low_nibbles(w), high_nibbles(w)}; }
+    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
+        sum = add_products(sum, w.low, lanes_of(word_of(x)));
+        return add_products(sum, w.high, lanes_of(word_of(x + 4)));
+    }
+    static Lanes end(Lanes sum, int32_t) { return sum; }
+#elif defined(__AVX2__)
+    struct Word { Lanes low, high; };
+    static Lanes begin(int32_t) { return _mm256_setzero_si256(); }
+    static Word take(Lanes w) { return {low_nibbles(w), high_nibbles(w)}; }
+    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {  // in 16 bits until `end`
+        const Lanes low = _mm256_maddubs_epi16(w.low, lanes_of(word_of(x)));
+        const Lanes high = _mm256_maddubs_epi16(w.high, lanes_of(word_of(x + 4)));
+        return _mm256_add_epi16(sum, _mm256_add_epi16(low, high));
+    }
+    static Lanes end(Lanes sum, int32_t total) {
+        return add_lanes(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)), lanes_of(-8 * total));
+    }
+#else
+    struct Word { Lanes w; };
+    static Lanes begin(int32_t sum) { return lanes_of(-8 * sum); }
+    static Word take(Lanes w) { return {w}; }
+    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
+        for (int i = 0; i < 4; ++i) {
+            sum += (Ints)((Words)w.w >> (8 * i) & 15) * int32_t(x[i]);
+            sum += (Ints)((Words)w.w >> (8 * i + 4) & 15) * int32_t(x[4 + i]);
+        }
+        return sum;
+    }
+    static Lanes end(Lanes sum, int32_t) { return sum; }
+#endif
+};
+
+// ------------------------------------------------------------------------------------- activations
+
+// Rows of activations in 8 bits, padded with zeros to whole groups of their matrix.
+class QuantisedRows {
+  public:
+    // Makes room for rows of the inputs of any of the matrices it was called for.
+    void fit(int num_rows, const Matrix& matrix) {
+        const auto grow = [](auto& vector, size_t size) {
+            if (vector.size() < size) vector.resize(size);
+        };
+        const size_t num_inputs = matrix.num_groups * matrix.group;
+        grow(values_, num_rows * num_inputs);
+        grow(scales_, size_t(num_rows) * matrix.num_groups);
+        grow(sums_, num_rows * num_inputs / kRunInputs);
+    }
+
+    // Quantises a row of `width` activations, a multiple of kLanes; NaN and infinity make the scale
+    // of their group NaN.
+    template <class T>
+    void set(int row, const T* x, int width, const Matrix& matrix) {
+        int8_t* values = &values_[size_t(row) * matrix.num_groups * matrix.group];
+        for (int group = 0; group < matrix.num_groups; ++group) {
+            const int begin = group * matrix.group, end = begin + matrix.group;
+            Floats top{}, nan{};
+            for (int i = begin; i < std::min(end, width); i += kLanes) {
+                const Floats v = load(x + i);
+                top = larger(top, larger(v, -v));
+                nan += v - v;
+            }
+            const float most = largest(top);
+            const bool is_zero = !(most > 1e-30f);
+            scales_[size_t(row) * matrix.num_groups + group] =
+                (is_zero ? 0 : most / kLargestInt8) + sum(nan);
+            const Floats inverse = splat(is_zero || most > 3e38f ? 0 : kLargestInt8 / most);
+            for (int run = begin; run < end; run += kRunInputs) {
+                Ints total{};
+                for (int i = run; i < run + kRunInputs; i += kLanes)
+                    total += i < width ? rounded(load(x + i) * inverse, values + i)
+                                       : rounded(Floats{}, values + i);
+                int32_t sum = 0;
+                for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
+                sums_[(size_t(row) * matrix.num_groups * matrix.group + run) / kRunInputs] = sum;
+            }
+        }
+    }
+
+    const int8_t* values() const { return values_.data(); }
+    const float* scales() const { return scales_.data(); }
+    const int32_t* sums() const { return sums_.data(); }
+
+  private:
+    typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+    // To the nearest integers, which are stored; NaN becomes 0.
+    static Ints rounded(Floats x, int8_t* to) {
+        const Floats shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+        const Floats whole = (x + shift) - shift;
+        const Ints ints = __builtin_convertvector(x == x ? whole : Floats{}, Ints);
+        *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(ints, Bytes);
+        return ints;
+    }
+
+    std::vector<int8_t> values_;    // [row][inputs]
+    std::vector<float> scales_;     // [row][groups]
+    std::vector<int32_t> sums_;     // [row][runs]
+};
+
+// -------------------------------------------------------------------------------------- a panel
+
+// The most rows, and the vectors of 16 outputs, of which the sums stay in registers.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr int kQuantisedTile = 6;
+constexpr int strip(int num_rows) { return num_rows <= 3 ? 4 : 2; }
+#else
+constexpr int kQuantisedTile = 5;
+constexpr int strip(int num_rows) { return num_rows == 1 ? 2 : 1; }
+#endif
+constexpr int kFetchBytes = 2048;  // how far ahead of the weights memory is read
+
+template <class Kind, int kRows>
+inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& matrix,
+                           const char* panel, float* sums) {
+    constexpr int kPer = sizeof(Floats) / sizeof(Lanes), kStrip = strip(kRows);
+    constexpr int kWords = kRunInputs / Kind::kInputs;
+    const size_t stride = size_t(matrix.num_groups) * matrix.group;
+    const int num_runs = matrix.group / kRunInputs;
+    const size_t group_bytes = matrix.group_bytes();
+    for (int i = 0; i < kRows * kPanel; i += kLanes) store(sums + i, Floats{});
+    for (int group = 0; group < matrix.num_groups; ++group, panel += group_bytes) {
+        const int8_t* from = x.values() + first_row * stride + size_t(group) * matrix.group;
+        const int32_t* totals = x.sums() + (first_row * stride + size_t(group) * matrix.group) / kRunInputs;
+        const float* scales = x.scales() + size_t(first_row) * matrix.num_groups + group;
+        const uint16_t* weight_scales =
+            reinterpret_cast<const uint16_t*>(panel + group_bytes - kPanel * sizeof(uint16_t));
+        for (size_t line = 0; line < group_bytes; line += kLine)
+            __builtin_prefetch(panel + kFetchBytes + line, 0, 3);
+        for (int first = 0; first < kVectors; first += kStrip) {
+            Lanes products[kRows][kStrip * kPer];
+            for (int run = 0; run < num_runs; ++run) {
+                Lanes part[kRows][kStrip * kPer];
+                for (int r = 0; r < kRows; ++r)
+                    for (auto& lanes : part[r]) lanes = Kind::begin(totals[r * (stride / kRunInputs) + run]);
+                for (int u = 0; u < kWords; ++u) {
+                    const char* words = panel + (size_t(run * kWords + u) * kPanel + first * kLanes) * 4;
+                    typename Kind::Word w[kStrip * kPer];
+                    for (int v = 0; v < kStrip * kPer; ++v)
+                        w[v] = Kind::take(load_lanes(words + v * sizeof(Lanes)));
+                    for (int r = 0; r < kRows; ++r)
+                        for (int v = 0; v < kStrip * kPer; ++v)
+                            part[r][v] = Kind::add(part[r][v], w[v],
+                                                   from + r * stride + run * kRunInputs + u * Kind::kInputs);
+                }
+                for (int r = 0; r < kRows; ++r)
+                    for (int v = 0; v < kStrip * kPer; ++v) {
+                        const Lanes done = Kind::end(part[r][v], totals[r * (stride / kRunInputs) + run]);
+                        products[r][v] = run ? add_lanes(products[r][v], done) : done;
+                    }
+            }
+            for (int s = 0; s < kStrip; ++s) {
+                const Floats weight_scale = load_halves(weight_scales + (first + s) * kLanes);
+                for (int r = 0; r < kRows; ++r) {
+                    Ints whole;
+                    std::memcpy(&whole, &products[r][s * kPer], sizeof whole);
+                    float* to = sums + r * kPanel + (first + s) * kLanes;
+                    const Floats scale = weight_scale * splat(scales[size_t(r) * matrix.num_groups]);
+                    store(to, load(to) + __builtin_convertvector(whole, Floats) * scale);
+                }
+            }
+        }
+    }
+}
+
+// sums[row][kPanel] = x[row] . panel
+inline void multiply_panel(const QuantisedRows& x, int num_rows, const Matrix& matrix, int panel,
+                           float* sums) {
+    using Tile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, float*);
+    static constexpr Tile kTiles[2][6] = {
+        {quantised_tile<Int8, 1>, quantised_tile<Int8, 2>, quantised_tile<Int8, 3>,
+         quantised_tile<Int8, 4>, quantised_tile<Int8, 5>, quantised_tile<Int8, 6>},
+        {quantised_tile<Int4, 1>, quantised_tile<Int4, 2>, quantised_tile<Int4, 3>,
+         quantised_tile<Int4, 4>, quantised_tile<Int4, 5>, quantised_tile<Int4, 6>}};
+    const int num_tiles = (num_rows + kQuantisedTile - 1) / kQuantisedTile;
+    for (int t = 0; t < num_tiles; ++t) {
+        const int begin = int(int64_t(num_rows) * t / num_tiles);
+        const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
+        kTiles[matrix.bits == 4][end - begin - 1](
+            x, begin, matrix, reinterpret_cast<const char*>(matrix.panel(panel)), sums + begin * kPanel);
+    }
+}
+
+// ------------------------------------------------------------------------------- weights in and out
+
+// One output's weights of a group, as multiples of its scale.
+struct QuantisedGroup {
+    uint16_t scale;  // fp16
+    int8_t values[64];
+};
+
+// The group's scale is the one of least squared error among a few: the largest weight's, which int8
+// keeps, and smaller ones, which clip it. The range of 4 bits is -8 to 7, so the scale may be negative.
+inline QuantisedGroup quantise_group(const float* x, int size, int bits) {
+    float low = 0, high = 0;
+    bool is_finite = true;
+    for (int i = 0; i < size; ++i) {
+        low = std::min(low, x[i]), high = std::max(high, x[i]);
+        is_finite = is_finite && std::isfinite(x[i]);
+    }
+    QuantisedGroup best{to_half(is_finite ? 0.f : NAN), {}};
+    const float most = std::max(-low, high);
+    if (!is_finite || most == 0) return best;
+    const int top = bits == 8 ? kLargestInt8 : 7, bottom = bits == 8 ? -top : -8;
+    const int num_tried = bits == 8 ? 1 : 9;
+    float least = INFINITY;
+    for (int tried = 0; tried < num_tried; ++tried) {
+        const float divisor = top + 0.375f * tried;
+        uint16_t half = to_half(most / divisor);
+        if (from_half(half) * (divisor + 0.5f) < most) ++half;  // very small ones have few bits
+        if (bits == 4 && high > -low) half |= 0x8000;
+        const float scale = from_half(half), inverse = 1 / scale;
+        QuantisedGroup made{half, {}};
+        float error = 0;
+        for (int i = 0; i < size; ++i) {
+            const float whole = std::nearbyint(x[i] * inverse);
+            const float kept = std::min(std::max(whole, float(bottom)), float(top));
+            made.values[i] = int8_t(kept);
+            error += (kept * scale - x[i]) * (kept * scale - x[i]);
+        }
+        if (error < least) least = error, best = made;
+    }
+    return best;
+}
+
+inline void put_group(const Matrix& matrix, int place, int group, const QuantisedGroup& from) {
+    const int lane = place % kPanel;
+    char* to = reinterpret_cast<char*>(matrix.words + size_t(place / kPanel) * matrix.panel_words) +
+               group * matrix.group_bytes();
+    for (int i = 0; i < matrix.group; ++i) {
+        if (matrix.bits == 8) {
+            to[(size_t(i / 4) * kPanel + lane) * 4 + i % 4] = char(from.values[i]);
+        } else {
+            char& byte = to[(size_t(i / 8) * kPanel + lane) * 4 + i % 4];
+            const int nibble = from.values[i] + 8;
+            byte = char(i % 8 < 4 ? (byte & 0xf0) | nibble : (byte & 0x0f) | nibble << 4);
+        }
+    }
+    std::memcpy(to + matrix.group_bytes() - (kPanel - lane) * sizeof(uint16_t), &from.scale, 2);
+}
+
+inline QuantisedGroup group_of(const Matrix& matrix, int place, int group) {
+    const int lane = place % kPanel;
+    const char* from = reinterpret_cast<const char*>(matrix.panel(place / kPanel)) + group * matrix.group_bytes();
+    QuantisedGroup found;
+    for (int i = 0; i < matrix.group; ++i) {
+        if (matrix.bits == 8) {
+            found.values[i] = int8_t(from[(size_t(i / 4) * kPanel + lane) * 4 + i % 4]);
+        } else {
+            const uint8_t byte = uint8_t(from[(size_t(i / 8) * kPanel + lane) * 4 + i % 4]);
+            found.values[i] = int8_t((i % 8 < 4 ? byte & 15 : byte >> 4) - 8);
+        }
+    }
+    std::memcpy(&found.scale, from + matrix.group_bytes() - (kPanel - lane) * sizeof(uint16_t), 2);
+    return found;
+}
+
+// Quantises one output's weights.
+inline void put_output(const Matrix& matrix, int place, const float* from, int num_inputs) {
+    float x[64];
+    for (int group = 0; group < matrix.num_groups; ++group) {
+        const int begin = group * matrix.group, given = std::min(matrix.group, num_inputs - begin);
+        std::fill(std::copy(from + begin, from + begin + std::max(given, 0), x), x + 64, 0.f);
+        put_group(matrix, place, group, quantise_group(x, matrix.group, matrix.bits));
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,166 @@
+"""Weights of 8 and 4 bits: what is computed is what the stored integers and scales say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.natives import decoder_of, random_parameters, run_natively
+from torch import Tensor
+
+from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.architecture import QUANTISED
+from forerun.models.base import Context, pack
+from forerun.models.load import load_model
+from forerun.models.memory import weights_bytes
+from forerun.models.runner import packed
+from forerun.models.runner.choose import try_out
+from forerun.models.runner.native import NativeModel
+from forerun.native.library import MatrixFormat, MatrixKind
+
+# Inputs that are no whole groups, several blocks of outputs, one of them partly filled.
+SIZES = {
+    "hidden_size": 208,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 90,
+    "vocab_size": 150,
+}
+FORMATS = [kind for kind in MatrixFormat if kind is not MatrixFormat.ELEMENT]
+
+
+def group_of(kind: MatrixFormat) -> int:
+    return 32 if kind.name.endswith("32") else 64
+
+
+def quantised_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """int8 activations and the scale of every group, in padded groups."""
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % group))
+    groups = padded.reshape(len(rows), -1, group)
+    most = groups.abs().amax(-1)
+    inverse = torch.where(most > 0, 127 / most, 0.0)
+    return (groups * inverse[..., None]).round(), most / 127
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 11, 23])
+def test_products_are_exact_sums_of_integers_times_scales(kind, num_rows, monkeypatch):
+    """Extreme values included: sums that 16 bits of a processor's instructions cannot hold."""
+    monkeypatch.setattr(packed, "FORMATS", {8: kind, 4: kind})
+    decoder = decoder_of(**(SIZES | {"hidden_size": 192}))
+    model = run_natively(decoder, random_parameters(decoder), weights="int8")
+    group, num_outputs = group_of(kind), SIZES["vocab_size"]
+    generator = torch.Generator().manual_seed(num_rows)
+    low, high = (-8, 7) if "INT4" in kind.name else (-128, 127)
+    values = torch.randint(low, high + 1, (num_outputs, 192), generator=generator, dtype=torch.int8)
+    values[0], values[1], values[2, ::2], values[2, 1::2] = low, high, low, high
+    scales = (torch.rand(num_outputs, 192 // group, generator=generator) - 0.5).half()
+    scales[3] = 0
+    put = model.weights.kernels.library.forerun_decoder_put_quantised
+    assert put(model.weights.handle, MatrixKind.HEAD, 0, values.data_ptr(), scales.data_ptr())
+    rows = torch.randn(num_rows, 192, generator=generator)
+    rows[0], rows[num_rows // 2] = 1, -1  # the largest integers
+    rows[-1, :group] = 0
+    ints, row_scales = quantised_rows(rows, group)
+    weights = values.reshape(num_outputs, -1, group).double()
+    sums = torch.einsum("rgi,ogi->rog", ints.double(), weights)
+    assert sums.abs().max() == group * 127 * -low
+    expected = (sums * scales.double() * row_scales.double()[:, None]).sum(-1)
+    found = model.head(rows).double()
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(torch.cat([model.head(row[None]) for row in rows]), model.head(rows))
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, "INT8_GROUPS_64"), (4, "INT4_GROUPS_32")])
+def test_weights_are_off_by_at_most_a_step(bits, kind, monkeypatch):
+    decoder = decoder_of(**SIZES)
+    parameters = random_parameters(decoder)
+    parameters["lm_head.weight"][7] = 0
+    parameters["lm_head.weight"][8] *= 1e-4
+    monkeypatch.setattr(packed, "FORMATS", dict.fromkeys((8, 4), MatrixFormat[kind]))
+    model = run_natively(decoder, parameters, weights="int8")
+    # Columns of the head: rows with a single one are exact in int8.
+    columns = model.head(torch.eye(SIZES["hidden_size"])).t()
+    head = parameters["lm_head.weight"]
+    steps = torch.stack(
+        [part.abs().amax(1) for part in head.split(group_of(MatrixFormat[kind]), 1)], 1
+    ) / (127 if bits == 8 else 7)
+    allowed = steps.repeat_interleave(group_of(MatrixFormat[kind]), 1)[:, : SIZES["hidden_size"]]
+    error = (columns - head).abs()
+    # In 4 bits the largest weights of a group may be clipped, where that errs less in all.
+    assert (error <= allowed * (0.52 if bits == 8 else 2.2) + 2**-24).all()  # the smallest scale
+    assert error.square().mean().sqrt() < 0.35 * steps.mean()
+
+
+@pytest.mark.parametrize("weights", list(QUANTISED))
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_copy_in_fewer_bits_computes_what_a_model_loaded_in_them_does(weights, tied):
+    decoder = decoder_of(**SIZES, tied=tied, qkv_bias=True, qk_norm=True)
+    parameters = random_parameters(decoder)
+    whole = run_natively(decoder, parameters)
+    loaded = run_natively(decoder, parameters, weights=weights)
+    copy = whole.in_fewer_bits(weights)
+    assert copy.store is whole.store
+    assert torch.equal(logits_of(copy), logits_of(loaded))
+    assert not torch.equal(logits_of(copy), logits_of(whole))
+    assert copy.bytes_read == loaded.bytes_read < whole.bytes_read / 2.5
+    assert copy.num_parameters == loaded.num_parameters == whole.num_parameters
+
+
+def logits_of(model: NativeModel) -> Tensor:
+    ids = torch.arange(1, 30)
+    context = Context(model.store, ids.tolist())
+    batch = pack([context.span(len(ids))], ids, range(len(ids)), model.device)
+    logits = model.forward(batch).logits
+    context.close()
+    return logits
+
+
+@pytest.mark.parametrize("weights", list(QUANTISED))
+@pytest.mark.parametrize("tied", [True, False])
+def test_memory_is_estimated_before_loading(weights, tied):
+    sizes = SIZES | {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+    decoder = decoder_of(**sizes, tied=tied)
+    model = run_natively(decoder, random_parameters(decoder), weights=weights)
+    expected = weights_bytes(
+        model.num_parameters, decoder.architecture, model.dtype, weights, is_tied=tied
+    )
+    assert abs(model.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(bad):
+    decoder = decoder_of(**SIZES)
+    parameters = random_parameters(decoder)
+    parameters["model.layers.1.mlp.down_proj.weight"][3, 5] = bad
+    model = run_natively(decoder, parameters, weights="int4")
+    with pytest.raises(InvalidModel, match="NaN or infinite"):
+        try_out(model, "it")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_activations_that_are_no_numbers_stay_so(bad):
+    decoder = decoder_of(**SIZES)
+    model = run_natively(decoder, random_parameters(decoder), weights="int8")
+    rows = torch.randn(3, SIZES["hidden_size"])
+    rows[1, 100] = bad
+    logits = model.head(rows)
+    assert logits[1].isnan().all()
+    assert logits[[0, 2]].isfinite().all()
+
+
+def test_values_of_other_groups_are_not_taken():
+    decoder = decoder_of(**SIZES)
+    model = run_natively(decoder, random_parameters(decoder), weights="int4")
+    put = model.weights.kernels.library.forerun_decoder_put_quantised
+    assert not put(model.weights.handle, MatrixKind.HEAD, 0, None, None)  # 208 inputs
+    plain = run_natively(decoder, random_parameters(decoder))
+    assert not put(plain.weights.handle, MatrixKind.OUTPUT, 0, None, None)
+
+
+def test_other_runners_have_no_fewer_bits():
+    with pytest.raises(InvalidRequest, match=r"int5.*use auto, bf16, int8"):
+        EngineConfig(weights="int5")
+    with pytest.raises(InvalidRequest, match="need the native runner, not eager"):
+        load_model("zoo:code-2m", runner="eager", weights="int8", device="cpu")
