@@ -153,8 +153,8 @@ class SampledTally:
             self.num_accepted += record.num_accepted
             self.expected += record.expected_accepted
             self.squares += (record.num_accepted - record.expected_accepted) ** 2
-        if METHODS.get(step.record.method) == "ngram":
-            return  # a copy of earlier text has no distribution
+        if METHODS.get(step.record.method) in ("ngram", "mtp"):
+            return  # copies of text and the first choices of Medusa heads have no distribution
         one_hot = step.proposal is not None and step.proposal.draft_probs is None
         self.num_one_hot += one_hot
         self.num_sampled += not one_hot
