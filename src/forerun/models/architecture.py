@@ -9,20 +9,24 @@ from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidModel
 
-SUPPORTED = (
-    "GPT2LMHeadModel",
-    "GPTNeoXForCausalLM",
-    "Gemma3ForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "OPTForCausalLM",
-    "Olmo2ForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
+FAMILIES = (
+    "Apertus Arcee BitNet Cohere Cohere2 Cwm DeepseekV2 DeepseekV3 Dots1 Emu3 Ernie4_5 "
+    "Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Glm Glm4 Glm4Moe "
+    "GptOss Granite GraniteMoe GraniteMoeShared GraniteSWA HYV3 Helium HunYuanDenseV1 "
+    "HunYuanMoEV1 Jais2 Laguna Llama Mellum MiniMaxM2 Ministral Ministral3 Mistral "
+    "Mixtral OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Qwen2 Qwen2Moe Qwen3 "
+    "Qwen3Moe SeedOss SmolLM3 SolarOpen Starcoder2 VaultGemma Youtu"
 )
+"""Prefixes of the class names in transformers that the contract test covers. Their modules compute
+everything but attention, so a family is listed once attention is all that it needs of us."""
+
+SUPPORTED = ("GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES.split()))
+
+# Keys and values are made per head from a compressed row; keys are wider than values. The store
+# keeps both per head.
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM")
+
+LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
 
 # Every query head has keys and values of its own, whatever their configuration says of key/value
 # heads: transformers ignores it.
@@ -33,7 +37,7 @@ LEARNED_POSITIONS = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 # Rotations that depend on the position alone. Others rescale with the longest position of the call,
 # which differs between a pass of many rows and the same rows one by one.
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
 MAX_LAYERS = 4096
@@ -46,7 +50,6 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "add_cross_attention": "attention to an encoder",
-        "attn_logit_softcapping": "capped attention scores",
         "is_encoder_decoder": "an encoder",
         "use_bidirectional_attention": "attention to later tokens",
     }
@@ -94,7 +97,10 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         InvalidModel: the model, or something its configuration asks for, is not supported.
     """
     if name not in SUPPORTED:
-        raise InvalidModel(f"{name} is not supported; supported are {', '.join(SUPPORTED)}")
+        raise InvalidModel(
+            f"{name} is not supported; the {len(SUPPORTED)} model classes of transformers that are "
+            'stand under "Model families" in docs/architecture.md'
+        )
     _refuse_quantised(settings)
     _refuse_settings(name, settings)
     _refuse_rope(name, settings)
@@ -102,6 +108,10 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     hidden_size = size(settings, "hidden_size", "n_embd")
     given = {} if name in MULTI_HEAD else settings
     num_kv_heads = optional_size(given, "num_key_value_heads", num_heads)
+    head_dim = optional_size(given, "head_dim", max(1, hidden_size // num_heads))
+    if name in LATENT:
+        num_kv_heads = num_heads
+        head_dim = sum(checked_size(settings.get(key), key) for key in LATENT_KEYS)
     if num_heads % num_kv_heads:
         raise InvalidModel(
             f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads "
@@ -112,7 +122,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         num_layers=size(settings, "num_hidden_layers", "n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=optional_size(given, "head_dim", max(1, hidden_size // num_heads)),
+        head_dim=head_dim,
         hidden_size=hidden_size,
         vocab_size=size(settings, "vocab_size", "vocab_size"),
         max_positions=size(settings, "max_position_embeddings", "n_positions"),

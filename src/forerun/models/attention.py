@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from forerun.errors import InvalidModel
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.theory.tree import NO_TREE, TokenTree
@@ -162,6 +163,12 @@ def positions_in(num_rows: int, tree: TokenTree) -> Int64[Tensor, " rows"]:
 
 ATTENTION_NAME = "forerun"
 
+NOT_ATTENDED = frozenset(
+    "dropout position_ids use_cache cache_position is_causal logits_to_keep position_embeddings "
+    "output_attentions output_hidden_states output_router_logits return_dict".split()
+)
+"""What transformers also hands to attention functions, and what does not change their result."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Write:
@@ -270,12 +277,23 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     scaling: float,
     attention_pass: AttentionPass,
     sliding_window: int | None = None,
-    **_: object,  # transformers' calling convention: dropout, position_ids, use_cache and others
-) -> tuple[Float[Tensor, "1 rows heads head_dim"], None]:
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " heads"] | None = None,
+    **others: object,
+) -> tuple[Float[Tensor, "1 rows heads value_dim"], None]:
     """Store this layer's keys and values, then attend."""
+    if unknown := [name for name in others.keys() - NOT_ATTENDED if others[name] is not None]:
+        raise InvalidModel(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which is not "
+            "supported"
+        )
+    value_dim = value.shape[-1]
+    if value_dim < key.shape[-1]:  # the store has one width
+        value = F.pad(value, (0, key.shape[-1] - value_dim))
     attention_pass.write(module.layer_idx, key, value)
     blocks = attention_pass.blocks(sliding_window)
-    return attend_blocks(module.layer_idx, query, blocks, scaling).flatten(2, 3), None
+    attended = attend_blocks(module.layer_idx, query, blocks, scaling, softcap, s_aux)
+    return attended.flatten(2, 3)[..., :value_dim], None
 
 
 def attend_blocks(
@@ -283,6 +301,8 @@ def attend_blocks(
     query: Float[Tensor, "1 heads rows head_dim"],
     blocks: Sequence[Block],
     scaling: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "1 rows kv_heads groups head_dim"]:
     """Compute the attention of all blocks in layer `index`, in row order."""
     outputs = [
@@ -292,27 +312,71 @@ def attend_blocks(
             block.views[2 * index + 1],
             block.bias,
             scaling,
+            softcap,
+            sinks,
         )
         for block in blocks
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def attend(
+def attend(  # noqa: PLR0913 (the parts of attention)
     query: Float[Tensor, "sequences heads rows head_dim"],
     keys: Float[Tensor, "sequences kv_heads keys head_dim"],
     values: Float[Tensor, "sequences kv_heads keys head_dim"],
     bias: Float[Tensor, "*shared folded keys"] | None,
     scaling: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "sequences rows kv_heads groups head_dim"]:
-    """Scaled dot-product attention with the query heads of a group folded into the rows."""
+    """Scaled dot-product attention with the query heads of a group folded into the rows.
+
+    Args:
+        query: of the rows.
+        keys: that the rows may see.
+        values: of the keys.
+        bias: added to the scores; None adds nothing.
+        scaling: factor of the scores.
+        softcap: largest size of a score (Gemma 2, 2408.00118, section 2); None: no limit.
+        sinks: per query head, the score of a key that has no value (gpt-oss, 2508.10925).
+    """
     num_sequences, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     folded = query.reshape(num_sequences, num_kv_heads, -1, head_dim)
-    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
+    if softcap is None and sinks is None:
+        attended = F.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=bias, scale=scaling
+        )
+    else:
+        attended = _attend_by_scores(folded, keys, values, bias, scaling, softcap, sinks)
     groups = num_heads // num_kv_heads
-    unfolded = attended.view(num_sequences, num_kv_heads, groups, num_rows, head_dim)
+    unfolded = attended.view(num_sequences, num_kv_heads, groups, num_rows, -1)
     return unfolded.permute(0, 3, 1, 2, 4)
+
+
+def _attend_by_scores(  # noqa: PLR0913 (as `attend`)
+    folded: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend where scores are capped or sinks take part, which the fused function lacks."""
+    scores = folded @ keys.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if sinks is None:
+        return torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
+    num_kv_heads, num_folded = folded.shape[1:3]
+    groups = len(sinks) // num_kv_heads
+    column = sinks.view(num_kv_heads, groups, 1).expand(-1, -1, num_folded // groups)
+    column = column.reshape(1, num_kv_heads, num_folded, 1).expand(len(folded), -1, -1, -1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1, dtype=torch.float32)
+    return weights[..., :-1].to(values.dtype) @ values
 
 
 def register() -> None:

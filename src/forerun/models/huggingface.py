@@ -48,6 +48,10 @@ class ModuleNames:
 MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
     dict.fromkeys(SUPPORTED, ModuleNames())
     | {
+        name: ModuleNames(norm="model.final_layernorm")
+        for name in ("PersimmonForCausalLM", "PhiForCausalLM")
+    }
+    | {
         "GPT2LMHeadModel": ModuleNames(
             layers="transformer.h", embedding="transformer.wte", norm="transformer.ln_f"
         ),
@@ -135,7 +139,7 @@ class HuggingFaceModel(StoredModel):
         projected = self._project(MODULE_NAMES[self.architecture.name].projection_out, hidden)
         lm_head: Any = self.network.get_submodule("lm_head")
         logits: Tensor = lm_head(projected)
-        logits = logits / self._setting("logits_scaling", 1.0)
+        logits = logits * self._setting("logit_scale", 1.0) / self._setting("logits_scaling", 1.0)
         cap = self._setting("final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

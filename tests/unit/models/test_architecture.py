@@ -56,7 +56,7 @@ def test_gpt2_has_names_of_its_own():
         "GPTNeoForCausalLM",
         "T5ForConditionalGeneration",
         "BloomForCausalLM",
-        "Gemma2ForCausalLM",
+        "Gemma4ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "LlamaForCausalLM2",
     ],
@@ -64,7 +64,7 @@ def test_gpt2_has_names_of_its_own():
 def test_other_architectures_are_refused_with_what_is_supported(name):
     with pytest.raises(InvalidModel, match=rf"{name} is not supported") as refused:
         read_architecture(name, {})
-    assert all(supported in str(refused.value) for supported in SUPPORTED)
+    assert f"{len(SUPPORTED)} model classes" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,6 @@ def test_other_layer_types_are_refused():
             Gemma3TextConfig(use_bidirectional_attention=True),
             r"attention to later tokens \(use_bidirectional_attention=True\)",
         ),
-        (
-            "Gemma3ForCausalLM",
-            Gemma3TextConfig(attn_logit_softcapping=50.0),
-            "capped attention scores",
-        ),
         ("GPT2LMHeadModel", GPT2Config(add_cross_attention=True), "attention to an encoder"),
     ],
 )
@@ -116,7 +111,7 @@ def test_options_of_supported_models_that_are_refused(name, config, message):
         read_architecture(name, config.to_dict())
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_unverified_rope_is_refused(kind):
     settings = LlamaConfig().to_dict() | {"rope_parameters": {"rope_type": kind, "factor": 2.0}}
     with pytest.raises(InvalidModel, match=rf"rope_type '{kind}'.*default, linear, llama3"):

@@ -1,0 +1,191 @@
+"""Families that need nothing of us but attention: text, features and head equal transformers' own.
+
+A row of MORE is all that a new one needs here, and its name in `architecture.FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests import tiny
+from tests.contract.test_families import continued
+from transformers import PreTrainedModel
+
+from forerun.control.base import Tree
+from forerun.drafters.draft_model import SelfDraft
+from forerun.errors import InvalidModel
+from forerun.models import attention
+from forerun.models.architecture import SUPPORTED
+from forerun.models.base import Context, pack
+from forerun.models.huggingface import HuggingFaceModel, adapt
+from forerun.sampling.config import SamplingParams
+from forerun.theory.tree import NO_TREE
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+NUM_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+WINDOW = {"sliding_window": 8}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MORE: dict[str, dict[str, Any]] = {
+    "Apertus": {},
+    "Arcee": {},
+    "BitNet": {},
+    "Cohere": {"use_qk_norm": True},
+    "Cohere2": WINDOW,
+    "Cwm": WINDOW,
+    "DeepseekV2": LATENT | ROUTED | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "DeepseekV3": LATENT | ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "Dots1": ROUTED | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "Emu3": {},
+    "Ernie4_5": {},
+    "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "Exaone4": WINDOW,
+    "ExaoneMoe": ROUTED | WINDOW | {"num_experts": 4, "n_group": 1, "topk_group": 1},
+    "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Gemma": {},
+    "Gemma2": WINDOW,
+    "Glm": {},
+    "Glm4": {},
+    "Glm4Moe": ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "GptOss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
+    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
+    "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteSWA": WINDOW,
+    "HYV3": ROUTED | {"num_experts": 4, "num_local_experts": 4},
+    "Helium": {},
+    "HunYuanDenseV1": {},
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},
+    "Jais2": {},
+    "Laguna": ROUTED | WINDOW | {"num_experts": 4},
+    "Mellum": ROUTED | WINDOW | {"num_experts": 4},
+    "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Ministral": WINDOW,
+    "Ministral3": WINDOW | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    "Mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "Olmo": {"clip_qkv": 1.5},
+    "Olmo3": WINDOW,
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Persimmon": {"num_key_value_heads": 2},
+    "Phi": {"qk_layernorm": True},
+    "Qwen2Moe": ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "SeedOss": {},
+    "SmolLM3": {},
+    "SolarOpen": ROUTED | {"n_routed_experts": 4, "num_experts": 4, "n_group": 1, "topk_group": 1},
+    "Starcoder2": WINDOW,
+    "VaultGemma": WINDOW,
+    "Youtu": LATENT,
+}
+# Networks that with their first seed hardly say more than one token: another seed.
+SEEDS = {"Apertus": 5}
+# What differs from the others in attention, positions or head; the rest is in the full grid.
+TELLING = ("Cohere2", "DeepseekV3", "Gemma2", "Glm4Moe", "GptOss", "Ministral3", "Mixtral", "Phi")
+
+
+def network(family: str, **changes: Any) -> PreTrainedModel:
+    """A random network of four layers, so that every kind of layer occurs."""
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    sizes = {
+        "vocab_size": tiny.VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": tiny.MAX_CONTEXT,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": tiny.EOS,
+        "pad_token_id": 0,
+    }
+    config = model_class.config_class(**(sizes | MORE.get(family, {}) | changes))
+    made = model_class._from_config(config, attn_implementation="eager")
+    made.eval().requires_grad_(False)
+    for name, parameter in made.named_parameters():
+        parameter.fill_(float(tiny.is_norm(name) and name.endswith("weight")))
+    tiny.perturb(made, SEEDS.get(family, 0), 0.3)
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A network, and a model over a copy of it."""
+
+    network: PreTrainedModel
+    model: HuggingFaceModel
+
+
+@pytest.fixture(
+    scope="module",
+    params=[f if f in TELLING else pytest.param(f, marks=pytest.mark.full) for f in MORE],
+)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    made = network(request.param)
+    return Pair(network=made, model=tiny.adapted(made))
+
+
+def texts(model: HuggingFaceModel, drafter: SelfDraft | None = None, **changes: Any) -> list[Any]:
+    prompts = [tiny.tokenizer().encode(prompt) for prompt in tiny.PROMPTS]
+    engine = tiny.engine_over(model, drafter, **changes)
+    return [list(output.token_ids) for output in engine.generate(prompts, GREEDY)]
+
+
+def test_the_table_and_what_is_supported_are_the_same():
+    rest = {f"{family}ForCausalLM" for family in MORE}
+    assert {name for _, (name, _) in tiny.FAMILIES.items()} | rest == set(SUPPORTED)
+
+
+def test_text_is_that_of_transformers_whatever_is_drafted(pair):
+    prompts = [tiny.tokenizer().encode(prompt) for prompt in tiny.PROMPTS]
+    expected = [continued(pair.network, ids, NUM_TOKENS) for ids in prompts]
+    assert min(len(set(ids)) for ids in expected) > 2
+    assert texts(pair.model, k=0) == expected
+    assert texts(pair.model, k=0, prefill_chunk=5, max_batch=1) == expected
+    drafter = SelfDraft(pair.model.first_layers(1), pair.model.vocab_size)
+    assert texts(pair.model, drafter, k=4) == expected
+    tree = Tree(num_nodes=7, depth=3, width=2)
+    assert texts(pair.model, drafter, k=3, tree=tree) == expected
+    assert pair.model.store.num_free == 4
+
+
+def test_features_lead_to_the_logits(pair):
+    model, ids = pair.model, tiny.tokenizer().encode(tiny.PROMPTS[0])
+    context = Context(model.store, ids, None)
+    rows = range(len(ids))
+    batch = pack([context.span(len(ids), NO_TREE)], ids, list(rows), model.device)
+    output = model.forward(replace(batch, feature_layers=(0, model.architecture.num_layers)))
+    context.close(0)
+    assert output.features is not None
+    expected = pair.network(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=1e-4)  # other order of sums
+    embedded, last = output.features.unbind(1)
+    torch.testing.assert_close(model.embed(torch.tensor(ids)), embedded)
+    torch.testing.assert_close(model.head(model.final_norm(last)), output.logits)
+
+
+def test_an_unknown_request_of_a_layer_to_its_attention_is_refused(monkeypatch):
+    made = network("Gemma2")
+    model = adapt(made, num_slots=1, max_context=tiny.MAX_CONTEXT)
+    monkeypatch.setattr(attention, "NOT_ATTENDED", frozenset())
+    with pytest.raises(InvalidModel, match="asks its attention for"):
+        tiny.engine_over(model).generate([[1, 2]], GREEDY)
