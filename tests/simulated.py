@@ -81,6 +81,7 @@ class World:
     rests: bool = False
     rest_left: int = 0
     slow: float = 1.0
+    draft_slow: float = 1.0
     clock_s: float = 0.0
     cycle: int = 0
     records: list[StepRecord] = field(default_factory=list)
@@ -125,6 +126,7 @@ class World:
         factor = self.random.lognormvariate(0.0, self.noise) if self.noise else 1.0
         factor *= self.slow
         used = {method for method, k in drafted if k}
+        factor *= self.draft_slow if used else 1.0
         any_table = next(iter(self.truth.values()))
         if not used:
             return 0.0, any_table.plain_step_s(100, batch) * factor, 0.0

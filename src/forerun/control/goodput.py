@@ -31,6 +31,8 @@ from forerun.theory.record import StepRecord
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
+MOST_CHARGED = 16.0
+"""Plain steps that a probe may be found to take: its drafter may have a long text to read first."""
 MOST_REST = 15
 """Plain steps in a row without a record; the others keep the costs of plain steps up to date."""
 LOGGED_AFTER = 30
@@ -194,7 +196,7 @@ class GoodputController:
         """
         first, allocation = records[0], active.allocation
         took_s = first.draft_s + first.verify_s + first.other_s
-        took = min(self.config.largest_ratio, took_s / allocation.step_s)
+        took = min(MOST_CHARGED, took_s / allocation.step_s)
         gained = sum(r.num_accepted for r in records if r.request_id == active.names[at])
         loss = took - 1.0 - (gained - active.expected_gain) / allocation.tokens
         self._probe_loss = max(-1.0, self._probe_loss + loss)

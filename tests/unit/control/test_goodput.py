@@ -46,6 +46,13 @@ def test_a_useless_draft_costs_less_than_three_percent(rests):
     assert ours.run(controller(), 2000) >= 0.97 * best_rate(0.0, table())
 
 
+def test_a_useless_draft_whose_probes_are_long_costs_less_than_three_percent():
+    """As where a drafter has to read many tokens, for a target whose steps are short."""
+    ours = world(0.0)
+    ours.draft_slow = 10.0
+    assert ours.run(controller(), 6000) >= 0.97 * best_rate(0.0, table())
+
+
 def test_it_rests_while_nothing_is_drafted_and_no_request_has_a_time_target():
     ours, resting = world(0.0), controller()
     ours.run(resting, 500)
