@@ -31,8 +31,8 @@ from forerun.theory.record import StepRecord
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
-MOST_CHARGED = 16.0
-"""Plain steps that a probe may be found to take: its drafter may have a long text to read first."""
+MOST_DOUBLED = 3
+"""Lost probes in a row that double what the next one is charged with at most."""
 MOST_REST = 15
 """Plain steps in a row without a record; the others keep the costs of plain steps up to date."""
 LOGGED_AFTER = 30
@@ -117,6 +117,7 @@ class GoodputController:
         self._rested = 0  # plain steps without a record before the next record
         self._will_rest = 0  # the same after it
         self._probe_loss = 0.0
+        self._num_lost = 0  # probes in a row, while decoding was plain
         self._num_probes = 0
         first_gap = self._plain_gap - self.config.num_cold
         self._since_plain: defaultdict[int, float] = defaultdict(lambda: first_gap)
@@ -196,10 +197,14 @@ class GoodputController:
         """
         first, allocation = records[0], active.allocation
         took_s = first.draft_s + first.verify_s + first.other_s
-        took = min(MOST_CHARGED, took_s / allocation.step_s)
+        # A drafter that is off has a long text to read first. That is charged more fully where
+        # more than two probes have lost: rare probes find late that drafting pays again.
+        most = self.config.largest_ratio * 2.0 ** min(max(0, self._num_lost - 2), MOST_DOUBLED)
+        took = min(most, took_s / allocation.step_s)
         gained = sum(r.num_accepted for r in records if r.request_id == active.names[at])
         loss = took - 1.0 - (gained - active.expected_gain) / allocation.tokens
         self._probe_loss = max(-1.0, self._probe_loss + loss)
+        self._num_lost = self._num_lost + 1 if loss > 0.0 and not any(allocation.depths) else 0
 
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
         """Choose the best plans from the present estimates, or plans that measure others."""
