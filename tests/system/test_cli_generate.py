@@ -13,9 +13,11 @@ import pytest
 from forerun.cli import generate
 from forerun.cli.main import main
 from forerun.cli.session import Session
+from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
+SEEDED = ("--temperature", "1", "--seed", "5", "--max-tokens", "24")
 
 
 @pytest.fixture
@@ -69,8 +71,7 @@ def test_speculation_does_not_change_greedy_text(run):
 
 def test_a_seed_fixes_the_text_whatever_k(run):
     texts = {
-        json.loads(run("def f", "--seed", "5", "--max-tokens", "24", "--json", "--k", k)[1])["text"]
-        for k in ("1", "3", "6")
+        json.loads(run("def f", *SEEDED, "--json", "--k", k)[1])["text"] for k in ("1", "3", "6")
     }
     assert len(texts) == 1
 
@@ -83,7 +84,7 @@ def test_json_is_one_object_alone_on_stdout(run):
     figures = content["figures"]
     assert figures["num_prompt_tokens"] == 5
     assert figures["num_tokens"] == 24
-    assert len(figures["acceptance_rate_per_position"]) == 4
+    assert len(figures["acceptance_rate_per_position"]) == EngineConfig().num_speculative_tokens
     assert figures["drafted_per_position"][0] == figures["num_steps"]
 
 

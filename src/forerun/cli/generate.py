@@ -42,7 +42,9 @@ class GenerateOptions:
     """Print the draft of one step to stderr, as a tree with probabilities and the accepted path:
     the step that accepted most. Needs a draft."""
     pair: PairFlags = field(default_factory=PairFlags)
-    sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=256))
+    sampling: SamplingFlags = field(
+        default_factory=lambda: SamplingFlags(temperature=0.0, max_tokens=256)
+    )
     output: OutputFlags = field(default_factory=OutputFlags)
     tracing: TraceFlags = field(default_factory=TraceFlags)
 
