@@ -79,6 +79,10 @@ class InvalidRequest(ForerunError, ValueError):
     """A prompt or a parameter of a request cannot be honoured."""
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt does not leave room for one output token in the context."""
+
+
 class UnreadableInput(ForerunError, ValueError):
     """A file, standard input or an HTTP body cannot be read or exceeds a limit."""
 

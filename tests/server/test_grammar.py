@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -67,3 +68,53 @@ def test_min_tokens_is_refused_with_a_grammar(client):
 
 def test_tiny_vocabulary_has_padding():
     assert len(tiny.tokenizer().vocabulary) <= tiny.VOCAB_SIZE
+
+
+def chained(num_rules):
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(num_rules))
+    return {"grammar": f'start: r0\n{rules}\nr{num_rules}: "a"\n'}
+
+
+def chained_references(num_references):
+    names = [f"a{i}" for i in range(num_references)]
+    definitions = {name: {"$ref": f"#/$defs/{name}a"} for name in names}
+    links = {f"{a}a": {"$ref": f"#/$defs/{b}"} for a, b in itertools.pairwise(names)}
+    last = {f"{names[-1]}a": {"type": "string"}}
+    return {"json": {"$ref": "#/$defs/a0", "$defs": definitions | links | last}}
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [chained(3000), chained(30_000), chained_references(3000), {"regex": "a?" * 20_000}],
+    ids=["rules", "many rules", "references", "regex"],
+)
+def test_a_grammar_that_would_end_the_process_is_refused(client, hostile):
+    body = {"prompt": "x", "max_tokens": 4, "structured_outputs": hostile}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert len(answer.json()["error"]["message"]) < 400
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_thousands_of_choices_are_followed(client):
+    texts = [f"a{i}" for i in range(3000)]
+    body = {"prompt": "x", "max_tokens": 20, "structured_outputs": {"choice": texts}}
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["text"] in texts
+
+
+def test_white_space_between_json_values_is_limited(client):
+    schema = {"type": "array", "items": {"type": "integer"}}
+    bias = {
+        str(token): 100.0
+        for token in client.post("/tokenize", json={"prompt": "\n"}).json()["tokens"]
+    }
+    body = {
+        "prompt": "x",
+        "max_tokens": 24,
+        "temperature": 0,
+        "logit_bias": bias,
+        "structured_outputs": {"json": schema},
+    }
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert "\n\n\n" not in text

@@ -105,6 +105,8 @@ MALFORMED = [
     (b'"text"', "the body"),
     (b'{"prompt": "x", "maxtokens": 3}', "maxtokens: is not a known field"),
     (b'{"prompt": "x", "temperature": "hot"}', "temperature: "),
+    (b'{"prompt": "x", "top_k": 9223372036854775808}', "top_k is 9223372036854775808"),
+    (b'{"prompt": "x", "skip_special_tokens": false}', "skip_special_tokens is not supported"),
     (b'{"prompt": "x", "temperature": NaN}', "temperature"),
     (b'{"prompt": "x", "temperature": -1}', "temperature is -1"),
     (b'{"prompt": "x", "top_p": 0}', "top_p is 0"),
@@ -139,6 +141,69 @@ def test_a_malformed_body_is_refused_by_name(guarded, body, part):
 def test_prompts_beyond_the_context_name_both_numbers(guarded):
     response = guarded.post("/v1/completions", json={"prompt": [5] * 200}, headers=bearer(KEY))
     assert is_error(response, 400, f"200 tokens; the context holds {tiny.MAX_CONTEXT}")
+
+
+def test_many_fields_are_refused_at_once(long_bodies):
+    body = PROMPT | {f"f{i}": 1 for i in range(100_000)}
+    response = long_bodies.post("/v1/completions", json=body)
+    assert is_error(response, 400, "more than 256 fields")
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(long_bodies, monkeypatch):
+    intake = long_bodies.app.state.server.engine.engine.intake
+    monkeypatch.setattr(type(intake.tokenizer), "encode", None)
+    for path in ("/v1/completions", "/tokenize"):
+        response = long_bodies.post(path, json={"prompt": "x" * 1_000_000})
+        assert is_error(response, 400, "1000000 characters; the context holds")
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert response.json()["error"]["param"] == "prompt"
+
+
+@pytest.fixture
+def long_bodies():
+    with serving(tiny_engine()) as client:
+        yield client
+
+
+UNSET = dict.fromkeys(
+    "temperature top_p n stream logprobs presence_penalty frequency_penalty stop seed echo".split()
+)
+
+
+def test_fields_that_clients_send_are_accepted(guarded):
+    sent = {"parallel_tool_calls": True, "store": False, "service_tier": "auto", "user": None}
+    body = PROMPT | UNSET | sent | {"max_tokens": 2}
+    headers = bearer(KEY) | {"x-request-id": "mine"}
+    response = guarded.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    ignored = "parallel_tool_calls, service_tier, store"
+    assert response.headers["x-forerun-ignored"] == ignored
+    assert response.headers["x-request-id"] == "mine"
+    streamed = guarded.post("/v1/completions", json=body | {"stream": True}, headers=bearer(KEY))
+    assert streamed.headers["x-forerun-ignored"] == ignored
+    assert len(streamed.headers["x-request-id"]) == 32
+
+
+def test_the_model_can_be_asked_for_by_name(guarded):
+    headers = bearer(KEY)
+    listed = guarded.get("/v1/models", headers=headers).json()["data"]
+    assert guarded.get(f"/v1/models/{MODEL}", headers=headers).json() == listed[0]
+    assert guarded.get("/v1/models/other", headers=headers).status_code == 404
+
+
+def test_pages_of_allowed_origins_and_further_host_names_are_answered():
+    config = ServerConfig(
+        port=0, allowed_origins=("https://page.example",), allowed_hosts=("model.example",)
+    )
+    with serving(tiny_engine(), config) as client:
+        asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+        preflight = client.options("/v1/completions", headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        other = client.options("/v1/completions", headers=asked | {"Origin": "https://other"})
+        assert "access-control-allow-origin" not in other.headers
+        assert client.get("/health", headers={"Host": "model.example"}).status_code == 200
+        assert client.get("/health", headers={"Host": "other.example"}).status_code == 421
 
 
 def test_other_models_and_paths_are_not_found(guarded):

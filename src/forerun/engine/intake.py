@@ -12,7 +12,7 @@ from operator import index
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.results import TokenStops
 from forerun.engine.sequence import Sequence
-from forerun.errors import InvalidRequest, QueueFull
+from forerun.errors import InvalidRequest, PromptTooLong, QueueFull
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
@@ -20,6 +20,10 @@ from forerun.sampling.history import History, TokenMask, problem_of_allowed
 from forerun.sampling.noise import request_key
 
 Prompt = str | Seq[int]
+
+
+SLACK = 16
+"""How much shorter normalising may make a text: its tokens need not hold all its characters."""
 
 
 class Intake:
@@ -44,6 +48,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.config = config
+        self._max_characters: int | None = None
 
     @property
     def max_context(self) -> int:
@@ -154,11 +159,15 @@ class Intake:
             )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        if isinstance(prompt, str):
+            self.check_length(prompt)
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = _as_ids(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(ids) >= self.max_context:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens; the context holds {self.max_context}, "
                 "one of them for output: shorten the prompt or raise max_context"
             )
@@ -168,6 +177,22 @@ class Intake:
                 f"prompt token {outside} is outside 0..{self.target.vocab_size - 1}"
             )
         return ids
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit into the context before time is spent on its tokens.
+
+        Raises:
+            PromptTooLong: it is many times longer than any text of as many tokens as the context
+                holds.
+        """
+        if self._max_characters is None:
+            pieces = self.tokenizer.vocabulary.values()
+            self._max_characters = self.max_context * max(map(len, pieces), default=1) * SLACK
+        if len(text) > self._max_characters:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters; the context holds {self.max_context} "
+                "tokens: shorten the prompt or raise max_context"
+            )
 
     def sequences(
         self,

@@ -33,7 +33,12 @@ class TemplateProcess:
 
     A template that exceeds a limit ends the child, and the next one starts another. Any thread may
     call it; calls wait for each other. The child ends with this object or with this process.
+
+    Attributes:
+        script: what the child runs; it reads `sys.path`, then one JSON request per line.
     """
+
+    script = Path(__file__).resolve()
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,16 +84,22 @@ class TemplateProcess:
             return {}
         finally:
             alarm.cancel()
-        if "error" in answer:  # what the template left in memory is gone with the process
+        if answer.get("error"):  # what the template left in memory is gone with the process
             end(child)
         return answer
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a child process of this process."""
+        child = self._child
+        return child is not None and self._owner == os.getpid() and child.poll() is None
+
     def _running(self) -> subprocess.Popen[bytes]:
         """Return the running child process; a forked process starts a child of its own."""
-        if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
+        if not self.is_running:
             self._owner = os.getpid()
             self._child = subprocess.Popen(
-                [sys.executable, "-I", str(Path(__file__).resolve())],
+                [sys.executable, "-I", str(self.script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -97,6 +108,7 @@ class TemplateProcess:
             path = [folder for folder in sys.path if folder]
             assert self._child.stdin is not None
             self._child.stdin.write(json.dumps(path).encode() + b"\n")
+        assert self._child is not None
         return self._child
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 import forerun
 from forerun.engine.asynchronous import AsyncEngine
@@ -46,6 +48,8 @@ from forerun.server.protocol import (
     TokenizeRequest,
 )
 from forerun.server.tool_calls import ToolFormat, chosen_format
+
+logger = logging.getLogger("forerun.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,14 @@ def create_app(
     )
     keyring = Keyring(keys, config.max_requests)
     app.add_middleware(Guard, config=config, keyring=keyring, count=server.metrics.responded)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-forerun-ignored"],
+        )
     for kind in (ForerunError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, response_for)
     _add_generation(app)
@@ -147,6 +159,7 @@ def _add_generation(app: FastAPI) -> None:
 
         def prompt() -> list[int]:
             text = tokenizer.render_chat(messages, variables=body.template_variables)
+            server.engine.engine.intake.check_length(text)
             return tokenizer.encode(text, add_special_tokens=False)
 
         server.check_model(body.model)  # before the template is rendered
@@ -183,6 +196,10 @@ async def answered(
         uuid.uuid4().hex, server.model, body, engine.engine.tokenizer, server.tool_format
     )
 
+    ignored = {"x-forerun-ignored": ", ".join(body.ignored)} if body.ignored else {}
+    if ignored:
+        logger.debug("fields without an effect here: %s", ignored["x-forerun-ignored"])
+
     def close() -> None:
         if not generation.is_over:
             server.metrics.aborted(len(prompts) * params.n)
@@ -192,14 +209,14 @@ async def answered(
 
     if body.stream:
         events = _stream_of(generation, answer)
-        return EventStream(events, close, server.config.write_timeout_s)
+        return EventStream(events, close, server.config.write_timeout_s, ignored)
     try:
         outputs = await while_connected(request.receive, generation.outputs())
     except Disconnected:
         return Response(status_code=499)
     finally:
         close()
-    return Response(answer.whole(outputs), media_type="application/json")
+    return Response(answer.whole(outputs), media_type="application/json", headers=ignored)
 
 
 async def _stream_of(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
@@ -232,10 +249,14 @@ def add_tokens(app: FastAPI) -> None:
         tokenizer = server.engine.engine.tokenizer
 
         def encoded() -> list[int]:
+            intake = server.engine.engine.intake
             if body.prompt is not None:
+                intake.check_length(body.prompt)
                 return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
             messages = [message.for_template() for message in body.messages or ()]
-            return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+            text = tokenizer.render_chat(messages)
+            intake.check_length(text)
+            return tokenizer.encode(text, add_special_tokens=False)
 
         tokens = await asyncio.to_thread(encoded)
         found = {"count": len(tokens), "max_model_len": server.engine.engine.max_context}
@@ -261,8 +282,17 @@ def _add_status(app: FastAPI) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """Return the one model that is served."""
+        return {"object": "list", "data": [model_of(request)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        """Return the model that is served, if it has this name."""
+        request.app.state.server.check_model(name)
+        return model_of(request)
+
+    def model_of(request: Request) -> dict[str, Any]:
         server: ServerState = request.app.state.server
-        model = {
+        return {
             "id": server.model,
             "object": "model",
             "created": int(server.started_at_s),
@@ -270,7 +300,6 @@ def _add_status(app: FastAPI) -> None:
             "max_model_len": server.engine.engine.max_context,
             "drafters": server.engine.capabilities().methods,
         }
-        return {"object": "list", "data": [model]}
 
     @app.get("/health")
     async def health(request: Request) -> dict[str, str]:

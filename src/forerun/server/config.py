@@ -35,6 +35,10 @@ class ServerConfig:
         drain_s: seconds that requests may go on after SIGTERM.
         tool_format: form of the tool calls in the model's text: hermes (also Qwen), mistral or
             llama3; auto decides by the chat template, none finds no calls.
+        allowed_hosts: further names in the Host header under which a server on a loopback address
+            answers, such as that of a proxy in front of it.
+        allowed_origins: web pages that may call this server from a browser, such as
+            https://example.org; "*" allows all.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -49,6 +53,8 @@ class ServerConfig:
     write_timeout_s: float = 60.0
     drain_s: float = 30.0
     tool_format: ToolFormatChoice = "auto"
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)

@@ -15,7 +15,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from forerun.errors import EngineStopped, ForerunError, InvalidRequest, QueueFull, UnreadableInput
+from forerun.errors import (
+    EngineStopped,
+    ForerunError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    UnreadableInput,
+)
 
 logger = logging.getLogger("forerun.server")
 
@@ -90,8 +97,13 @@ async def response_for(request: Request, error: Exception) -> Response:
             str(error), status, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)}
         )
     if isinstance(error, ForerunError):
-        code = "model_not_found" if isinstance(error, ModelNotServed) else None
-        return error_response(str(error), status, code=code)
+        if isinstance(error, PromptTooLong):
+            return error_response(
+                str(error), status, param="prompt", code="context_length_exceeded"
+            )
+        is_model = isinstance(error, ModelNotServed)
+        code, param = ("model_not_found", "model") if is_model else (None, None)
+        return error_response(str(error), status, code=code, param=param)
     logger.error("unexpected %s", type(error).__name__, exc_info=error)
     return error_response("an error that the server did not foresee; see its log", status)
 
@@ -103,7 +115,9 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
         path = ".".join(str(part) for part in problem["loc"][1:])
         if problem["type"] == "json_invalid":
             return f"the body is no JSON: {problem['ctx']['error']}", None
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] in ("not_supported", "too_many"):
+            said = problem["msg"]
+        elif problem["type"] == "extra_forbidden":
             said = "is not a known field"
         else:
             said = f"{problem['msg']} (given: {str(problem.get('input'))[:MAX_SHOWN]})"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -156,14 +157,20 @@ class EventStream(Response):
         events: encoded events, each with its blank line.
         close: called once the response is over, however it ended.
         write_timeout_s: seconds after which a client that reads nothing is given up.
+        headers: additional ones.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], write_timeout_s: float
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        write_timeout_s: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        fixed = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(headers=fixed | dict(headers))
         del self.headers["content-length"]
         self.events = events
         self.close = close

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
-from forerun.server.protocol import ChatRequest, GenerationRequest
+from forerun.server.grammar_process import GrammarProcess
+from forerun.server.protocol import ChatRequest, GenerationRequest, StructuredOutputs
 from forerun.server.tool_calls import ToolFormat, forced
 
 
@@ -95,6 +96,7 @@ class Grammars:
         self.vocab_size = vocab_size
         self._content = tokenizer.definition.content
         self._tokenizer: LLTokenizer | None = None
+        self._trial = GrammarProcess(tokenizer.definition.content, vocab_size, self.ends)
 
     def mask_of(self, body: GenerationRequest) -> GrammarMask | None:
         """Return the token mask of a request; None if it has no grammar."""
@@ -118,9 +120,8 @@ class Grammars:
             self._tokenizer = LLTokenizer(
                 self._content, n_vocab=self.vocab_size, eos_token=list(self.ends)
             )
+        self._trial.check(grammar)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be used: {matcher.get_error():.1000}")
         return GrammarMask(matcher, self.vocab_size, self.ends)
 
 
@@ -128,18 +129,19 @@ def _grammar_of(body: GenerationRequest, calls: Sequence[str] = ()) -> str | Non
     """Return the grammar of a request in llguidance's form; None if it has none."""
     form, outputs = body.response_format, body.structured_outputs
     asked = list(calls)
+    _check_lengths(outputs)
     try:
         if form is not None and form.type != "text":
             schema = form.json_schema
             if (schema is None) != (form.type == "json_object"):
                 raise InvalidRequest("response_format needs json_schema with type json_schema only")
             found = {"type": "object"} if schema is None else schema.schema_
-            asked.append(LLMatcher.grammar_from_json_schema(json.dumps(found)))
+            asked.append(_of_schema(json.dumps(found)))
         if outputs is not None:
             if outputs.json_ is not None:
                 given = outputs.json_
                 text = given if isinstance(given, str) else json.dumps(given)
-                asked.append(LLMatcher.grammar_from_json_schema(text))
+                asked.append(_of_schema(text))
             if outputs.regex is not None:
                 asked.append(LLMatcher.grammar_from_regex(outputs.regex))
             if outputs.choice is not None:
@@ -147,7 +149,7 @@ def _grammar_of(body: GenerationRequest, calls: Sequence[str] = ()) -> str | Non
             if outputs.grammar is not None:
                 asked.append(LLMatcher.grammar_from_lark(outputs.grammar))
     except ValueError as error:
-        raise InvalidRequest(f"the grammar cannot be used: {error!s:.1000}") from error
+        raise InvalidRequest(f"the grammar cannot be used: {error!s:.300}") from error
     if len(asked) > 1:
         raise InvalidRequest(
             "the text can follow one grammar; the request gives several (a tool_choice other than "
@@ -156,6 +158,31 @@ def _grammar_of(body: GenerationRequest, calls: Sequence[str] = ()) -> str | Non
     return asked[0] if asked else None
 
 
+MAX_GRAMMAR_CHARACTERS = {"regex": 8192, "grammar": 65536, "choice": 1 << 20}
+"""A regular expression of 40,000 characters took 11 s and 1.5 GiB."""
+
+
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
+"""Without a limit a greedy model may fill its tokens with white space between two values."""
+
+
+def _check_lengths(outputs: StructuredOutputs | None) -> None:
+    """Refuse texts whose compilation would take too long."""
+    for name, most in MAX_GRAMMAR_CHARACTERS.items():
+        text = "".join(getattr(outputs, name, None) or "")
+        if len(text) > most:
+            raise InvalidRequest(
+                f"structured_outputs.{name} has {len(text)} characters; at most {most} are compiled"
+            )
+
+
+def _of_schema(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
 def choices(texts: list[str]) -> str:
-    """Return the Lark grammar that matches one of several texts."""
-    return "start: " + " | ".join(json.dumps(text) for text in texts)
+    """Return the Lark grammar that matches one of several texts.
+
+    They are one terminal: as alternatives of a rule some thousand exceed the limits of the parser.
+    """
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts)

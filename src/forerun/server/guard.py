@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import math
+import time
+import uuid
 from collections.abc import Callable, Sequence
 
 from fastapi import Response
@@ -16,6 +19,8 @@ from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_response
 from forerun.server.keys import ApiKey, Keyring, LimitReached
+
+logger = logging.getLogger("forerun.requests")
 
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
 """Paths that need no key; they reveal nothing of requests."""
@@ -71,7 +76,8 @@ class Guard:
         self.count = count
         self.config = config
         self.keyring = keyring
-        self._hosts = LOCAL_NAMES | {config.host} if is_loopback(config.host) else None
+        names = LOCAL_NAMES | {config.host, *config.allowed_hosts}
+        self._hosts = names if is_loopback(config.host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error, or pass the request on."""
@@ -79,13 +85,20 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        has_begun = False
+        has_begun, began_s = False, time.monotonic()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if given.isascii() and 0 < len(given) <= 128 else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
                 self.count(message["status"])
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+                passed_ms = 1000 * (time.monotonic() - began_s)
+                shown = scope["method"], scope["path"], message["status"], passed_ms, request_id
+                logger.info("%s %.200s %d after %.0f ms, request %s", *shown)
             await send(message)
 
         try:
@@ -119,7 +132,11 @@ class Guard:
         host = headers.get("host", "")
         if self._hosts is not None and _host_name(host) not in self._hosts:
             # A page of another site could reach this machine under a name of its own.
-            return error_response(f"the host {host!r:.200} is not this server's", 421)
+            return error_response(
+                f"the Host header says {host!r:.200}, which is no name of this server: send the "
+                "request to localhost, or start the server with --allowed-hosts",
+                421,
+            )
         path = scope["path"]
         if key is None and path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
             return error_response(

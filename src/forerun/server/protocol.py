@@ -6,11 +6,16 @@ the server refuses the same values with the same messages as the library.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
 from forerun.bounded_documents import parse_json
 from forerun.control.base import Chain, Plan, Tree
@@ -28,17 +33,51 @@ SAME_NAMES = (
 """Fields that SamplingParams calls the same."""
 
 
+IGNORED = frozenset(
+    "add_generation_prompt continue_final_message include_reasoning modalities "
+    "parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning_effort request_id "
+    "safety_identifier service_tier skip_special_tokens spaces_between_special_tokens store "
+    "truncate_prompt_tokens verbosity".split()
+)
+"""Fields of OpenAI's and vLLM's requests that client libraries send and that change no token here.
+A value that would change the text is refused below (`CHANGING`)."""
+CHANGING: Mapping[str, object] = MappingProxyType(
+    {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "modalities": ["text"],
+        "skip_special_tokens": True,
+    }
+)
+"""The values at which an ignored field changes nothing; another one is refused."""
+MESSAGE_EXTRAS = frozenset({"refusal", "annotations", "audio", "function_call"})
+"""What OpenAI's answers hold and clients send back; accepted where it is null or empty."""
+
+
+MAX_FIELDS = 256
+
+
 class Body(BaseModel):
-    """Base of all bodies: an unknown field and a value of another type are errors."""
+    """Base of all bodies: null is unset; unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MAX_FIELDS:  # an error for each of them would take seconds
+            raise PydanticCustomError("too_many", "more than {n} fields", {"n": MAX_FIELDS})
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Body):
     """Options for the fields of streamed events."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class TreeShape(Body):
@@ -83,7 +122,31 @@ class StructuredOutputs(Body):
 
 
 class GenerationRequest(Body):
-    """The fields that `/v1/completions` and `/v1/chat/completions` share."""
+    """The fields that `/v1/completions` and `/v1/chat/completions` share.
+
+    Attributes:
+        ignored: names of the fields of `IGNORED` that the body had.
+    """
+
+    ignored: SkipJsonSchema[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_ignored(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if "ignored" in data:
+            raise PydanticCustomError("extra_forbidden", "is not a known field")
+        found = sorted(name for name in data.keys() & IGNORED if data[name] is not None)
+        for name in found:
+            if name in CHANGING and data[name] != CHANGING[name]:
+                raise PydanticCustomError(
+                    "not_supported",
+                    "{name} is not supported; leave it out or send {value}",
+                    {"name": name, "value": json.dumps(CHANGING[name])},
+                )
+        rest = {name: value for name, value in data.items() if name not in IGNORED}
+        return rest | {"ignored": tuple(found)} if found else rest
 
     model: str | None = None
     max_tokens: int | None = None
@@ -238,6 +301,13 @@ class ChatMessage(Body):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_extras(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v or k not in MESSAGE_EXTRAS}
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read.
