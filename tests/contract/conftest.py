@@ -48,6 +48,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -82,6 +88,7 @@ NETWORKS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-tied": lambda: llama(tie_word_embeddings=True),
     "llama-rope-llama3": lambda: llama(rope_parameters=LLAMA3_ROPE),
     "llama-rope-linear": lambda: llama(rope_parameters=LINEAR_ROPE),
+    "llama-rope-yarn": lambda: llama(rope_parameters=YARN_ROPE),
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,

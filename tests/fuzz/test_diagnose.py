@@ -18,7 +18,7 @@ from forerun.diagnose.readers.sources import read_source
 from forerun.diagnose.readers.text import read_text
 from forerun.diagnose.words import headline, sections
 from forerun.terminal_text import printable
-from forerun.trace.files import open_trace, read_trace
+from forerun.trace.files import read_trace
 from forerun.trace.schema import line_of
 from forerun.trace.summary import summarise
 
@@ -77,28 +77,6 @@ def trace(data: bytes) -> None:
         json.dumps(summarise(read_trace(path)).to_dict(), allow_nan=False)
 
 
-def parts() -> list[bytes]:
-    """The parts of a Parquet trace."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.parquet"
-        with open_trace(path) as writer:
-            for record in RECORDS:
-                writer.add(record)
-        return [part.read_bytes() for part in sorted(path.glob("*/*.parquet"))]
-
-
-def parquet(data: bytes) -> None:
-    """The same bytes as parts of steps and of requests."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.parquet"
-        for name in ("steps", "requests"):
-            (path / name).mkdir(parents=True)
-            (path / name / "00000.parquet").write_bytes(data)
-        (path / "headers.jsonl").write_bytes(line_of(HEADER))
-        report(read_source(str(path), interval_s=1.0))
-        json.dumps(summarise(read_trace(path)).to_dict(), allow_nan=False)
-
-
 def metrics(data: bytes) -> None:
     """A metrics page alone."""
     page = PrometheusText()
@@ -127,4 +105,3 @@ test_facts = fuzz_test(text, [FACTS, JSON_FACTS, *NESTED, *NUMBERS])
 test_metrics_in_a_source = fuzz_test(text, [PAGE])
 test_metrics_pages = fuzz_test(metrics, [PAGE])
 test_traces = fuzz_test(trace, [TRACE, *HOSTILE_STEPS])
-test_parquet_parts = fuzz_test(parquet, parts(), num_examples=40)

@@ -31,4 +31,4 @@ def test_a_planted_bug_is_found(monkeypatch):
     """One token more is taken for shared than is."""
     common_length = slots.common_length
     monkeypatch.setattr(slots, "common_length", lambda a, b: common_length(a, b) + 1)
-    assert soak_laws(60, every=60).mismatches > 0
+    assert soak_laws(120, every=120).mismatches > 0

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -44,11 +44,9 @@ def gpt2(num_positions: int) -> GPT2LMHeadModel:
 
 
 def test_unsupported_models_are_refused():
-    config = GemmaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4
-    )
-    with pytest.raises(InvalidModel, match="GemmaForCausalLM is not supported"):
-        adapt(GemmaForCausalLM(config), num_slots=1, max_context=8)
+    config = BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=10)
+    with pytest.raises(InvalidModel, match="BloomForCausalLM is not supported"):
+        adapt(BloomForCausalLM(config), num_slots=1, max_context=8)
 
 
 def test_a_table_of_positions_bounds_the_context():

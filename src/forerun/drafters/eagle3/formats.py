@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import InvalidModel
-from forerun.models.architecture import ROPE_TYPES, checked_size, optional_size
+from forerun.models.architecture import checked_size, optional_size
 
 NUM_FEATURE_LAYERS = 3
 """Hidden states of the target that are concatenated."""
@@ -209,7 +209,8 @@ def number(settings: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-ROPE_FACTORS = {
+ROPE_FACTORS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
     "linear": ("factor",),
     "llama3": (
         *("factor", "low_freq_factor", "high_freq_factor"),
@@ -232,13 +233,13 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in rope:
         rope["rope_theta"] = number(layer, "rope_theta", 10000.0)
     number(rope, "rope_theta", 10000.0)
-    for name in ROPE_FACTORS.get(str(rope["rope_type"]), ()):
-        number(rope, name, 0.0)  # 0 is refused: it must be given
-    if rope["rope_type"] not in ROPE_TYPES:
+    if str(rope["rope_type"]) not in ROPE_FACTORS:
         raise InvalidModel(
             f"rotary embeddings of type {rope['rope_type']!r:.40} are not supported; supported "
-            f"are {', '.join(ROPE_TYPES)}"
+            f"are {', '.join(ROPE_FACTORS)}"
         )
+    for name in ROPE_FACTORS[str(rope["rope_type"])]:
+        number(rope, name, 0.0)  # 0 is refused: it must be given
     return rope
 
 

@@ -56,7 +56,7 @@ def test_rejected_positions_by_hand(tmp_path):
 
 
 def test_the_order_of_records_does_not_matter(tmp_path):
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     items = [HEADER, *STEPS, REQUEST_OF_3]
     write(paths[0], items)
     write(paths[1], [items[0], *reversed(items[1:])])
@@ -117,7 +117,7 @@ def test_rejections_of_an_engine_are_where_the_two_models_disagree(tmp_path):
     target, draft = (tiny.adapted(network) for network in networks)
     engine = tiny.engine_over(target, tiny.drafting(draft), k=3)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    path = tmp_path / "t.parquet"
+    path = tmp_path / "t.jsonl"
     with open_trace(path) as trace:
         trace.add(HEADER)
         session = Session(engine, trace=trace, trace_tokens=True)
