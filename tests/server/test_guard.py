@@ -184,6 +184,14 @@ def test_fields_that_clients_send_are_accepted(guarded):
     assert len(streamed.headers["x-request-id"]) == 32
 
 
+def test_a_path_cannot_forge_a_line_of_the_log(guarded, caplog):
+    caplog.set_level("INFO", logger="forerun.requests")
+    guarded.get("/a%0Aforged%1b[31m", headers=bearer(KEY))
+    lines = [record.getMessage() for record in caplog.records if record.name == "forerun.requests"]
+    assert any("/a%0Aforged%1B" in line for line in lines)
+    assert not any("\n" in line or "\x1b" in line for line in lines)
+
+
 def test_the_model_can_be_asked_for_by_name(guarded):
     headers = bearer(KEY)
     listed = guarded.get("/v1/models", headers=headers).json()["data"]

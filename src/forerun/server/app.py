@@ -190,7 +190,8 @@ async def answered(
     )
     mask = None
     if body.has_grammar:
-        mask = await asyncio.to_thread(server.grammars.mask_of, body)
+        loop, grammars = asyncio.get_running_loop(), server.grammars
+        mask = await loop.run_in_executor(grammars.pool, grammars.mask_of, body)
     generation = await Generation.begin(engine, prompts, params, terms, mask)
     answer = Answer(
         uuid.uuid4().hex, server.model, body, engine.engine.tokenizer, server.tool_format

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -96,6 +97,8 @@ class Grammars:
         self.vocab_size = vocab_size
         self._content = tokenizer.definition.content
         self._tokenizer: LLTokenizer | None = None
+        # Slow grammars wait for each other, and not the threads that render and tokenise.
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._trial = GrammarProcess(tokenizer.definition.content, vocab_size, self.ends)
 
     def mask_of(self, body: GenerationRequest) -> GrammarMask | None:

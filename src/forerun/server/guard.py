@@ -9,6 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from urllib.parse import quote
 
 from fastapi import Response
 from starlette.datastructures import Headers
@@ -97,7 +98,8 @@ class Guard:
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
                 passed_ms = 1000 * (time.monotonic() - began_s)
-                shown = scope["method"], scope["path"], message["status"], passed_ms, request_id
+                path = quote(scope["path"])  # a decoded path may hold line ends
+                shown = scope["method"], path, message["status"], passed_ms, request_id
                 logger.info("%s %.200s %d after %.0f ms, request %s", *shown)
             await send(message)
 
