@@ -52,7 +52,6 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
 
 
 def _start_hash(config: AlignConfig) -> str:
-    """Return the hash of the draft that training starts from, or of its config.json."""
     if config.draft is not None:
         return content_hash(config.draft)
     if config.init is None:

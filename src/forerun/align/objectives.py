@@ -81,11 +81,6 @@ def acceptance_probability(
 
     A greedy draft proposes its most likely token, which is accepted with p(argmax q). A sampled
     one is accepted with sum min(p, q). Truncation of the draft's own distribution is not counted.
-
-    Args:
-        draft_logits: already divided by the temperature, where it is not 0.
-        distribution: the target's; for drawn ids the sum is biased, see `Objective`.
-        temperature: the one the draft is deployed at; 0 is greedy.
     """
     target_probs = dense_probs(distribution, draft_logits.shape[-1])
     if temperature == 0:
@@ -178,7 +173,6 @@ class Objective:
     """A loss per row, differentiable in the draft's logits.
 
     Attributes:
-        name: as in `ObjectiveName`.
         divergence: from the draft's log-probabilities and the target's probabilities to a loss;
             None for cross-entropy, -log q(label).
     """
@@ -211,7 +205,6 @@ class Objective:
 
 
 def objective_of(config: AlignConfig) -> Objective:
-    """Build the objective of an alignment."""
     chosen = replace(config.objective, objective=config.objective_name)
     return make_objective(chosen, config.draft_temperature)
 

@@ -36,7 +36,6 @@ class StepMetrics:
         acceptance_probability: alpha, mean over learned rows; None without a teacher.
         num_learned: rows both are means over.
         num_tokens: places of the packed rows, padding included.
-        grad_norm: before clipping.
     """
 
     step: int
@@ -71,7 +70,6 @@ class MetricsLog:
         return self
 
     def append(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step."""
         append_line(self.path, metrics)
         if self._writer is not None:
             for name, value in asdict(metrics).items():
@@ -99,9 +97,6 @@ class Phases:
 
     Args:
         console: to draw on; None shows nothing, as in all processes but the main one.
-
-    Attributes:
-        seconds: spent in every phase.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -110,7 +105,6 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to a phase."""
         started_s = time.monotonic()
         try:
             yield

@@ -45,7 +45,6 @@ class DataSummary:
     """Sizes of the training and the held-out data.
 
     Attributes:
-        num_samples: texts learned in the last round.
         num_rows: packed rows of those, an epoch.
     """
 
@@ -152,7 +151,6 @@ def report_of(
     data: DataSummary,
     seconds: Mapping[str, float],
 ) -> AlignReport:
-    """Build the report of an alignment."""
     hashes = {
         "target": identity["target"],
         "draft": content_hash(str(selector.workspace.draft)),
@@ -193,10 +191,6 @@ def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> No
 
     Where every K was predicted to be slower than decoding without the draft, the files say so and
     do not use it.
-
-    Raises:
-        IncompatibleDraft: other engines refuse the pair.
-        InvalidRequest: the upload failed.
     """
     k = config.evaluation.num_speculative_tokens if report.best_k is None else report.best_k
     serving = describe_pair(config.target, workspace.draft, k, config.sampling, config.method)
@@ -262,7 +256,6 @@ def card_of(
     before: Sequence[DraftFigures],
     after: Sequence[DraftFigures],
 ) -> DraftCard:
-    """Build the card that is written beside the draft."""
     return DraftCard(
         target=config.target,
         target_hash=target_hash,
@@ -282,7 +275,6 @@ def card_of(
 
 
 def _card_figures(judged: DraftFigures) -> CardFigures:
-    """Return the figures that the draft's card shows."""
     overall = judged.overall
     return CardFigures(
         temperature=judged.temperature,

@@ -57,7 +57,6 @@ class RoundData:
         return from_main(self.accelerator, make)
 
     def packing(self, start: int, number: int, num_rounds: int) -> Packing:
-        """Return the packed data of a round."""
         steady = self.steady
 
         def mixed() -> list[Sample]:
@@ -113,7 +112,6 @@ class Judgement:
     """Figures of the draft after some optimiser steps.
 
     Attributes:
-        acceptance_length: tau.
         acceptance_probability: alpha; None for drafters without a model.
         predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
     """
@@ -172,7 +170,6 @@ class DraftSelector:
 
 
 def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
-    """Return the figures by which the best draft is chosen."""
     overall = figures.overall
     tau, alpha = overall.acceptance_length, overall.acceptance_probability
     speedup = overall.speedup

@@ -65,8 +65,6 @@ def align(
         console: for progress; None: standard error.
 
     Raises:
-        InvalidRequest: prompts or settings cannot work.
-        InvalidModel, IncompatibleDraft: the pair cannot.
         CacheTooLarge: the teacher's cache does not fit; nothing was written.
         TrainingDiverged: the loss is no number; the best draft so far is kept.
     """
@@ -93,7 +91,6 @@ class Alignment:
         self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
-        """Run the phases that are not done yet."""
         if self.config.push_to_hub is not None:
             check_repo(self.config.push_to_hub)
         tokenizer = load_tokenizer(self.config.target)
@@ -172,7 +169,6 @@ class Alignment:
 
     @property
     def num_steps(self) -> int:
-        """Number of optimiser steps of the run."""
         return self.config.training.num_steps
 
     def _draft_config(self) -> DraftConfig:

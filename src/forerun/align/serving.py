@@ -42,11 +42,7 @@ class Serving:
 
     Attributes:
         target: folder or hub name, as an engine takes it.
-        draft: folder of the draft.
         num_speculative_tokens: K; 0 where speculation was not found to pay.
-
-    Raises:
-        InvalidRequest: K is negative.
     """
 
     target: str
@@ -58,7 +54,6 @@ class Serving:
     method: Method = "draft_model"
 
     def __post_init__(self) -> None:
-        """Refuse a negative K."""
         if self.num_speculative_tokens < 0:
             raise InvalidRequest(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0"
@@ -516,7 +511,6 @@ def _model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Itera
 
 
 def row_of(name: str, figures: CardFigures) -> str:
-    """Return one row of the table of figures in Markdown."""
     cells = (
         name,
         f"{figures.temperature:g}",

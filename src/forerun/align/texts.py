@@ -46,16 +46,6 @@ def replayed(
 
     The rejected position of a step is the one after the accepted ones: the target's own token
     stands there instead of the draft's. Positions after it were never looked at.
-
-    Args:
-        path: a trace with token ids (`--trace-tokens`); damaged parts of it are passed over.
-        target_hash: of the target's weights.
-        tokenizer_hash: of its tokenizer.
-        hash_of_prompt: what prompts go by.
-
-    Raises:
-        InvalidTrace: the trace cannot be read.
-        InvalidRequest: it is of another target or tokenizer, or kept no tokens.
     """
     steps: dict[str, list[StepRecord]] = {}
     requests: list[RequestRecord] = []
@@ -172,12 +162,8 @@ class TrainingTexts:
     """All training texts of a draft, generated on demand and stored.
 
     Args:
-        config: of the alignment.
         prompts: to respond to, and those whose texts are not to be learned.
         target: the engine of the target; None in processes that only read what another wrote.
-        target_hash: of its weights.
-        tokenizer: of the target.
-        folder: of responses.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, whole or not at all."""
     with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(to_json(value), indent=1) + "\n", encoding="utf-8")
 
@@ -73,9 +72,6 @@ def read_lines(path: Path, kind: type[KindT]) -> list[KindT]:
 
     A process that is killed leaves part of a line at the end, which is ignored. Any other damaged
     line is left out with a warning that names it.
-
-    Raises:
-        UnreadableInput: the file is too large to be such a file, or cannot be read.
     """
     if not path.exists():
         return []
@@ -99,7 +95,6 @@ def append_line(path: Path, row: Any) -> None:
 
 
 def line_of(row: Any) -> str:
-    """Return a dataclass as one line of JSON."""
     return json.dumps(asdict(row)) + "\n"
 
 
@@ -118,7 +113,6 @@ class Workspace:
     """Paths in the folder of one alignment; everything except the draft can be regenerated.
 
     Attributes:
-        root: `AlignConfig.out`.
         cache_root: where caches go instead, None: inside.
     """
 
@@ -212,7 +206,6 @@ def lock_for(path: Path) -> FileLock:
 
 @contextmanager
 def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
-    """Hold a lock during the block."""
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -246,7 +239,6 @@ def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
 
     Raises:
         InvalidRequest: the folder is neither, or was written by another version of forerun.
-        InvalidModel: the draft's card cannot be read.
     """
     workspace = Workspace(root=folder)
     if workspace.manifest.exists():

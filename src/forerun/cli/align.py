@@ -109,7 +109,6 @@ class AlignOptions:
 
     @classmethod
     def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:
-        """Return the options of an earlier alignment, to be continued from its aligned draft."""
         return cls(
             target=config.target,
             method=config.method,
@@ -128,11 +127,7 @@ class AlignOptions:
 
     @property
     def config(self) -> AlignConfig:
-        """Return the alignment settings that these options describe.
-
-        Raises:
-            InvalidRequest: nothing to start from, or no prompts.
-        """
+        """Return the alignment settings that these options describe."""
         if self.data.prompts is NO_PROMPTS:
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):
@@ -158,11 +153,7 @@ class AlignOptions:
 
 
 def run(options: AlignOptions) -> int:
-    """Run the alignment in all processes; returns the exit code.
-
-    Raises:
-        InvalidRequest: a package that alignment needs is not installed.
-    """
+    """Run the alignment in all processes; returns the exit code."""
     try:
         return aligned(options)
     except ModuleNotFoundError as error:
@@ -289,7 +280,6 @@ def _print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftF
 
 
 def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
-    """Return the figures of one table line."""
     speedup = figures.speedup
     betas = [beta.estimate for beta in figures.acceptance_rate_per_position]
     return (
@@ -303,7 +293,6 @@ def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
 
 
 def ends(interval: Interval | None) -> str:
-    """Return an estimate with its interval on the next line, if it has one."""
     return "" if interval is None else with_ends(interval, ".2f")
 
 
@@ -323,7 +312,6 @@ def _in_line(interval: Interval) -> str:
 
 
 def print_report(report: AlignReport) -> None:
-    """Print the changes, and the paths of report and draft."""
     console = SafeConsole()
     for pair in report.judged:
         print_drafts({"before": pair.before, "after": pair.after})

@@ -95,16 +95,10 @@ class BenchOptions:
 
     @property
     def target(self) -> str:
-        """Name of the target."""
         return self.model or DEFAULTS.target
 
     @property
     def config(self) -> BenchConfig:
-        """Return the settings of the comparison.
-
-        Raises:
-            InvalidRequest: a value cannot work.
-        """
         shipped = self.target.startswith(PREFIX)
         arms = self.arms or (SHIPPED_ARMS if shipped else ())
         if not arms:
@@ -126,11 +120,7 @@ class BenchOptions:
         )
 
     def check(self) -> None:
-        """Refuse options that would otherwise fail only after the measurements.
-
-        Raises:
-            InvalidRequest: a file cannot be written, or options exclude each other.
-        """
+        """Refuse options that would otherwise fail only after the measurements."""
         check_threads(self.threads)
         check_writable("--out", self.out)
         check_plot(self.plot)

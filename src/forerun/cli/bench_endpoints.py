@@ -56,11 +56,7 @@ class EndpointFlags:
     """Ask for outputs of --max-tokens exactly; forerun, vLLM and llama.cpp know the field."""
 
     def check(self) -> None:
-        """Refuse values that cannot work.
-
-        Raises:
-            InvalidRequest: a value cannot work, or there is no --url.
-        """
+        """Refuse values that cannot work."""
         if not self.url:
             for item in fields(self):
                 if getattr(self, item.name) != item.default:
@@ -79,7 +75,6 @@ class EndpointFlags:
 
     @property
     def num_requests(self) -> dict[int, int]:
-        """Requests of a block, by the number of clients."""
         found = sorted(set(self.concurrency or CONCURRENCY))
         return {n: max(n, self.requests or max(3, 2 * n)) for n in found}
 
@@ -88,12 +83,8 @@ class EndpointRun:
     """Runs a load test and shows its results, also after an interruption.
 
     Args:
-        flags: what to measure.
         model: name of the model on the servers; None takes the first one.
-        params: of every request.
         num_blocks: blocks of each endpoint and number of clients.
-        json_output: whether to print one JSON object.
-        out: file for the same object.
     """
 
     def __init__(
@@ -172,7 +163,6 @@ class EndpointRun:
                 scratch.write_text(content + "\n", encoding="utf-8")
 
     def report(self) -> dict[str, object]:
-        """Return the results as one JSON object."""
         from forerun.measure.bench.load import agreement, load_figures, load_rows
         from forerun.provenance import collect
 
@@ -251,7 +241,6 @@ def as_json(figures: dict[str, Interval]) -> dict[str, dict[str, float | None]]:
 
 
 def _cells_of(figures: dict[str, Interval]) -> list[str]:
-    """Return the cells of one table row."""
     found = []
     for name, interval in figures.items():
         _, scale, spec = COLUMNS[name]

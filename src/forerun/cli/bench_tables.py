@@ -65,7 +65,6 @@ def _print_cell(console: SafeConsole, cell: CellReport) -> None:
 
 
 def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
-    """Return the cells of one line of the table."""
     prediction = cell.predictions.get(row.arm.name)
     return (
         with_ends(row.tokens_per_s, ".0f"),
@@ -131,7 +130,6 @@ def coloured(example: Example) -> Text:
 
 
 def _print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> None:
-    """Print one table, then one sentence per arm."""
     table = table_of(
         Column("arm", no_wrap=True), *DEMO_HEADINGS, title=f"{title}, {rows[0].num_blocks} prompts"
     )
@@ -161,7 +159,6 @@ def _plain_verdict(row: ArmSummary) -> str:
 
 
 def _rate_and_break_even(row: ArmSummary) -> str:
-    """Return the draft acceptance rate and its break-even value."""
     rate = row.acceptance.draft_acceptance_rate
     if rate is None or row.break_even is None:
         return ""

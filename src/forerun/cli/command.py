@@ -47,7 +47,6 @@ class Command(Generic[OptionsT]):
         options: frozen dataclass that the flags are generated from.
         run: does the work and returns the exit code; heavy imports belong inside.
         description: what the command does, shown by `--help`.
-        examples: command lines shown below the description.
         lists: flags that take several values, each with the separator that is allowed within one
             word ("" for none). `--rows 1,2`, `--rows 1 2` and `--rows 1 --rows 2` are the same.
         has_positional: whether words without a flag have a meaning of their own; a list then takes
@@ -72,11 +71,6 @@ class Command(Generic[OptionsT]):
         return "\n".join([self.description, "", "examples:", *lines])
 
     def parse(self, name: str, arguments: Sequence[str]) -> OptionsT:
-        """Parse the options of a subcommand.
-
-        Raises:
-            SystemExit: with 0 after printing help, with 2 after printing what is wrong.
-        """
         import tyro
 
         given = list(self.one_value_each(self.rewrite(arguments)))

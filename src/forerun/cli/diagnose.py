@@ -73,11 +73,7 @@ class DiagnoseOptions:
     """Write a self-contained page."""
 
     def check(self) -> None:
-        """Refuse unusable options before any slow work begins.
-
-        Raises:
-            InvalidRequest: no evidence was given, or the page cannot be written.
-        """
+        """Refuse unusable options before any slow work begins."""
         if not self.sources and not self.given():
             raise InvalidRequest(
                 "no evidence: name a trace, log, metrics or facts file, or give a fact, for "
@@ -148,7 +144,6 @@ def gathered(options: DiagnoseOptions) -> Evidence:
 
 
 def costs_of(options: DiagnoseOptions) -> CostTable | None:
-    """Return the cost table for the temperature."""
     if options.profile is None:
         return None
     from forerun.measure.profile.profile import load_profile
@@ -158,7 +153,6 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
 
 
 def show(diagnosis: Diagnosis) -> None:
-    """Print the diagnosis as text."""
     from rich.markup import escape
 
     from forerun.diagnose.words import headline, sections

@@ -58,7 +58,6 @@ def shortened(path: Path) -> str:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a --plot that cannot be written."""
     if path is not None and path.suffix not in PICTURES:
         raise InvalidRequest(f"--plot {shortened(path)} must end in {', '.join(PICTURES)}")
     check_writable("--plot", path)
@@ -82,11 +81,7 @@ def use_threads(num_threads: int | None) -> int:
 
 
 def read_template(path: Path | None) -> str:
-    """Return the text of the chat template that --chat-template names; empty without one.
-
-    Raises:
-        InvalidRequest: it cannot be read, or is empty.
-    """
+    """Return the text of the chat template that --chat-template names; empty without one."""
     if path is None:
         return ""
     try:
@@ -116,7 +111,6 @@ class SamplingFlags(SamplingParams):
 
     @property
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of these flags."""
         values = {item.name: getattr(self, item.name) for item in fields(SamplingParams)}
         return SamplingParams(**values)
 
@@ -208,11 +202,6 @@ class PairFlags(TargetFlags):
 
     @property
     def shape(self) -> Tree | None:
-        """Return the shape of every draft that --tree asks for.
-
-        Raises:
-            InvalidRequest: it is malformed, nothing is drafted, or a flag contradicts it.
-        """
         if self.tree is None:
             return None
         if not self.draft_names:
@@ -256,11 +245,7 @@ class TraceFlags:
     """Put token ids into the trace; without it a trace holds no text."""
 
     def check(self) -> None:
-        """Refuse token ids without a trace, and a file that cannot be written.
-
-        Raises:
-            InvalidRequest: one of the two.
-        """
+        """Refuse token ids without a trace, and a file that cannot be written."""
         if self.trace_tokens and self.trace is None:
             raise InvalidRequest("--trace-tokens needs --trace FILE")
         if self.trace is None:

@@ -49,11 +49,6 @@ class GenerateOptions:
     tracing: TraceFlags = field(default_factory=TraceFlags)
 
     def check(self) -> None:
-        """Refuse options that would have no effect.
-
-        Raises:
-            InvalidRequest: two options exclude or miss each other.
-        """
         if self.system is not None and not self.chat:
             raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
         if self.chat_template is not None and not self.chat:
@@ -135,7 +130,6 @@ def _add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[st
 
 
 def _read_prompt(prompt: str) -> str:
-    """Return the prompt itself, or standard input for "-"."""
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()  # bytes of another encoding arrive as lone surrogates
@@ -145,7 +139,6 @@ def _read_prompt(prompt: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None) -> list[int]:
-    """Return the ids of the prompt, wrapped in the chat template with --chat."""
     if not chat:
         return tokenizer.encode(prompt)
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -183,7 +176,6 @@ class DraftedTree:
     Attributes:
         step: number of the step within the request.
         last_token: the last committed token before the step.
-        proposal: what was drafted.
         verdict: what was accepted, and the token that followed.
         target_probs: of every node, the target's probability of its token after its path, before
             the request's sampling parameters are applied.

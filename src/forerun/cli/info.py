@@ -84,7 +84,6 @@ def _show_with_head(target: ModelDescription, options: InfoOptions) -> int:
 
 
 def _describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:
-    """Describe one model of the pair under these options."""
     from forerun.cli.info_report import describe
 
     config = EngineConfig(

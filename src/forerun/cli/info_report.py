@@ -32,17 +32,11 @@ class ModelDescription:
     """Architecture, sizes and memory of a model.
 
     Attributes:
-        name: as the user gave it.
-        folder: where its files are.
-        architecture: class and sizes.
-        num_parameters: stored elements.
         dtype: of weights and KV, as memory was worked out.
         num_slots: sequences the KV store has room for.
-        context: tokens per sequence.
         memory: bytes by purpose.
         kv_bytes_per_token: keys and values of one token over all layers.
         weights_hash: short content hash of the weight files.
-        tokenizer_hash: short content hash of the tokenizer.
         num_tokens: entries of the tokenizer; the logits may be wider.
         card: what it was aligned to; None for a model that is no aligned draft.
     """
@@ -66,7 +60,6 @@ class ModelDescription:
         return self.memory.kv_bytes // self.num_slots
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
         derived = {
             "kv_bytes_per_slot": self.kv_bytes_per_slot,
             "total_bytes": self.memory.total_bytes,
@@ -76,12 +69,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Whether a draft can draft for a target.
-
-    Attributes:
-        problems: what makes it impossible.
-        warnings: what makes it slow or short.
-    """
+    """Whether a draft can draft for a target."""
 
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -92,7 +80,6 @@ class Fit:
         return not self.problems
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
         return {"fits": self.fits, **asdict(self)}
 
 
@@ -101,10 +88,7 @@ class DraftFit(Fit):
     """Comparison of a draft model with a target.
 
     Attributes:
-        vocabularies: the two tokenizers compared by id.
         method: how the draft would be used: "draft_model", "tli" or "slem".
-        reason: why, in words.
-        relative_size: draft parameters over target parameters.
     """
 
     vocabularies: VocabularyComparison
@@ -114,17 +98,6 @@ class DraftFit(Fit):
 
 
 def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescription, Tokenizer]:
-    """Describe a model from its files.
-
-    Args:
-        name: folder, hub name or shipped model.
-        dtype: to work memory out for.
-        config: batch, context and K of the engine it would run in.
-
-    Raises:
-        InvalidModel: files are missing, damaged or of an unsupported kind.
-        InvalidRequest: there is no such dtype.
-    """
     folder = model_folder(name)
     checkpoint = read_checkpoint(folder)
     architecture = read_config(checkpoint)[1]
@@ -161,7 +134,6 @@ def compare(
     tokenizer: Tokenizer,
     draft_tokenizer: Tokenizer,
 ) -> DraftFit:
-    """Compare target and draft, given their descriptions and tokenizers."""
     vocabularies = compare_vocabularies(tokenizer, draft_tokenizer)
     problems: tuple[str, ...] = ()
     method, reason = "draft_model", "same tokenizer"
@@ -218,7 +190,6 @@ def print_model(model: ModelDescription) -> None:
 
 
 def _print_sheet(title: str, rows: Mapping[str, str]) -> None:
-    """Print a table of properties on stdout."""
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -264,7 +235,6 @@ def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
 
 
 def print_fit(fit: DraftFit) -> None:
-    """Print whether the pair works, and warnings."""
     size = f"{fit.relative_size:.1%} of the target's parameters"
     _print_verdict("draft", fit, f": {fit.reason}, {size}" if fit.fits else f" ({size})")
     if not fit.fits:
@@ -275,7 +245,6 @@ def print_fit(fit: DraftFit) -> None:
 
 
 def _print_verdict(kind: str, fit: Fit, remark: str = "") -> None:
-    """Print whether a draft fits, and the problems."""
     console = SafeConsole()
     verdict = "[bold green]the {} fits[/]" if fit.fits else "[bold red]the {} does not fit[/]"
     console.print(verdict.format(kind) + remark)
@@ -297,11 +266,7 @@ class HeadDescription(Fit):
     """An attached drafter, the settings its files were read with, and whether it fits the target.
 
     Attributes:
-        folder: where it is.
-        method: "eagle3" or "medusa".
         sizes: and flags, as they are used; empty where the head cannot be read.
-        num_parameters: elements of all weights.
-        weights_hash: short content hash of its files.
         changes: readings that golden rows show and config.json states otherwise.
         is_checked: its golden rows were computed again.
     """
@@ -316,7 +281,6 @@ class HeadDescription(Fit):
 
 
 def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
-    """Describe a head and compare it with its target, which is loaded for it."""
     from forerun.drafters.eagle3.formats import is_eagle3
     from forerun.engine.loading import check_head_card
 
@@ -338,7 +302,6 @@ def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
 
 
 def _of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
-    """Return the fields that describe an EAGLE-3 head."""
     from forerun.drafters.eagle3.load import examine
 
     report = examine(folder, target)
@@ -351,7 +314,6 @@ def _of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
 
 
 def _of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
-    """Return the fields that describe Medusa heads."""
     from forerun.drafters.medusa import load_medusa
 
     heads = load_medusa(folder, target).heads
@@ -364,7 +326,6 @@ def _of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
 def _head_warnings(
     folder: Path, target_folder: Path, is_eagle: bool, described: dict[str, Any]
 ) -> Iterator[str]:
-    """Return warnings about a head that can be used."""
     if is_eagle and not described.get("is_checked") and "problems" not in described:
         yield "the head has no golden rows, so its flags and layers are taken as config.json says"
     for change in described.get("changes", ()):

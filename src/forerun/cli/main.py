@@ -147,14 +147,7 @@ def notices_held() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `forerun` with `argv` (default: the process's arguments).
-
-    Returns:
-        An exit code, see `Exit`.
-
-    Raises:
-        SystemExit: from a subcommand's parser, with 0 after `--help` and 2 after a usage error.
-    """
+    """Run `forerun` with `argv` (default: the process's arguments)."""
     _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(partial(answered, arguments))
@@ -215,7 +208,6 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def failure(error: Exception) -> int:
-    """Report an error and return its exit code."""
     if isinstance(error, ForerunError):
         _print_error(str(error))
         return Exit.FAILED if isinstance(error, UNFINISHED) else Exit.BAD_INPUT
@@ -267,7 +259,6 @@ def unknown(word: str) -> str:
 
 
 def _print_error(message: str) -> None:
-    """Print one line on stderr."""
     from rich.console import Console
     from rich.text import Text
 

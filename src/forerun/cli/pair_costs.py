@@ -34,7 +34,6 @@ ALIGN_BUDGET_S = 15.0
 def measured_costs(
     comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Measure the costs of every draft with the target, on the loaded models of the comparison."""
     found = {}
     for draft, arm in _by_draft(comparison).items():
         pair, facts = _pair_of(comparison, arm)
@@ -84,7 +83,6 @@ def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
 def _pair_of(
     comparison: BenchComparison, arm: BenchArm
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    """Return the target and the draft of an arm as a loaded pair."""
     engine = arm.engine
     assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
     drafter = engine.drafter
@@ -126,7 +124,6 @@ class PairCosts:
     """Provides the cost tables of a pair, read or measured once for all versions of the draft.
 
     Args:
-        config: of the alignment.
         num_threads: that carry the passes; None takes whichever number plain decoding is fastest
             with: against a slower baseline every draft would pay.
         profile: of the target and the draft to begin with, or one of its shape; None measures.
@@ -141,13 +138,11 @@ class PairCosts:
         self._costs: DraftCosts | None = None
 
     def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
-        """Return the cost table of a draft at a temperature."""
         if self._costs is None:
             self._costs = self._profile(draft, target_hash).costs
         return self._costs.at(temperature)
 
     def _profile(self, draft: Path, target_hash: str) -> Profile:
-        """Read or measure a profile of the target and a draft of this architecture."""
         config = self.config
         most = config.evaluation.num_speculative_tokens
         pair, probe = load_pair(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def run(options: PlanOptions) -> int:
-    """Compute the plan and show it."""
     check_plot(options.plot)
 
     from forerun.plan.advice import advise
@@ -57,7 +56,6 @@ def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[s
 
 
 def source(candidate: DraftCandidate, options: PlanOptions) -> str:
-    """Return the source of a candidate's acceptance as text."""
     return str(options.trace) if candidate.acceptance.num_requests else "given"
 
 
@@ -68,7 +66,6 @@ def content(
     candidates: Sequence[DraftCandidate],
     options: PlanOptions,
 ) -> dict[str, object]:
-    """Return the fields of the JSON output."""
     return {
         "config": asdict(config),
         "origin": origin(options, candidates),
@@ -122,7 +119,6 @@ def _print_plan(
 
 
 def sentence(advice: Advice, config: PlanConfig) -> str:
-    """Return the plan as one sentence."""
     best = advice.best
     where = f"at batch {best.batch}, context {config.context}, T={config.temperature:g}"
     speed = f"{best.tokens_per_s:.4g} tokens/s, {milliseconds(best.tpot_s)} ms per token"
@@ -147,7 +143,6 @@ def elsewhere(advice: Advice) -> str:
 
 
 def batches(advice: Advice, config: PlanConfig) -> Table:
-    """Return the table of the best option at every batch size."""
     table = table_of(Column("batch", no_wrap=True), *headings(advice))
     for option in advice.per_batch:
         late = config.slo_tpot_s is not None and option.tpot_s > config.slo_tpot_s
@@ -162,7 +157,6 @@ def headings(advice: Advice) -> tuple[str, ...]:
 
 
 def break_even(advice: Advice) -> Table:
-    """Return the table of break-even points by drafter."""
     table = table_of(
         Column("even at", overflow="fold"), "K", "accepted / drafted", "alpha", "draft cost"
     )
@@ -210,7 +204,6 @@ def short(name: str | None, advice: Advice) -> str:
 
 
 def with_ends(option: Option) -> str:
-    """Return a speedup with its interval as text."""
     found = option.speedup
     if found.low == found.high:
         return f"{found.estimate:.2f}"

@@ -53,11 +53,7 @@ class MachineFlags:
 
     @property
     def chosen(self) -> Machine | None:
-        """Return the machine that the flags describe; None if they describe none.
-
-        Raises:
-            InvalidRequest: the name is unknown, or the description has no rates.
-        """
+        """Return the machine that the flags describe; None if they describe none."""
         rates = {"flops_per_s": self.flops, "bytes_per_s": self.bandwidth}
         overheads = {"launch_s": self.launch_us, "step_s": self.step_us}
         given: dict[str, Any] = {
@@ -82,11 +78,7 @@ class MachineFlags:
                 )
 
     def sizes(self, profile: Profile | None) -> tuple[ModelSize, ModelSize | None]:
-        """Return the sizes of target and draft: those of the flags, otherwise those of the profile.
-
-        Raises:
-            InvalidRequest: nothing says how large the target is.
-        """
+        """Return the sizes of target and draft from the flags, otherwise from the profile."""
         limit = None if profile is None else profile.limit
         target, draft = self.target_params, self.draft_params
         if limit is not None:
@@ -191,11 +183,7 @@ def temperature_of(options: PlanOptions, traced: TracedDrafts | None) -> float:
 def config_of(
     options: PlanOptions, profiles: Mapping[str, Profile], temperature: float
 ) -> PlanConfig:
-    """Return the operating points of the plan: from the flags, otherwise from the profile.
-
-    Raises:
-        InvalidRequest: there are no costs at all, or a value cannot work.
-    """
+    """Return the operating points of the plan: from the flags, otherwise from the profile."""
     batches, context = ROOFLINE_BATCHES, ROOFLINE_CONTEXT
     if options.machine.chosen is None:
         if not profiles:
@@ -236,7 +224,6 @@ def _read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
 
 
 def _read_traced(options: PlanOptions) -> TracedDrafts | None:
-    """Read the drafters of the trace with their acceptance."""
     if options.trace is None:
         return None
     found = drafts_in(read_trace(options.trace), str(options.trace))
@@ -343,7 +330,6 @@ def _given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[fl
 
 
 def numbers(text: str, figures: str) -> Iterator[float]:
-    """Parse numbers separated by commas."""
     for part in figures.split(","):
         try:
             yield float(part)
@@ -360,7 +346,6 @@ def _acceptance_for(
     options: PlanOptions,
     temperature: float,
 ) -> Acceptance:
-    """Return the acceptance of a drafter: from the flags, otherwise from the trace."""
     if name in figures:
         return given(figures[name], conditional=options.conditional, max_k=options.max_k)
     if traced is not None and name in traced.drafts:

@@ -57,22 +57,12 @@ class ProbeOptions:
 
     @property
     def config(self) -> EvidenceConfig:
-        """Return the settings of the probe.
-
-        Raises:
-            InvalidRequest: a value cannot work.
-        """
         config = QUICK if self.quick else EvidenceConfig()
         changes = {"num_prompts": self.num_prompts, "num_tokens": self.num_tokens}
         return replace(config, **{name: n for name, n in changes.items() if n is not None})
 
     @property
     def params(self) -> SamplingParams:
-        """Return the sampling parameters that the flags describe.
-
-        Raises:
-            InvalidRequest: a value is outside its range.
-        """
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -81,11 +71,7 @@ class ProbeOptions:
         )
 
     def check(self) -> str:
-        """Refuse unusable options before anything is loaded, and return the draft's name.
-
-        Raises:
-            InvalidRequest: there is no draft or no prompt, or the facts cannot be written.
-        """
+        """Refuse unusable options before anything is loaded, and return the draft's name."""
         draft = self.models.draft_name
         if draft is None:
             raise InvalidRequest(f"a probe is of a pair: name a --draft for {self.models.target}")
@@ -147,7 +133,6 @@ def probed(
 
 
 def texts(options: ProbeOptions) -> list[str]:
-    """Read the prompts."""
     if options.prompts is None:
         from forerun.models.catalog import held_out_prompts
 
@@ -178,7 +163,6 @@ def show(evidence: Evidence, out: Path | None) -> None:
 
 
 def _value_text(value: object) -> str:
-    """Return a value as short text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

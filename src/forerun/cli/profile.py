@@ -58,11 +58,6 @@ class ProfileOptions:
 
     @property
     def config(self) -> ProfileConfig:
-        """Return the settings of the measurement.
-
-        Raises:
-            InvalidRequest: a value cannot work.
-        """
         config = THOROUGH if self.thorough else ProfileConfig()
         changes: dict[str, Any] = {
             name: found
@@ -131,7 +126,6 @@ def progress(config: ProfileConfig) -> Iterator[Callable[[int, float], None]]:
 
 
 def show(profile: Profile, options: ProfileOptions) -> None:
-    """Print, write and draw the profile."""
     from forerun.measure.profile.profile import plot, write_profile
 
     if options.json:
@@ -240,7 +234,6 @@ def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str
 
 
 def cell(profile: Profile, quantity: Quantity, line: CostLine, size: int) -> str:
-    """Return one measured time."""
     found = profile.seconds(quantity, line.batch, line.context, size)
     return milliseconds(found.estimate, (found.high - found.low) / 2)
 

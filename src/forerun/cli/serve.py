@@ -55,15 +55,9 @@ class ServeOptions:
 
     @property
     def model(self) -> str:
-        """The name of the target in requests."""
         return self.served_model_name or self.pair.target
 
     def read_keys(self) -> list[ApiKey]:
-        """Read the keys of the file and of the environment.
-
-        Raises:
-            InvalidRequest: one is wrong, or other machines could send requests without one.
-        """
         from forerun.server.guard import check_address
         from forerun.server.keys import ApiKey, read_keys
 

@@ -34,11 +34,8 @@ class Figures:
     """Counts and times of one request, all its samples together.
 
     Attributes:
-        num_prompt_tokens: prompt length.
-        num_tokens: emitted tokens.
         total_s: from the request to the last token.
         ttft_s: from the request to the first token; None where there was none.
-        acceptance: counts over the steps that drafted.
     """
 
     num_prompt_tokens: int
@@ -72,7 +69,6 @@ class Figures:
 
     @property
     def line(self) -> str:
-        """The figures in one line."""
         parts = [f"{self.num_tokens} tokens in {self.total_s:.2f} s ({self.tokens_per_s:.1f}/s)"]
         if self.ttft_s is not None:
             parts.append(f"first after {self.ttft_s:.2f} s")
@@ -84,7 +80,6 @@ class Figures:
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
         counts = self.acceptance
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -107,7 +102,6 @@ COPIER = "suffix"
 
 
 def controlled(engine: Engine, pair: PairFlags) -> Engine:
-    """Return the engine with the controller and the costs that the flags name."""
     if engine.drafter is None:
         raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
     costs = costs_of(engine, pair) if pair.profile else {}
@@ -184,7 +178,6 @@ def load_engine(
     max_tokens: int | None = None,
     max_waiting: int = EngineConfig().max_waiting,
 ) -> Engine:
-    """Load the engine that the flags describe."""
     if (
         pair.draft_names
         and pair.tree is None

@@ -54,7 +54,6 @@ class SimulateOptions:
 
 
 def run(options: SimulateOptions) -> int:
-    """Simulate every controller and show the results."""
     check_plot(options.plot)
 
     from forerun.measure.profile.profile import load_profile
@@ -98,7 +97,6 @@ def simulated(
 def content(
     options: SimulateOptions, workload: Workload, results: Sequence[Result], oracle: Oracle | None
 ) -> dict[str, object]:
-    """Return the fields of the JSON output."""
     return {
         "workload": msgspec.to_builtins(workload),
         "profile": str(options.profile),

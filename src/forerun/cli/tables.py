@@ -70,13 +70,7 @@ class FigureTable(Table):
 
 
 def table_of(first: Column, *others: str, title: str | None = None) -> FigureTable:
-    """Return an empty table with names on the left and figures on the right.
-
-    Args:
-        first: the column of names.
-        others: headings of the figures.
-        title: above the table.
-    """
+    """Return an empty table with names on the left and figures on the right."""
     table = FigureTable(
         first,
         title=None if title is None else safe(title),

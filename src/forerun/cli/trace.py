@@ -84,7 +84,6 @@ def _print_summary(summary: TraceSummary) -> None:
 
 
 def figures(summary: TraceSummary) -> Iterator[str]:
-    """Return the figures of the whole trace, line by line."""
     overall = summary.overall
     if not overall.num_steps:
         yield "no steps"
@@ -126,7 +125,6 @@ def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
 
 
 def _time_line(summary: TraceSummary) -> str:
-    """Return a line with the time of each part of a step."""
     times = summary.times
     total_s = times.total_s or 1.0
     shares = (
@@ -144,7 +142,6 @@ def _time_line(summary: TraceSummary) -> str:
 
 
 def _positions_table(group: GroupSummary) -> Table:
-    """Return the table of acceptance by position, with a bar for survival."""
     table = table_of(Column("position"), "drafted", "accepted", "beta (95%)", "survival")
     table.add_column("", no_wrap=True)
     for number, position in enumerate(group.positions, start=1):
@@ -161,7 +158,6 @@ def _positions_table(group: GroupSummary) -> Table:
 
 
 def _tags_table(summary: TraceSummary) -> Table:
-    """Return the table of figures by tag, one line each."""
     headings = ("requests", "tokens", "tau", "kappa", "wasted", "beta 1, 2, 3")
     table = table_of(Column("tag", overflow="fold"), *headings)
     plain: Mapping[int, float] = summary.plain_step_s
@@ -180,7 +176,6 @@ def _tags_table(summary: TraceSummary) -> Table:
 
 
 def _print_damage(console: SafeConsole, summary: TraceSummary) -> None:
-    """Print which parts of the trace could not be read."""
     if not summary.num_damaged:
         return
     console.print(f"\n[bold red]not read[/] ({summary.num_damaged} places)")

@@ -49,13 +49,6 @@ class ColouredText:
         self._pending: list[tuple[str, TokenSource]] = []
 
     def take(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> Text:
-        """Colour new text by the sources of its tokens.
-
-        Args:
-            text: characters to show now; may lag behind the tokens.
-            token_ids: tokens emitted since the last call.
-            sources: their provenance.
-        """
         for token, source in zip(token_ids, sources, strict=True):
             self._pending.append((self._detokenizer.append(token), source))
         shown = Text()
@@ -70,7 +63,6 @@ class ColouredText:
 
 
 def legend() -> Text:
-    """Return a text that explains the colours."""
     lines = [
         Text.assemble((f"{source:<10}", STYLES[source]), MEANINGS[source]) for source in TokenSource
     ]
@@ -137,12 +129,10 @@ class ColourWriter(PlainWriter):
         self.console = Console(force_terminal=True, soft_wrap=True, highlight=False)
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """Explain the colours below the text."""
         super().finish(output, figures)
         Console(stderr=True, force_terminal=True, soft_wrap=True).print(legend())
 
     def show(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> None:
-        """Print text of these tokens, coloured by source."""
         if not self.is_streaming:
             self.coloured = ColouredText(self.tokenizer)
         self.console.print(self.coloured.take(text, token_ids, sources), end="")
@@ -165,7 +155,6 @@ class JsonWriter:
 
 
 def choose_writer(tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags) -> Writer:
-    """Return the writer that the flags name."""
     if flags.json:
         return JsonWriter()
     kind = ColourWriter if flags.color else PlainWriter

@@ -54,12 +54,6 @@ class Positions:
         self.wins: list[float] = []
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
-        """Count one step.
-
-        Args:
-            num_allowed: positions the plan allowed.
-            num_passed: how many of them were passed, from the first on.
-        """
         memory, trials, wins = self.config.memory, self.trials, self.wins
         num_reached = min(num_allowed, num_passed + 1)
         while len(trials) < num_reached:
@@ -90,9 +84,6 @@ class Positions:
 
 class DraftHistory:
     """Outcomes of the drafts of one drafter.
-
-    Args:
-        config: settings of the estimates.
 
     Attributes:
         accepted: of chains, and of the first children on paths of trees.
@@ -131,13 +122,8 @@ RequestClass = tuple[tuple[str, ...], float]
 class RequestHistory:
     """Outcomes of the drafts of one request.
 
-    Args:
-        kind: the class of similar requests.
-        config: settings of the estimates.
-
     Attributes:
         num_read: tokens of the request when it drafted last.
-        drafts: outcomes by drafter.
     """
 
     __slots__ = ("drafts", "kind", "num_read")
@@ -149,11 +135,7 @@ class RequestHistory:
 
 
 class AcceptanceEstimates:
-    """Discounted acceptance posteriors per request, with priors from similar requests.
-
-    Args:
-        config: settings of the estimates.
-    """
+    """Discounted acceptance posteriors per request, with priors from similar requests."""
 
     def __init__(self, config: GoodputConfig) -> None:
         self.config = config
@@ -174,14 +156,7 @@ class AcceptanceEstimates:
     def tree_survival(
         self, state: RequestState, curve: AcceptanceCurve, method: str, shape: Tree
     ) -> list[float]:
-        """Return P(accepted) of every node of the best tree within a shape, the best node first.
-
-        Args:
-            state: of the request.
-            curve: expected acceptance of chains of the same drafter, as deep as the shape.
-            method: the drafter.
-            shape: the most nodes, levels and children of a node.
-        """
+        """Return P(accepted) of every node of the best tree within a shape, the best node first."""
         pool, survival = self._pool(self._request(state).kind, method), curve.survival
         first = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival[: shape.depth]))]
         later = [1.0 - miss for miss in pool.missed.means(self.config.prior, shape.width - 1)]

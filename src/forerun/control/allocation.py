@@ -23,8 +23,6 @@ class RequestCandidate(NamedTuple):
     """One request that may draft.
 
     Attributes:
-        method: its drafter.
-        curve: expected acceptance by depth.
         limit_s: seconds per token that it must stay below, None without a limit.
     """
 
@@ -46,7 +44,6 @@ class Allocation(NamedTuple):
     Attributes:
         depths: K, in the order of the candidates; the nodes where drafts are trees.
         tokens: expected to be emitted in the step, over all requests.
-        step_s: its expected duration.
         tree: drafter and levels where drafts are trees; else None.
     """
 
@@ -140,7 +137,6 @@ Limit = tuple[int, float, list[float]]
 
 
 def limits_of(candidates: Sequence[RequestCandidate]) -> list[Limit]:
-    """Return the time limits among the candidates."""
     return [
         (index, candidate.limit_s, [0.0, *accumulate(candidate.curve.survival)])
         for index, candidate in enumerate(candidates)
@@ -181,7 +177,6 @@ def growing(
 
 
 def _depths_of(nodes: Sequence[Node], num_requests: int) -> tuple[int, ...]:
-    """Return K of every request, given for each node the index of its request."""
     depths = [0] * num_requests
     for _, _, index in nodes:
         depths[index] += 1

@@ -52,9 +52,6 @@ class Tree:
         num_nodes: the most draft nodes, the root excluded; at least 1.
         depth: the most levels, and so the most draft tokens that one step can accept; at least 1.
         width: the most children of a node; at least 1.
-
-    Raises:
-        InvalidRequest: one of them is below 1.
     """
 
     num_nodes: int
@@ -141,10 +138,8 @@ class RequestState:
     """Properties of a request that a controller may use to decide its next step.
 
     Attributes:
-        request_id: name of the sample.
         num_committed: prompt and output tokens so far.
         max_new: tokens that may still be emitted (context and max_tokens considered).
-        temperature: of the request.
         tags: free-form labels of the request.
         tpot_target_s: seconds per output token that the request must stay below; None: no target.
         time_left_s: seconds from the start of the step to the deadline; None without a deadline.

@@ -12,11 +12,7 @@ CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no controller has.
-
-    Raises:
-        InvalidRequest: the controller is unknown.
-    """
+    """Refuse a name that no controller has."""
     if name not in CONTROLLER_NAMES:
         raise InvalidRequest(f"controller {name!r} is unknown; use {', '.join(CONTROLLER_NAMES)}")
 
@@ -42,9 +38,6 @@ class GoodputConfig:
         num_cold: plain steps after drafting that are slow because of cold caches.
         reuse: most steps for which plans are reused while a request drafts.
         probe_share: share of the time that may be lost by steps made to update an estimate.
-
-    Raises:
-        ValueError: a memory or share is not between 0 and 1, or another setting is negative.
     """
 
     prior: float = 0.7
@@ -60,7 +53,6 @@ class GoodputConfig:
     probe_share: float = 0.006
 
     def __post_init__(self) -> None:
-        """Check the ranges of the settings."""
         for name in ("prior", "memory", "probe_share"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")

@@ -33,7 +33,6 @@ class OperatingPoint(NamedTuple):
     """Batch, context and temperature at which a step is decided.
 
     Attributes:
-        batch: sequences in the step.
         context_bits: binary digits of their mean context, in tokens.
         greedy: whether the temperature of all requests is 0.
     """
@@ -44,7 +43,6 @@ class OperatingPoint(NamedTuple):
 
     @classmethod
     def of(cls, states: Sequence[RequestState]) -> OperatingPoint:
-        """Return the operating point of a step with these requests, at least one."""
         num_tokens, greedy = 0, True
         for state in states:
             num_tokens += state.num_committed
@@ -62,7 +60,6 @@ class StepTimes:
     """Seconds of the parts of a step at one operating point.
 
     Attributes:
-        plain_s: a plain step.
         verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
         draft_s: one drafted level, by how many sequences draft it: entry b of b + 1 sequences.
         overhead_s: what a step takes beyond drafting and the pass, by levels drafted: 0, 1, 2, ...
@@ -77,7 +74,6 @@ class StepTimes:
 
     @classmethod
     def read(cls, table: CostTable, point: OperatingPoint, max_k: int, max_nodes: int) -> StepTimes:
-        """Read a cost table for up to `max_k` levels and `max_nodes` nodes of every sequence."""
         batch, context = point.batch, point.context
         by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(max_nodes + 1)]
         # More sequences never take less, whatever noise there was between measured batches.
@@ -118,7 +114,6 @@ class TimeFactor:
         config: the memory, the weight of priors and the limit on outliers.
 
     Attributes:
-        count: discounted number of measured steps.
         total: discounted sum of their ratios.
     """
 
@@ -163,14 +158,9 @@ class TimeFactor:
 class BatchCosts:
     """Ratios of measured to expected step times at one batch size.
 
-    Args:
-        config: settings of the ratios.
-
     Attributes:
-        plain: of plain steps.
         target: of plain steps and target passes of every size together.
         passes: of target passes, by drafted rows per sequence.
-        levels: of drafted levels, by method.
         overheads: of what a step takes beyond drafting and the pass, by method.
         trees: of trees beyond the ratios of chains, by method.
         deepest: the deepest draft so far, by method.
@@ -211,7 +201,6 @@ class CostModel:
 
     Args:
         costs: cost tables by drafter; None for a drafter without a profile.
-        max_k: largest K.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
         config: assumed costs and settings of the corrections.
     """
@@ -325,7 +314,6 @@ class CostModel:
         return found
 
     def _expected_of(self, source: CostSource | None, point: OperatingPoint) -> StepTimes:
-        """Return the step times of one drafter as profiled or assumed."""
         temperature = 0.0 if point.greedy else 1.0
         known = source or self._target
         if known is not None:

@@ -14,7 +14,6 @@ class FixedController:
 
     Args:
         shape: K of a chain, or a tree.
-        method: name of the drafter.
     """
 
     def __init__(self, shape: int | Tree, method: str = "draft_model") -> None:

@@ -45,7 +45,6 @@ class ActivePlan:
     """Plans that are reused for several steps, and the conditions under which they stay valid.
 
     Attributes:
-        names: of the requests.
         limits_s: seconds per token that each request must stay below; None without a target.
         best: the plans that are expected to be the fastest, one per request.
         plans: the same, or plans that measure others; this very list is returned in every step.
@@ -91,8 +90,6 @@ class GoodputController:
 
     Args:
         costs: cost tables by the name of the drafter; None for a drafter without a profile.
-        max_k: largest K.
-        config: settings.
         tree_methods: drafters that propose trees; a tree is planned where it is expected to be
             faster than every chain.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
@@ -346,7 +343,6 @@ class GoodputController:
 
 
 def _plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) -> list[Plan]:
-    """Convert an allocation to plans."""
     tree = allocation.tree
     if tree is None:
         return [

@@ -33,11 +33,7 @@ class ControllerInputs:
 
 
 def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
-    """Build the controller with the given name.
-
-    Raises:
-        InvalidRequest: there is none of that name.
-    """
+    """Build the controller with the given name."""
     check_name(name)
     if name == "fixed":
         return FixedController(inputs.num_speculative_tokens, inputs.methods[0])

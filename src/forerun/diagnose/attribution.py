@@ -49,14 +49,9 @@ class Attribution:
     """Split of the time per token into parts, based on speedup = tau / kappa.
 
     Attributes:
-        num_speculative_tokens: K.
-        acceptance_length: tau.
         cycle_cost: kappa; None where no plain step is known to compare with.
         draft_cost: c; None where kappa is not split.
-        verify_cost: v(K + 1).
-        overhead: o.
         parts: the waterfall from the ideal to what is paid; without kappa, its tokens' side only.
-        counterfactuals: from the largest gain down.
         prefill_share: of the requests' time; None where not known.
     """
 
@@ -72,7 +67,6 @@ class Attribution:
 
     @property
     def speedup(self) -> float | None:
-        """tau / kappa."""
         return None if self.cycle_cost is None else self.acceptance_length / self.cycle_cost
 
     @property
@@ -88,7 +82,6 @@ class Attribution:
         return min(1.0, max(0.0, cost / gap)) if gap > TOLERANCE else 0.0
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         values = asdict(self) | {"speedup": self.speedup}
         del values["parts"]
         values["waterfall"] = [

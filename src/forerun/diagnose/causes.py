@@ -29,7 +29,6 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """Describe the fact in words, with its source."""
         value = self.fact.value
         if isinstance(value, bool):
             text = self.fact.definition if value else f"not: {self.fact.definition}"
@@ -110,8 +109,6 @@ class Cause:
         family: which part of the system it is of.
         why: how that costs speed or exactness.
         prior: log of how common it is among complaints, against the others.
-        signs: evidence for and against.
-        remedies: at least two.
     """
 
     label: str
@@ -136,7 +133,6 @@ class Experiment:
 
     Attributes:
         minutes: what it takes a person who has the machine; an order of magnitude.
-        yields: facts that are known afterwards.
     """
 
     name: str

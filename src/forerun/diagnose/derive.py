@@ -18,8 +18,6 @@ class Threshold:
     """A figure and the thresholds above or below which an observation about it is true.
 
     Attributes:
-        name: the observation.
-        figure: what it is read off.
         yes: on this side of it the answer is yes.
         no: on this side, no; between the two there is no answer.
     """
@@ -118,7 +116,6 @@ timing of a short run does not show a gain of less than 5%."""
 
 
 def _add_not_drafted(evidence: Evidence) -> None:
-    """Add whether anything was drafted at all."""
     drafts, steps = evidence.number("num_drafts"), evidence.number("num_steps")
     drafted = evidence.number("num_drafted")
     if "drafts_absent" in evidence:
@@ -168,7 +165,6 @@ RECURRENT = re.compile(r"(?i)mamba|\bssm\b|\bgdn\b|rwkv|jamba|hybrid|delta-?net|
 
 
 def _add_name(evidence: Evidence, side: str, name: str) -> None:
-    """Add facts that follow from the name of one checkpoint."""
     source = f"name of the {side}: {name}"
     if (size := _billions_of(name)) is not None and f"{side}_parameters" not in evidence:
         evidence.note(f"{side}_parameters", size, source)

@@ -35,7 +35,6 @@ class Change:
     prediction: Prediction | None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         return {
             "change": self.remedy.change,
             "price": self.remedy.price,
@@ -58,7 +57,6 @@ class RankedCause:
     changes: tuple[Change, ...]
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         test = self.next_test
         return {
             "label": self.scored.cause.label,
@@ -185,7 +183,6 @@ MIN_SCORE_OF_FEW = 0.6
 
 
 def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
-    """Return the verdict, which depends on the likeliest supported cause."""
     if not supported:
         return "insufficient evidence"
     likeliest = supported[0]

@@ -80,7 +80,6 @@ class Fact:
     """A known value of one kind of fact, with its source and interval.
 
     Attributes:
-        source: where it comes from, in words.
         interval: 95%, where counts allow one.
     """
 
@@ -91,11 +90,9 @@ class Fact:
 
     @property
     def definition(self) -> str:
-        """Meaning of the value."""
         return FACTS[self.name].definition
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         ends: Json = None if self.interval is None else (self.interval.low, self.interval.high)
         return {
             "value": list(self.value) if isinstance(self.value, tuple) else self.value,
@@ -111,7 +108,6 @@ class Reading:
     """Format and completeness of one source that was read.
 
     Attributes:
-        kinds: formats found in it.
         num_lines: lines, rows or samples seen.
         num_unknown: those of them that no reader knows.
         notes: what a person should know of how it was read.
@@ -194,11 +190,7 @@ class Evidence:
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
-        """Refuse counts that cannot be of one run.
-
-        Raises:
-            InvalidRequest: more tokens were accepted than drafted.
-        """
+        """Refuse counts that cannot be of one run."""
         accepted, drafted = self.number("num_accepted"), self.number("num_drafted")
         if accepted is not None and drafted is not None and accepted > drafted:
             source = self.facts["num_accepted"].source
@@ -284,7 +276,6 @@ def shown(value: object) -> str:
 
 
 def _checked_flag(name: str, value: object) -> bool:
-    """Check an observation and convert it to a bool."""
     known: Mapping[object, bool] = {"yes": True, "true": True, "no": False, "false": False}
     found = known.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
@@ -293,7 +284,6 @@ def _checked_flag(name: str, value: object) -> bool:
 
 
 def checked_number(name: str, value: object) -> float:
-    """Check a number against the bounds of its fact."""
     kind = FACTS[name]
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # refused below

@@ -62,7 +62,6 @@ class Curves:
 
 
 def _charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
-    """Return the charts for which the evidence contains data."""
     found, series = diagnosis.attribution, diagnosis.evidence.series
     bars, curves = [], []
     if found is not None:
@@ -168,7 +167,6 @@ def by_tag(evidence: Evidence) -> Bars:
 
 
 def _k_histogram(evidence: Evidence) -> Bars:
-    """Return a histogram of steps by K."""
     common = sorted(evidence.series["K"], key=lambda point: -point[1])[:MAX_BARS]
     counts = sorted((float(k), n) for k, n, _ in common)
     most = max(n for _, n in counts) or 1.0

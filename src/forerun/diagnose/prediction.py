@@ -38,9 +38,7 @@ class Outlook:
 
     Attributes:
         survival: P(accepted through i), beyond the drafted K by its last conditional acceptance.
-        draft_cost: c.
         verify_slope: what one more row adds to the pass.
-        overhead: o.
         basis: where the costs come from, in words.
         table: measured costs, which replace all of these.
         batch: sequences in a step, for the table.
@@ -57,13 +55,11 @@ class Outlook:
     context: int = 0
 
     def cycle_cost(self, k: int) -> float:
-        """Return kappa at K."""
         if self.table is not None:
             return self.table.cycle_cost(k, self.context, self.batch)
         return k * self.draft_cost + 1.0 + k * self.verify_slope + self.overhead
 
     def acceptance_length(self, k: int) -> float:
-        """Return tau at K."""
         return 1.0 + sum(self.survival[:k])
 
     def speedup(self, k: int) -> float:
@@ -76,8 +72,6 @@ class Prediction:
     """The predicted speedup after a remedy.
 
     Attributes:
-        speedup: over plain decoding.
-        gain: over what is there now.
         num_speculative_tokens: K that it is reached at, where the remedy chooses one.
     """
 

@@ -82,7 +82,6 @@ def _length_interval(tau: float, rates: Sequence[float], drafts: float) -> Inter
 
 
 def _add_draft_rate(evidence: Evidence) -> None:
-    """Add the draft acceptance rate: accepted / drafted tokens."""
     accepted, drafted = evidence.number("num_accepted"), evidence.number("num_drafted")
     tau, k = evidence.number("acceptance_length"), evidence.number("k")
     name = "draft_acceptance_rate"

@@ -54,7 +54,6 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def _verdict_words(diagnosis: Diagnosis) -> str:
-    """Return the verdict in one sentence."""
     if diagnosis.verdict == "insufficient evidence":
         speedup = diagnosis.evidence.number("speedup")
         known = "" if speedup is None else f"Decoding runs at {speedup:.2f}x the plain rate. "
@@ -186,7 +185,6 @@ def what_if(found: Attribution) -> Iterator[str]:
 
 
 def _cause_words(ranked: RankedCause) -> Iterator[str]:
-    """Describe a cause and the evidence for and against it."""
     yield ranked.scored.cause.what
     yield ranked.scored.cause.why
     for finding in ranked.scored.evidence_for[:MAX_EVIDENCE]:

@@ -16,7 +16,6 @@ class NamedDrafter:
     """A drafter in its command-line form: `NAME` or `NAME:ARGUMENT`.
 
     Attributes:
-        name: the drafter.
         argument: the text after the colon, empty without one.
     """
 
@@ -48,9 +47,6 @@ class SuffixConfig:
         row_cost: what verifying one more row costs.
         store_tokens: outputs of finished requests kept for later ones of the same scope, in tokens
             over all scopes; 0 keeps none, and then a request draws on its own text only.
-
-    Raises:
-        InvalidRequest: a value cannot work.
     """
 
     tokens_per_match: float = 2.0

@@ -37,7 +37,6 @@ class DraftModel:
     """Drafts chains and trees with a causal language model that shares the target's token ids.
 
     Args:
-        model: the draft model.
         vocab_size: number of token ids of the target.
     """
 
@@ -130,7 +129,6 @@ class DraftModel:
     def _sampled_chains(
         self, sequences: Sequence[DraftSequence], batch: RowBatch, depth: int, by_race: bool
     ) -> Levels:
-        """Draft all levels of all chains in one call, with the noise of coupling if `by_race`."""
         assert isinstance(self.model, DraftsInOneCall)
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         keys = race_keys(sequences, depth) if by_race else draft_keys(sequences, depth)
@@ -203,11 +201,7 @@ def divided(
 
 
 def check_ids(sequences: Sequence[DraftSequence], vocab_size: int) -> None:
-    """Refuse pending tokens that only the target has, such as the padding of its vocabulary.
-
-    Raises:
-        DrafterError: a pending token is outside the draft's vocabulary.
-    """
+    """Refuse pending tokens that only the target has, such as the padding of its vocabulary."""
     for sequence in sequences:
         highest = max(sequence.context.pending(), default=0)
         if highest >= vocab_size:
@@ -324,11 +318,7 @@ class SelfDraft(DraftModel):
 
 
 class TargetKVView(Context):
-    """The target's KV of a sequence, in which a drafter may stage rows but not commit them.
-
-    Args:
-        target: the target's context.
-    """
+    """The target's KV of a sequence, in which a drafter may stage rows but not commit them."""
 
     def __init__(self, target: Context) -> None:
         self.store = target.store

@@ -22,11 +22,9 @@ class DraftSequence:
     """The state that a draft model keeps per request, and the progress of its current chain.
 
     Attributes:
-        request: the sequence to continue.
         context: its committed tokens and their rows in the draft's own KV cache.
         params: the request's sampling parameters at the draft's temperature.
         tree_params: of the distributions that a tree's nodes are chosen by.
-        choice: how its draft tokens are chosen.
         budget: the number of tokens to draft in this step.
         stop_reason: what set the budget: "budget" (the plan), "context" (the draft's own context),
             "stop_rule" or "invalid_probs".
@@ -77,7 +75,6 @@ class DraftSequence:
 
     @property
     def name(self) -> str:
-        """Id of the request."""
         return self.request.request_id
 
     @property
@@ -148,7 +145,6 @@ class DraftSequence:
         return self.tree_choice is Choice.DETERMINISTIC and not is_shaped
 
     def first_span(self) -> Span:
-        """Return the rows of all pending tokens."""
         self.num_chain = self.context.num_pending
         self.num_fed = 0
         self.tree_rows = {}
@@ -165,11 +161,7 @@ class DraftSequence:
         return self.context.span(1, tree, num_staged=self.num_chain - 1)
 
     def commit(self, accepted: Sequence[int]) -> None:
-        """Commit the rows of pending and accepted tokens; the last drafted tokens may have no row.
-
-        Args:
-            accepted: tokens of the accepted path.
-        """
+        """Commit the rows of pending and accepted tokens; the last drafts may have none."""
         if not self.tree_rows:
             self.context.commit(range(self.num_chain + min(len(accepted), self.num_fed)))
         else:
@@ -183,12 +175,7 @@ class DraftSequence:
         return self.num_first / self.num_tried
 
     def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
-        """Count how often first children were accepted, which shapes later trees of drawn tokens.
-
-        Args:
-            proposal: the draft that was verified.
-            path: its accepted nodes.
-        """
+        """Count the accepted first children, which shape later trees of drawn tokens."""
         if proposal.choice is Choice.DETERMINISTIC:
             return
         for node, following in zip((-1, *path), (*path, None), strict=True):

@@ -36,12 +36,6 @@ def foreign_drafter(
 ) -> Drafter:
     """Return the drafter for a model with another tokenizer than the target's.
 
-    Args:
-        model: the draft model.
-        draft: its tokenizer.
-        target: the target's tokenizer.
-        vocab_size: number of token ids of the target.
-
     Raises:
         IncompatibleDraft: the tokens of the two cannot be matched; see `map_vocabularies`.
     """
@@ -57,9 +51,6 @@ class OwnTokenDraft(DraftModel):
     """A draft model that reads the text of a request in its own tokens.
 
     Args:
-        model: the draft model.
-        vocabulary: of the target and the draft.
-        vocab_size: number of tokens to draft from.
         offset: of the ids by which the model reads its own tokens.
     """
 
@@ -86,7 +77,6 @@ class OwnTokenDraft(DraftModel):
         return Context(self.model.store, ids, request.scope)
 
     def num_read(self, request_id: str) -> int:
-        """Return the number of the draft's tokens in a request's text."""
         return len(self._texts[request_id].ids)
 
     def keep_rows(self, request_id: str, drafted: Sequence[int]) -> None:
@@ -100,7 +90,6 @@ class OwnTokenDraft(DraftModel):
         context.ids += drafted[: max(0, context.num_cached - len(context.ids))]
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request."""
         super().forget(request_id)
         self._texts.pop(request_id, None)
 
@@ -126,7 +115,6 @@ class SharedTokenModel(WrappedModel):
     It reads ids of the target, and its own ids counted from `vocab_size` on.
 
     Args:
-        model: the draft model.
         vocabulary: of the target and the draft.
         vocab_size: number of token ids of the target.
     """
@@ -209,7 +197,6 @@ class TextDraft:
     trees too, and stop rules are not followed.
 
     Args:
-        model: the draft model.
         vocabulary: of the target and the draft.
     """
 

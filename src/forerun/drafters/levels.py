@@ -78,10 +78,6 @@ class Stopping:
 
     Reading the measured values waits for the device once per level.
 
-    Args:
-        sequences: all chains of a call.
-        device: of the draft model.
-
     Attributes:
         values: per chain, what its rule has measured so far; empty without a rule.
     """
@@ -108,7 +104,6 @@ class Stopping:
             self._stopped[index] = len(self.values[index]) > 1 and rule.stops(value)
 
     def ended(self, num_going: int) -> bool:
-        """Whether the first `num_going` chains have all stopped."""
         return all(self._stopped[:num_going])
 
     def _measured(self, logits: Tensor, probs: Tensor) -> list[float]:
@@ -149,7 +144,6 @@ def race_keys(
 
 
 def next_pass(sequences: Sequence[DraftSequence], tokens: Tensor, positions: Tensor) -> RowBatch:
-    """Return the pass that feeds the token each sequence has just drafted."""
     return RowBatch(
         tokens=tokens,
         positions=positions,
@@ -159,13 +153,7 @@ def next_pass(sequences: Sequence[DraftSequence], tokens: Tensor, positions: Ten
 
 
 class Chooser:
-    """Chooses the next tokens of a level: the most likely ones or draws, as each request requires.
-
-    Args:
-        sequences: all of them.
-        num_levels: of the deepest.
-        device: of the draft.
-    """
+    """Chooses the next tokens of a level: the likeliest ones or draws, by request."""
 
     def __init__(
         self, sequences: Sequence[DraftSequence], num_levels: int, device: torch.device

@@ -103,7 +103,6 @@ class MedusaDrafter:
             )
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request."""
         self._last.pop(request_id, None)
 
 

@@ -36,7 +36,6 @@ class MedusaConfig:
         vocab_size: width of the target's logits.
         num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 after the
             row it reads.
-        num_blocks: residual blocks per head.
         own_heads: every head has an output matrix of its own; otherwise all use the target's.
     """
 
@@ -57,11 +56,7 @@ SharedHead = Callable[[Float[Tensor, "rows width"]], Float[Tensor, "rows vocab"]
 
 
 class ResidualBlock(nn.Module):
-    """h + SiLU(W h + b), where W starts at zero.
-
-    Args:
-        width: of the residual stream.
-    """
+    """h + SiLU(W h + b), where W starts at zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,9 +73,6 @@ class MedusaHeads(nn.Module):
 
     `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and, where heads have output
     matrices of their own, `{head}.{num_blocks}.weight`.
-
-    Args:
-        config: sizes.
     """
 
     def __init__(self, config: MedusaConfig) -> None:
@@ -213,16 +205,7 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
 
 
 def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
-    """Write heads in their own dtype and in the form of the reference code.
-
-    Args:
-        heads: to write.
-        folder: created if it does not exist.
-        target: name or folder of the target.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write heads in their own dtype and in the form of the reference code."""
     config = heads.config
     settings = {
         "medusa_num_heads": config.num_heads,
@@ -235,18 +218,7 @@ def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
 def write_medusa_vllm(
     heads: MedusaHeads, folder: Path, *, output: Tensor | None, max_positions: int
 ) -> None:
-    """Write heads in their own dtype and in the form that vLLM reads; see `VLLM_NOTE`.
-
-    Args:
-        heads: to write.
-        folder: created if it does not exist.
-        output: the target's output matrix, for heads without matrices of their own.
-        max_positions: longest context of the target.
-
-    Raises:
-        OSError: the folder cannot be written.
-        ValueError: `output` is missing or not needed.
-    """
+    """Write heads in their own dtype and in the form that vLLM reads; see `VLLM_NOTE`."""
     config = heads.config
     if (output is None) != config.own_heads:
         raise ValueError("the target's output matrix is written for heads without their own")

@@ -30,11 +30,7 @@ CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
 
 
 def suffix(argument: str, target: LanguageModel) -> Drafter:
-    """Build `suffix`, which copies from the request's own text, or `suffix:N` with N stored tokens.
-
-    Raises:
-        InvalidRequest: the argument is not a whole number.
-    """
+    """Build `suffix`, which copies from a request itself, or `suffix:N` with N stored tokens."""
     return SuffixDrafter(SuffixConfig(store_tokens=_whole_number(f"suffix:{argument}", argument)))
 
 
@@ -76,11 +72,7 @@ DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = Mappin
 
 
 def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
-    """Build a drafter by its name for a loaded target.
-
-    Raises:
-        InvalidRequest: its argument cannot be used.
-    """
+    """Build a drafter by its name for a loaded target."""
     return DRAFTERS[wanted.name](wanted.argument, target)
 
 
@@ -116,11 +108,7 @@ def _is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds an attached drafter: an EAGLE-3 head or Medusa heads.
-
-    Raises:
-        InvalidModel: its config.json is damaged.
-    """
+    """Whether a folder holds an attached drafter: an EAGLE-3 head or Medusa heads."""
     path = folder / "config.json"
     config = read_object(path) if path.is_file() else {}
     return is_eagle3(config) or _is_medusa(config)
@@ -142,9 +130,5 @@ def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None
 
 
 def find_checkpoint(config: Mapping[str, Any]) -> CheckpointLoader | None:
-    """Return the loader for a checkpoint; None for an ordinary language model.
-
-    Args:
-        config: contents of the checkpoint's config.json.
-    """
+    """Return the loader for a checkpoint; None for an ordinary language model."""
     return next((load for matches, load in _checkpoints if matches(config)), None)

@@ -80,12 +80,7 @@ def most_valuable(built: BuiltTree, config: SuffixConfig) -> int:
 
 
 class Lookup:
-    """Finds the tokens that may follow the paths of one tree, in the texts of its matches.
-
-    Args:
-        matches: of the text's end.
-        width: the most candidates per path.
-    """
+    """Finds the tokens that may follow the paths of one tree, in the texts of its matches."""
 
     def __init__(self, matches: Sequence[Match], width: int) -> None:
         self.matches = matches
@@ -120,7 +115,6 @@ def _suffixes_of(match: Match) -> Suffixes:
 
 
 def followed(match: Match, suffixes: Suffixes, token: int) -> Suffixes:
-    """Return the matches that can be extended by `token`, one token longer."""
     follow = match.automaton.follow
     longer = [(follow(state, token), length + 1) for state, length in suffixes]
     return [(state, length) for state, length in longer if state != NONE]
@@ -197,7 +191,6 @@ class Reader:
     """The state of one request: where the end of its text occurs in the texts to copy from.
 
     Args:
-        request: whose text.
         matches: of its end, one per text to copy from; the first is its own.
     """
 
@@ -242,7 +235,6 @@ class Reader:
         return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 
     def _best(self, most: int, config: SuffixConfig) -> Copy:
-        """Return the copy with the highest expected value."""
         best = NOTHING
         for match in self.matches:
             copy = copy_on(match, most, config)
@@ -260,7 +252,6 @@ def judge(match: Match, token: int) -> None:
 
 
 def proposal_of(copy: Copy) -> Proposal:
-    """Return a copied chain as a proposal."""
     return Proposal(
         tokens=torch.tensor(copy.tokens),
         tree=TokenTree.chain(len(copy.tokens)),
@@ -278,9 +269,6 @@ class OutputStore:
 
     An automaton cannot forget, so a scope's texts are in two: when the younger is full, the older
     is dropped.
-
-    Args:
-        max_tokens: over all scopes, separators included.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -289,11 +277,9 @@ class OutputStore:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens stored over all scopes."""
         return sum(s.num_tokens for shelves in self._shelves.values() for s in shelves)
 
     def texts_of(self, scope: str) -> tuple[SuffixAutomaton, ...]:
-        """Return the stored texts of a scope, the latest first."""
         if scope not in self._shelves:
             return ()
         self._shelves.move_to_end(scope)

@@ -33,7 +33,6 @@ class SuffixAutomaton:
     """All substrings of a text to which tokens are only appended.
 
     Attributes:
-        num_tokens: length of the text.
         last: state of the whole text.
     """
 
@@ -153,7 +152,6 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _connect(self, state: int, token: int, child: int) -> None:
-        """Add or change the transition from `state` to `child` by `token`."""
         favourite = self._token[state]
         branches = self._branches.get(state)
         if branches is not None:
@@ -208,12 +206,7 @@ class HitRates:
         self._rates = list(PRIOR)
 
     def probability(self, length: int, share: float) -> float:
-        """Return the probability that the most frequent continuation of a match comes next.
-
-        Args:
-            length: tokens of the match.
-            share: of its occurrences that went on that way.
-        """
+        """Return the probability that the most frequent continuation of a match comes next."""
         return self._rates[min(LONGEST, length.bit_length())] * share
 
     def observe(self, length: int, share: float, hit: bool) -> None:
@@ -228,7 +221,6 @@ class Copy:
     """A chain of copied tokens, with its expected number of accepted tokens.
 
     Attributes:
-        tokens: what is drafted.
         score: how many of them are expected to be accepted.
         value: tokens per plain step the draft is expected to make; 1 is plain decoding.
     """
@@ -242,12 +234,7 @@ NOTHING = Copy()
 
 
 class OwnMatch:
-    """Finds the longest earlier occurrence of a text's end within the same text.
-
-    Attributes:
-        automaton: of the text.
-        rates: how far it has been right.
-    """
+    """Finds the longest earlier occurrence of a text's end within the same text."""
 
     __slots__ = ("automaton", "rates")
 
@@ -262,7 +249,6 @@ class OwnMatch:
         return state, self.automaton.length(state)
 
     def advance(self, token: int) -> None:
-        """Append one token to the text."""
         self.automaton.append(token)
 
 
@@ -270,8 +256,6 @@ class StoredMatch:
     """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile.
 
     Attributes:
-        automaton: of the other texts.
-        rates: how far they have been right.
         place: state and length of the longest suffix that occurs there.
     """
 

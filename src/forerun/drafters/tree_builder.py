@@ -45,10 +45,7 @@ class BuiltTree:
     and committing it moves no rows of a KV cache.
 
     Attributes:
-        tree: topology.
-        tokens: token of every node.
         log_probs: logarithm of the probability of the path down to every node.
-        paths: tokens of that path.
     """
 
     tree: TokenTree
@@ -62,12 +59,6 @@ class BuiltTree:
         return sum(map(math.exp, self.log_probs))
 
     def proposal(self, stop_reason: str, *, is_assured: bool = False) -> Proposal:
-        """Return the tree as a deterministic proposal.
-
-        Args:
-            stop_reason: why drafting ended.
-            is_assured: every id is known to be one of the target's.
-        """
         tokens = torch.tensor(self.tokens, dtype=torch.int64)
         return Proposal(
             tokens=tokens,
@@ -83,10 +74,6 @@ def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
     """Return the best nodes of several deterministic trees as one.
 
     A path that occurs in several of them has the largest of its probabilities.
-
-    Args:
-        proposals: trees with `log_probs`.
-        shape: the largest tree.
     """
     best: dict[Path, float] = {}
     for proposal in proposals:

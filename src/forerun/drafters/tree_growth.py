@@ -38,7 +38,6 @@ STEP = 0.05
 
 
 def acceptance_by_rank(first: float) -> tuple[float, ...]:
-    """Return the acceptance of drawn siblings by rank, given the acceptance of the first."""
     rounded = min(1 - STEP, max(STEP, STEP * round(first / STEP)))
     return (rounded, *((1 - rounded) * share for share in LATER_RANKS))
 
@@ -47,9 +46,7 @@ class Drawings(NamedTuple):
     """The children chosen for every node of a level, and their probabilities.
 
     Attributes:
-        tokens: their ids.
         chances: 0 (or NaN) where a token could not be drawn because none was left.
-        rows: the distributions that verification needs.
     """
 
     tokens: Int64[Tensor, "rows siblings"]
@@ -98,11 +95,6 @@ class BestFirst:
         return [p for p in self._built.paths if p in self._candidates or p in frontier]
 
     def proposal(self) -> Proposal:
-        """Return the finished tree.
-
-        Raises:
-            DrafterError: the first distribution is not valid.
-        """
         built, sequence = self._built, self.sequence
         if built is None or not built.tokens:
             raise invalid_probs(sequence)
@@ -171,11 +163,7 @@ class Drawn:
         return [self._paths[n] for n in drawn if n >= 0 and self.template.children(n)]
 
     def proposal(self) -> Proposal:
-        """Return the finished tree with the distributions that its tokens were drawn from.
-
-        Raises:
-            DrafterError: the first distribution is not valid.
-        """
+        """Return the finished tree with the distributions that its tokens were drawn from."""
         if not self._rows:
             raise invalid_probs(self.sequence)
         nodes = sorted(self._paths)  # -1 first
@@ -202,7 +190,6 @@ def invalid_probs(sequence: DraftSequence) -> DrafterError:
 def draw_siblings(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, "rows siblings"]
 ) -> Drawings:
-    """Draw siblings from every row without replacement."""
     uniforms = uniform(keys)
     if kernels := kernels_for(probs):
         tokens, chances = kernels.draw_siblings(probs, uniforms)

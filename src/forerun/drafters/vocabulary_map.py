@@ -69,7 +69,6 @@ class VocabularyMap:
 
     Attributes:
         target: tokenizer that reads special tokens written out in a text as ordinary text.
-        draft: likewise.
         target_ids: ordinary tokens of the target by their bytes.
         draft_ids: ordinary tokens of the draft by their bytes.
         special: ids of special tokens of the target, and the draft's id of those that it has.
@@ -109,10 +108,6 @@ class VocabularyMap:
 
         The end of the committed text is encoded with it, because a token's neighbours decide where
         it ends. Where it then ends within a token, the rest of that token is encoded by itself.
-
-        Args:
-            committed: tokens of the target.
-            drafted: tokens of the draft that continue their text.
         """
         tail = self._tail(committed)
         raw, ending = bytearray(tail), []
@@ -224,7 +219,6 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _ids_before_text(tokenizer: Tokenizer) -> list[int]:
-    """Return the special tokens that a tokenizer puts before a text."""
     ids = tokenizer.encode(SPACES)
     bare = tokenizer.encode(SPACES, add_special_tokens=False)
     starts = range(len(ids) - len(bare) + 1)
@@ -307,12 +301,7 @@ class ReencodedText:
     special token that the draft does not have is left out. The bytes of an unfinished character
     follow as tokens of one byte.
 
-    Args:
-        vocabulary: of target and draft.
-        offset: added to every id.
-
     Attributes:
-        ids: of the draft.
         is_usable: whether they spell all of the text, so that the draft can continue it.
     """
 
@@ -333,11 +322,7 @@ class ReencodedText:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, committed: Sequence[int]) -> None:
-        """Read what is new of the target's tokens.
-
-        Args:
-            committed: all of them; those read before are the same.
-        """
+        """Read what is new of the target's tokens."""
         new, self._num_read = committed[self._num_read :], len(committed)
         for token in new:
             if token in self._map.special:

@@ -183,7 +183,6 @@ def _cell_of(cell: Any, where: str) -> object:
 
 
 def _parquet_rows(file: Path) -> Rows:
-    """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
@@ -292,7 +291,6 @@ def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checked_messages(messages: object, where: str) -> tuple[Message, ...]:
-    """Check the messages of a conversation."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(f'{where}: "messages" must be a list of messages, not empty')
     checked: list[Message] = []

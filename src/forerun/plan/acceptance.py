@@ -39,7 +39,6 @@ class Drafting:
 
     @classmethod
     def of(cls, survival: Sequence[float]) -> Drafting:
-        """Return the acceptance of drafts that always have the length of `survival`."""
         return cls(survival=tuple(survival), drafted=(1.0,) * len(survival))
 
 
@@ -115,11 +114,7 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
 
 
 def counted(requests: Iterable[Drafts]) -> Acceptance:
-    """Return the acceptance of traced requests at all depths allowed in enough steps.
-
-    Raises:
-        InvalidRequest: too few steps drafted.
-    """
+    """Return the acceptance of traced requests at all depths allowed in enough steps."""
     found = [drafts for drafts in requests if drafts.drafted.num_accepted]
     pooled = sum(found, Drafts())
     allowed = pooled.accepted.drafted_per_position
@@ -135,7 +130,6 @@ def counted(requests: Iterable[Drafts]) -> Acceptance:
 
 
 def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
-    """Return the acceptance of traced drafts at one K."""
     limited = [drafts.limited(k) for drafts in requests]
     pooled = sum(limited, Drafts())
     return Drafting(

@@ -17,8 +17,6 @@ class BreakEven:
     """Break-even acceptance and draft cost of a drafter at one K and batch size.
 
     Attributes:
-        num_speculative_tokens: K.
-        batch: sequences at once.
         draft_acceptance_rate: accepted / drafted; above 1 no draft can pay.
         acceptance_probability: the constant alpha; None where none is enough.
         draft_cost: what a drafted token may take in plain steps; negative where even free drafts
@@ -66,7 +64,6 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
 
     Raises:
         InvalidRequest: no drafter is given, or no option is within the latency limit.
-        InvalidProfile: a profile is too rough.
     """
     if not candidates:
         raise InvalidRequest("a plan compares drafters, and none is given")
@@ -164,7 +161,6 @@ def unreachable(
 def remarks(
     candidates: Sequence[DraftCandidate], config: PlanConfig, best: Option, measured_batch: int
 ) -> Iterator[str]:
-    """Yield remarks on the assumptions of the plan and on its uncertainty."""
     used = next((c for c in candidates if c.name == best.draft), candidates[0])
     table, k = used.table, best.num_speculative_tokens
     plain_s = table.plain_step_s(config.context, best.batch)

@@ -28,9 +28,6 @@ class PlanConfig:
         slo_tpot_s: most seconds per output token (None: no limit).
         sibling_acceptance: P(a further child of a node of a draft tree is accepted | those before
             it are not); None plans chains only.
-
-    Raises:
-        InvalidRequest: a value cannot work; the message names it.
     """
 
     batches: tuple[int, ...]

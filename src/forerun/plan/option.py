@@ -20,7 +20,6 @@ class DraftCandidate:
     """A drafter that a plan may use.
 
     Attributes:
-        name: name of the drafter.
         table: its costs at the temperature of the plan.
         acceptance: its acceptance at that temperature.
     """
@@ -38,12 +37,9 @@ class Option:
         draft: name of the drafter; None decodes plainly.
         num_speculative_tokens: K; the nodes of a tree.
         tree: shape of every draft; None for chains.
-        batch: sequences at once.
-        acceptance_length: tau.
         cycle_cost: kappa, in plain steps.
         speedup: tau / kappa with its 95% interval.
         tpot_s: seconds per output token of a sequence.
-        tokens_per_s: of all sequences together.
     """
 
     draft: str | None
@@ -143,14 +139,7 @@ def _advice_on(measured: int, context: int) -> str:
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:
-    """Return kappa with its interval, averaged over the depths that drafts reach.
-
-    Args:
-        table: costs.
-        drafted: P(drafted through i) for i = 1..K.
-        context: committed tokens of every sequence.
-        batch: sequences at once.
-    """
+    """Return kappa with its interval, averaged over the depths that drafts reach."""
     shares = [before - after for before, after in pairwise((1.0, *drafted, 0.0))]
     kappas = [
         (share, table.cycle_cost_interval(depth, context, batch))

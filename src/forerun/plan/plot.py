@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 def plot(advice: Advice, path: Path) -> None:
-    """Draw the speedup over K at the batch of the plan, with its 95% interval.
-
-    Args:
-        advice: the result of `advise`.
-        path: output file; its suffix names the format.
-    """
+    """Draw the speedup over K at the batch of the plan, with its 95% interval."""
     with picture([path], width=6.4, height=4.0) as figure:
         draw(figure.subplots(), advice)
 

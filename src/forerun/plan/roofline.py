@@ -37,16 +37,10 @@ class Machine:
     """Properties of a machine from which a roofline estimates times.
 
     Attributes:
-        name: name of the machine.
         flops_per_s: dense arithmetic in the dtype of the passes.
-        bytes_per_s: memory read rate.
         launch_s: seconds of every pass before it computes.
         step_s: seconds of every step outside the passes.
-        source: origin of the figures.
         memory_bytes: of the accelerator; None leaves it unchecked whether the models fit.
-
-    Raises:
-        InvalidRequest: a figure is not positive.
     """
 
     name: str
@@ -69,9 +63,6 @@ class ModelSize:
         num_parameters: parameters that every row is multiplied with.
         weight_bytes: bytes of weights, read once by every pass.
         kv_token_bytes: bytes of keys and values per committed token, read once by every pass.
-
-    Raises:
-        InvalidRequest: a figure is not positive.
     """
 
     num_parameters: float
@@ -83,7 +74,6 @@ class ModelSize:
 
 
 def _data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
-    """Return a machine with the rates of its data sheet and assumed overheads."""
     return Machine(
         name=name,
         flops_per_s=tera_flops * 1e12,
@@ -112,11 +102,7 @@ PRESETS: Mapping[str, Machine] = MappingProxyType(
 
 
 def preset(name: str) -> Machine:
-    """Return a machine by name.
-
-    Raises:
-        InvalidRequest: there is none of that name.
-    """
+    """Return a machine by name."""
     if name not in PRESETS:
         raise InvalidRequest(
             f"machine {name!r} is unknown; there are {', '.join(PRESETS)}, or give --flops and "

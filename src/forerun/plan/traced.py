@@ -21,9 +21,7 @@ class TracedDraft:
         requests: the outcomes of its drafts, by request.
         most_allowed: largest K of any step, by request.
         draft_s: seconds of drafting, in cycles that read no prompt.
-        num_drafted: summed depth of those drafts.
         other_s: seconds beyond drafting and the pass, in those of these cycles that drafted.
-        num_cycles: number of those cycles.
     """
 
     header: TraceHeader
@@ -36,7 +34,6 @@ class TracedDraft:
 
     @property
     def name(self) -> str:
-        """Return the name of the drafter."""
         return str(self.header.draft)
 
     @property
@@ -58,7 +55,6 @@ class TracedDraft:
         return parse_drafter(self.name) is not None
 
     def add(self, record: StepRecord) -> None:
-        """Count a step that was allowed to draft."""
         name, allowed = record.request_id, record.k_budget
         drafts = self.requests.setdefault(name, Drafts())
         drafts.add(allowed, record.depth_drafted, record.num_accepted)
@@ -80,7 +76,6 @@ class TracedDrafts:
     """The outcomes and times of all drafters in a trace.
 
     Attributes:
-        drafts: drafters by name.
         temperatures: temperatures of the requests that ended, by id.
         num_damaged: number of places that could not be read.
     """
@@ -90,11 +85,7 @@ class TracedDrafts:
     num_damaged: int = 0
 
     def counts(self, draft: str, temperature: float) -> list[Drafts]:
-        """Return one drafter's greedy or sampled requests; unfinished requests count as both.
-
-        Raises:
-            InvalidTrace: there are none.
-        """
+        """Return one drafter's greedy or sampled requests; unfinished requests count as both."""
         requests = self.drafts[draft].requests
         found = [
             counts
@@ -111,10 +102,6 @@ class TracedDrafts:
 
 def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
     """Count the drafts of a trace by drafter and request.
-
-    Args:
-        items: records of the trace.
-        where: name of the trace, for messages.
 
     Raises:
         InvalidTrace: it has no step that drafted, or no header that says with what.
@@ -148,7 +135,6 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
 
 
 def _header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
-    """Return the header of the drafter that a step used."""
     drafts = [header for header in headers if header.draft is not None]
     named = [h for h in drafts if str(h.draft).partition(":")[0] == record.method]
     alike = named or [h for h in drafts if h.draft_hash == record.drafter_hash]

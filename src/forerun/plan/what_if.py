@@ -22,7 +22,6 @@ class Scenario:
     """One changed condition, and the best option under it.
 
     Attributes:
-        name: the change in words.
         option: the best drafter and K after the change.
     """
 

@@ -45,21 +45,15 @@ class GreedyTally:
 
     Attributes:
         noise: by how much rounding moves the gap between two logits.
-        num_texts: requests seen.
         margins: per text that parts from plain decoding, the gap there in noise widths.
         num_parted: those of them by more than a tie.
         num_after_partial: those of them right after a step that rejected something.
-        num_steps: drafting steps.
-        num_rejecting: those of them that rejected something.
-        hits: acceptance of reached positions.
         num_agreeing: those of them where the replayed draft agrees with the target.
-        num_apart: those where the two differ.
         alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position
             it could read.
         first_only: the replayed draft stands for the first drafted token of a step alone: later
             tokens of a head continue from its own states.
         state: where first drafted tokens stop being the draft's own, by more than a tie.
-        records: steps of all requests.
     """
 
     noise: float
@@ -78,7 +72,6 @@ class GreedyTally:
     records: list[StepRecord] = field(default_factory=list)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
-        """Add one request, together with the plain decoding of its prompt."""
         self.num_texts += 1
         self.records += [step.record for step in request.steps]
         self._compare(request, replayed, plain_ids)
@@ -130,7 +123,6 @@ class GreedyTally:
         return float(row[own[0]] - row[drafted]) > TIE * self.noise
 
     def add_facts(self, evidence: Evidence) -> None:
-        """Add the facts that follow from the greedy counts."""
         if self.num_texts:
             evidence.add(
                 "output_differs",

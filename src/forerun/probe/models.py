@@ -123,7 +123,6 @@ def add_weights(evidence: Evidence, files: Sequence[Path]) -> None:
 
 
 def matrices(files: Sequence[Path]) -> Iterator[tuple[str, Float[Tensor, "rows columns"]]]:
-    """Yield the weight matrices one by one."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
@@ -179,7 +178,6 @@ def add_pass_costs(
     config: ProfileConfig,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Add v(n) of the target over one sequence, and the time of one drafted token."""
     context = config.contexts[0]
     target_cells = [ProfileCell(Quantity.TARGET_PASS, 1, context, rows) for rows in config.rows]
     rigs = [_rig_of(target, target_cells, context, clock)]
@@ -230,7 +228,6 @@ def pass_config(max_rows: int, budget_s: float, room: int) -> ProfileConfig | No
 
 
 def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
-    """Add the time of a plain step, from the third step of each request on."""
     steps = {
         step.record.cycle_id: step.record
         for request in plain

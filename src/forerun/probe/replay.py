@@ -38,7 +38,6 @@ class ReferenceHead:
     """A head with its target, evaluated over whole texts without caches.
 
     Args:
-        head: in fp32.
         target: whose hidden states it reads; no request may be running on it.
     """
 
@@ -47,12 +46,7 @@ class ReferenceHead:
         self.target = target
 
     def logits(self, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
-        """Return logits of the first drafted token after each row from `first` to the last but one.
-
-        Args:
-            ids: a text.
-            first: row; row 0 has no draft behind it, so none is returned from there.
-        """
+        """Logits of the first drafted token after each row from `first` to the last but one."""
         ids = ids[: self.target.max_context]
         if first < 1 or len(ids) < first + 2:
             return torch.empty(0, self.target.vocab_size)
@@ -95,13 +89,6 @@ class Transform:
         tokens: Int64[Tensor, " rows"],
         order: Float[Tensor, "rows vocab"],
     ) -> list[float]:
-        """Return one number in [0, 1] per row.
-
-        Args:
-            probs: distributions the tokens should have been drawn from.
-            tokens: that were drawn.
-            order: tokens of lower values come first, equal ones together.
-        """
         keys = [position_key(self._key, self._num_drawn + row) for row in range(len(tokens))]
         self._num_drawn += len(tokens)
         shares = uniform(torch.tensor(keys, dtype=torch.int64, device=probs.device))
@@ -149,15 +136,7 @@ def replay(
     draft: LanguageModel | ReferenceHead | None,
     eos_token_ids: frozenset[int],
 ) -> Replay:
-    """Feed prompt and output to new caches, in passes without drafts.
-
-    Args:
-        request: finished, with at least one output token.
-        target: with a free slot.
-        draft: likewise, or the head of the checkpoint; None where there is no model behind the
-            drafter.
-        eos_token_ids: the model's own.
-    """
+    """Feed prompt and output to new caches, in passes without drafts."""
     ids, num_prompt = request.ids, request.num_prompt
     if target.store.feature_layers:
         target.store.keep_features(())  # an engine over this target asks for them again

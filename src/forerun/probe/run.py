@@ -81,12 +81,7 @@ class ProbedEngine:
 
     @cached_property
     def reference(self) -> LanguageModel | ReferenceHead | None:
-        """The model that recomputes drafts: the draft model, or the head of the checkpoint.
-
-        Raises:
-            InvalidModel: the head is damaged.
-            IncompatibleDraft: it was trained for another target.
-        """
+        """The model that recomputes drafts: the draft model, or the head of the checkpoint."""
         if self.reads_features and self.draft is None and self.draft_folder is not None:
             return reference_head(self.draft_folder, self.engine.target)
         return self.draft_model
@@ -118,7 +113,6 @@ def probe_engine(
 
     Raises:
         InvalidRequest: there is no prompt, or one does not fit.
-        NumericalError: the target returned NaN.
     """
     config = config or EvidenceConfig()
     evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
@@ -315,8 +309,6 @@ def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> Probe
 
     Raises:
         InvalidModel: a model is missing, damaged or of an unsupported kind.
-        IncompatibleDraft: the tokenizers differ.
-        NotEnoughMemory: the pair does not fit.
     """
     engine = Engine.load(
         names.target, names.draft, dtype=names.dtype, device=names.device, config=config

@@ -36,10 +36,7 @@ class Cut:
     """Acceptance of one request's draft with the full prompt and with most of it removed.
 
     Attributes:
-        num_prompt: tokens of it.
-        num_positions: output positions, the same both times.
         near: sum of the acceptance probabilities there with the last few tokens of the prompt.
-        far: the same with all of it.
     """
 
     num_prompt: int
@@ -58,10 +55,6 @@ class SampledTally:
         contrasted: the same, ordered by how much likelier they are to the draft.
         drafted: numbers of the drafted tokens under the distributions recorded for them.
         residual: numbers of the tokens after a rejection, under the distribution of what was left.
-        num_accepted: accepted tokens.
-        expected: what the engine's verifier expected.
-        squares: of the differences, step by step.
-        hits: acceptance of reached positions.
         overlaps: sum of min(p, q) there, q as recorded.
         variance: of as many coin tosses with these probabilities.
         match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
@@ -69,10 +62,7 @@ class SampledTally:
         num_without_probs: of these positions, those at which its logits are not finite.
         entropies: of the target's distribution at emitted positions, in nats.
         cut: per request with a long prompt, what its acceptance is with and without that.
-        num_one_hot: steps drafted greedily or without distributions.
-        num_sampled: steps drafted from recorded distributions.
         state: where recorded distributions stop being those of the replayed draft.
-        records: steps of all requests.
     """
 
     transform: Transform
@@ -97,7 +87,6 @@ class SampledTally:
     records: list[StepRecord] = field(default_factory=list)
 
     def add(self, request: TapedRequest, replayed: Replay) -> None:
-        """Add one request."""
         self.records += [step.record for step in request.steps]
         self._add_text(request, replayed)
         wrong: dict[int, bool] = {}
@@ -200,7 +189,6 @@ class SampledTally:
     # --- the facts
 
     def add_facts(self, evidence: Evidence) -> None:
-        """Add the facts that follow from the sampled counts."""
         self._add_calibration(evidence)
         self._add_rule(evidence)
         self._add_drafted(evidence)
@@ -311,7 +299,6 @@ def _residual_probs(
 
 
 def prefix_ratio(target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int) -> float:
-    """Return the prefix ratio of block verification after the accepted tokens."""
     ratio = 1.0
     for place in range(num_accepted):
         token = int(tokens[place])

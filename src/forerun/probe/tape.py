@@ -31,7 +31,6 @@ class TapedStep:
 
     @property
     def num_drafted(self) -> int:
-        """Number of proposed nodes."""
         return 0 if self.proposal is None else self.record.num_drafted
 
     @property
@@ -61,12 +60,10 @@ class TapedRequest:
 
     @property
     def num_prompt(self) -> int:
-        """Number of prompt tokens."""
         return len(self.prompt_ids)
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Token ids of prompt and output."""
         return self.prompt_ids + self.token_ids
 
 
@@ -80,7 +77,6 @@ class PassRecorder:
         self.steps: dict[str, list[TapedStep]] = {}
 
     def observe(self, step: ObservedStep) -> None:
-        """Record the step."""
         for record, entry in zip(step.records, step.emitting, strict=True):
             proposal = entry.proposal if entry.num_drafted else None
             taped = TapedStep(record=record, proposal=proposal)
@@ -90,7 +86,6 @@ class PassRecorder:
 def run_taped(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[TapedRequest]:
-    """Generate with an engine, and return the recorded requests."""
     recorder = PassRecorder()
     engine.observers.append(recorder)
     try:
@@ -119,24 +114,17 @@ MIN_Z = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class AcceptedShare:
-    """Counts of drafted positions that were verified and of those that were accepted.
-
-    Attributes:
-        num_reached: drafted positions whose predecessors were accepted.
-        num_accepted: accepted ones among them.
-    """
+    """Counts of drafted positions that were verified and of those that were accepted."""
 
     num_reached: int = 0
     num_accepted: int = 0
 
     def add(self, num_reached: int, num_accepted: int) -> None:
-        """Add to the counts."""
         self.num_reached += num_reached
         self.num_accepted += num_accepted
 
     @property
     def words(self) -> str:
-        """Return the counts as text."""
         return f"{self.num_accepted} of {self.num_reached}"
 
     def is_below(self, other: AcceptedShare) -> bool | None:
@@ -185,13 +173,6 @@ class StateTally:
     onsets: dict[str, Onsets] = field(default_factory=dict)
 
     def add(self, request: TapedRequest, wrong: dict[int, bool]) -> None:
-        """Add one request.
-
-        Args:
-            request: taped.
-            wrong: by committed tokens at the start of a step, whether its first draft is wrong;
-                steps about which nothing is known are left out.
-        """
         was_right = True
         for before, step in before_step(request):
             kind = wrong.get(step.record.context_tokens)
@@ -236,7 +217,6 @@ class StateTally:
 
 
 def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
-    """Yield every drafting step with the outcome of the step before it."""
     found: list[tuple[str, TapedStep]] = []
     before = "hit" if request.num_cached else "start"
     for step in request.steps:

@@ -43,7 +43,6 @@ class Recorder:
     """Forwards all calls to a drafter, and records its proposals and any changed inputs.
 
     Args:
-        inner: the drafter under test.
         fails_at: number of the call of `propose` that raises after the drafter has answered; the
             engine then drops the drafter's state and reports all rows again.
     """
@@ -79,11 +78,9 @@ class Recorder:
         return answers
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Forward the outcomes to the drafter."""
         self.inner.observe(outcomes)
 
     def forget(self, request_id: str) -> None:
-        """Forward the end of a request to the drafter."""
         self.inner.forget(request_id)
 
 
@@ -162,16 +159,7 @@ def parameters(max_tokens: int) -> dict[str, SamplingParams]:
 
 @dataclass(slots=True, eq=False)
 class Check:
-    """Runs all conformance checks on one drafter.
-
-    Attributes:
-        factory: makes a fresh drafter.
-        target: the model to draft for.
-        tokenizer: of the target.
-        prompts: token ids.
-        max_tokens: tokens to decode per prompt.
-        k: num_speculative_tokens.
-    """
+    """Runs all conformance checks on one drafter."""
 
     factory: Factory
     target: LanguageModel
@@ -201,7 +189,6 @@ class Check:
             ) from error
 
     def check_text(self, name: str, params: SamplingParams) -> None:
-        """Check that the text equals that of plain decoding."""
         recorder = Recorder(self.factory())
         found = self.decode(recorder, params)
         self.compare(name, found, self.decode(None, params))
@@ -310,7 +297,6 @@ class Check:
     def engine(
         self, recorder: Recorder | None, controller: FixedController | None = None, **limits: Any
     ) -> Engine:
-        """Return an engine over the target, with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_tokens
         sizes = {"max_batch": len(self.prompts), "max_context": longest} | limits
         nodes = self.k if controller is None else max(self.k, TREE.num_nodes)

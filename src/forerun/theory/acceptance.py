@@ -24,7 +24,6 @@ class AcceptanceCounts:
     apart, since a tree has more of them than its depth.
 
     Attributes:
-        num_drafted: nodes proposed.
         steps: number of steps per (depth drafted, nodes accepted).
     """
 

@@ -27,9 +27,6 @@ class CostTable:
 
     Attributes:
         lines: one per batch size and context, for every pair of the two.
-
-    Raises:
-        ValueError: there is no line, a pair is missing or comes twice.
     """
 
     lines: tuple[CostLine, ...]

@@ -31,8 +31,6 @@ class CostLine:
     pass is read as it is, linear in K between measured K; see `interpolate` for what lies outside.
 
     Attributes:
-        batch: sequences in every pass.
-        context: committed tokens of each.
         rows: measured rows per sequence, ascending from 1; a pass has `batch` times as many.
         verify_s: target pass, per row count.
         plain_s: a whole plain decode step.
@@ -41,12 +39,8 @@ class CostLine:
         overhead_s: what a cycle takes beyond drafting and the pass, per entry of overhead_ks.
         verify_error_s: half the 95% interval of each verify_s; empty where not known.
         plain_error_s: the same of plain_s, 0 where not known.
-        draft_error_s: of draft_s.
         overhead_error_s: of each overhead_s, beside the errors of drafting and of the pass; empty
             where not known.
-
-    Raises:
-        ValueError: lengths disagree, an order is broken, or a time is negative, zero or not finite.
     """
 
     batch: int = 1
@@ -133,7 +127,6 @@ class CostLine:
         )
 
     def _check_lengths(self, sizes: str, times: str, errors: str) -> None:
-        """Check that there is one time per size, and as many errors as times or none."""
         wanted = len(getattr(self, sizes))
         for name in (times, errors) if getattr(self, errors) else (times,):
             if (found := len(getattr(self, name))) != wanted:
@@ -165,11 +158,6 @@ def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: float) ->
 
 
 def numbers(name: str, values: object) -> tuple[float, ...]:
-    """Return the numbers of a JSON list.
-
-    Raises:
-        ValueError: it is no list, or something in it is no number.
-    """
     if not isinstance(values, list | tuple):
         raise ValueError(f"{name} is {values!r}; it must be a list")
     for value in values:

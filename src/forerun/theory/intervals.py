@@ -60,14 +60,7 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
 def normal_interval(
     estimate: float, error: float, *, least: float = 0.0, most: float = math.inf
 ) -> Interval:
-    """Return the 95% interval of an estimate whose distribution is nearly normal.
-
-    Args:
-        estimate: the point estimate.
-        error: standard error of the estimate.
-        least: smallest possible value.
-        most: largest possible value.
-    """
+    """Return the 95% interval of an estimate whose distribution is nearly normal."""
     reach = _normal_quantile(0.975) * error
     return Interval(
         estimate=estimate, low=max(least, estimate - reach), high=min(most, estimate + reach)
@@ -85,16 +78,6 @@ def bootstrap(
     """Return a percentile bootstrap interval of any statistic of independent units, by group.
 
     Groups keep their sizes: the group of a unit is taken as planned, not as drawn.
-
-    Args:
-        statistic: of the indices of the units in each group, some of them several times.
-        sizes: units of each group.
-        seed: decides the resamples.
-        confidence: of the two-sided interval.
-        num_resamples: more give steadier ends.
-
-    Raises:
-        ValueError: confidence is outside (0, 1).
 
     Source: Efron 1979.
     """
@@ -136,13 +119,6 @@ def bootstrap_ratio(
 
     Whole pairs are resampled, so an effect of a block on both sides (a hot machine, a hard prompt)
     cancels as it did in the measurement.
-
-    Args:
-        numerators: one per block, for example plain seconds.
-        denominators: of the same blocks, for example speculative seconds; each above 0.
-        seed: decides the resamples.
-        confidence: of the two-sided interval.
-        num_resamples: more give steadier ends.
 
     Raises:
         ValueError: fewer than two blocks, unequal lengths, a value that is not finite, a

@@ -21,9 +21,6 @@ class ReadingCost:
         tokens: measured numbers of tokens, ascending from 1.
         target_s: a pass of the target, per number.
         draft_s: a pass of the draft, per number.
-
-    Raises:
-        ValueError: lengths disagree, an order is broken, or a time is no time.
     """
 
     tokens: tuple[int, ...]

@@ -38,7 +38,6 @@ class TraceHeader(
         versions: package name to version: forerun, torch, transformers, python.
         controller: name of the controller that chose what is drafted; None where it is not known,
             or not the same in all requests.
-        schema_version: version of these records.
     """
 
     target: str
@@ -62,10 +61,8 @@ class RequestRecord(
     """Describes one finished request.
 
     Attributes:
-        request_id: which request.
         parameters: its sampling parameters by name.
         tags: free-form labels, such as language, template or tenant.
-        num_prompt_tokens: prompt length.
         num_output_tokens: emitted tokens, after stop truncation.
         ttft_s: from arrival to the first token, waiting included; None where none came.
         prefill_s: from joining the batch to the first token; None where none came.
@@ -98,17 +95,12 @@ class StepRecord(
     adding them up.
 
     Attributes:
-        cycle_id: which engine cycle.
         t_s: monotonic time at the start of the cycle.
-        request_id: which request.
         step: index of this step within the request.
         method: name of the drafter, or "plain".
         k_budget: K the controller allowed; the nodes of a tree.
-        num_drafted: nodes proposed.
         depth_drafted: depth of the deepest node; equals `num_drafted` for a chain.
-        num_accepted: accepted nodes.
         num_emitted: accepted plus one, fewer where a stop cut the text.
-        draft_s: drafting.
         verify_s: the target pass, until its logits are there.
         other_s: everything else in the cycle, verification included.
         batch_rows: rows of the target pass over all requests.

@@ -97,12 +97,6 @@ def cycle_cost(
 ) -> float:
     """Return kappa = K c + v(K + 1) + o.
 
-    Args:
-        num_speculative_tokens: K.
-        draft_cost: c, one drafted token.
-        verify_cost: v(K + 1), the target pass over K + 1 rows; 1 where it is free.
-        overhead: o.
-
     Raises:
         ValueError: K is negative, a cost is negative, or all of them are 0.
     """
@@ -144,11 +138,7 @@ def break_even_rate(
 
 
 def break_even_alpha(num_speculative_tokens: int, cycle_cost: float) -> float | None:
-    """Return the constant alpha at which tau equals kappa, or None if even 1 is too little.
-
-    Raises:
-        ValueError: K is below 1.
-    """
+    """Return the constant alpha at which tau equals kappa, or None if even 1 is too little."""
     _check_k(num_speculative_tokens, minimum=1)
     if cycle_cost > num_speculative_tokens + 1:
         return None

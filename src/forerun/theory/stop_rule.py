@@ -21,9 +21,6 @@ class StopRule:
             drawn from; where the node is greedy, of the distribution at temperature 1.
         threshold: the node is not drafted where its entropy is above this, or its top probability
             below.
-
-    Raises:
-        ValueError: the threshold is not one of the measure.
     """
 
     measure: Measure

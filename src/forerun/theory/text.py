@@ -16,10 +16,6 @@ def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
 def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
     """Return distinct n-grams over all n-grams: 1 for text without repetition, near 0 for a loop.
 
-    Args:
-        token_ids: tokens of one completion.
-        size: n.
-
     Returns:
         The share; 1.0 for a text too short to hold an n-gram.
     """

@@ -17,9 +17,6 @@ class TokenTree:
         parents: parent of every node, smaller than the node itself; -1 for children of the last
             committed token.
         depths: tokens between the committed text and each node's end: 1 for children of node -1.
-
-    Raises:
-        ValueError: a parent is neither -1 nor an earlier node.
     """
 
     parents: tuple[int, ...]
@@ -43,11 +40,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, num_nodes: int) -> TokenTree:
-        """Return the tree with one path of `num_nodes` nodes, the same object every time.
-
-        Raises:
-            ValueError: `num_nodes` is negative.
-        """
+        """Return the tree with one path of `num_nodes` nodes, the same object every time."""
         return _chain(num_nodes)
 
     @property

@@ -49,11 +49,7 @@ Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
 
 
 def read_columns(path: Path) -> Iterator[Piece]:
-    """Yield the content of a trace lazily: tables of steps, headers, requests and damage.
-
-    Raises:
-        InvalidTrace: it cannot be read.
-    """
+    """Yield the content of a trace lazily: tables of steps, headers, requests and damage."""
     try:
         yield from _json_pieces(path)
     except OSError as error:

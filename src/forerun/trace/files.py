@@ -103,9 +103,6 @@ class TraceWriter:
 def open_trace(path: Path) -> Iterator[TraceWriter]:
     """Open a trace for writing; an existing trace is replaced.
 
-    Args:
-        path: ends in .jsonl.
-
     Raises:
         InvalidRequest: it ends in something else, or cannot be written.
     """
@@ -134,9 +131,6 @@ def read_trace(path: Path) -> Iterator[Item]:
 
     A trace is read lazily. Whatever is whole is returned: a line or part that is not gives a
     `Damage` that says where and what, and reading goes on after it.
-
-    Args:
-        path: what `open_trace` wrote.
 
     Raises:
         InvalidTrace: it cannot be read, or nothing in it is a record.

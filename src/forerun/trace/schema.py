@@ -43,17 +43,12 @@ Item = Record | Damage
 
 
 def record_from(kind: str, values: Mapping[str, object]) -> Record:
-    """Build a record of the given kind from its values."""
     record: Record = msgspec.convert(values, KINDS[kind])
     return checked(record)
 
 
 def checked(record: Record) -> Record:
-    """Return a record whose counts and times are possible.
-
-    Raises:
-        ValueError: some contradict each other, or another version wrote the header.
-    """
+    """Return a record whose counts and times are possible."""
     if isinstance(record, StepRecord):
         _check_counts(record)
     elif isinstance(record, RequestRecord):
@@ -85,7 +80,6 @@ DURATIONS = ("draft_s", "verify_s", "other_s")
 
 
 def _check_counts(record: StepRecord) -> None:
-    """Refuse impossible counts and times in a step record."""
     if not 0 <= record.num_accepted <= record.depth_drafted <= record.num_drafted:
         raise ValueError(
             f"{record.num_accepted} accepted of {record.num_drafted} nodes, "
@@ -128,9 +122,6 @@ class JsonLines:
     """Writes records as JSON lines.
 
     What is written is handed to the system at once, so it outlives the process.
-
-    Args:
-        file: unbuffered and open for writing.
     """
 
     flush_rule = FlushRule(num_records=256, seconds=1.0)
@@ -139,18 +130,15 @@ class JsonLines:
         self.file = file
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append one line per record."""
         remaining = memoryview(b"".join(map(line_of, records)))
         while remaining:  # a file that is nearly full takes a part, and refuses the next
             remaining = remaining[self.file.write(remaining) or 0 :]
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
 
 def line_of(record: Record) -> bytes:
-    """Return the JSON line of a record."""
     return ENCODER.encode(record) + b"\n"
 
 

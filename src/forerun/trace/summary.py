@@ -42,7 +42,6 @@ class MeasuredCycleCost:
     """kappa over the drafting steps for which plain steps at the same batch size exist.
 
     Attributes:
-        estimate: seconds of drafting steps over those of as many plain steps.
         num_uncompared: drafting steps in cycles of a size no plain step had.
     """
 
@@ -65,7 +64,6 @@ class StepCosts:
     )
 
     def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
-        """Count a decode step."""
         drafts = record.num_drafted > 0
         if record.num_prefill_rows or any((other.num_drafted > 0) > drafts for other in cycle):
             return
@@ -205,7 +203,6 @@ class TimeSplit:
     """Seconds of drafting, target pass and rest, with every engine cycle counted once.
 
     Attributes:
-        num_cycles: cycles that yielded tokens.
         num_prefill_cycles: those of them that also read prompts.
     """
 
@@ -379,7 +376,6 @@ def plot(summary: TraceSummary, title: str, path: Path) -> None:
 
 
 def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
-    """Return the groups to draw with their labels."""
     drafting = [(tag, group) for tag, group in summary.tags.items() if group.positions]
     drafting.sort(key=lambda entry: -entry[1].acceptance.num_steps)
     lines = {"all": summary.overall} if summary.overall.positions else {}

@@ -34,11 +34,7 @@ def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
 def split(
     prompts: Iterable[PromptRecord], held_out_share: float
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Split prompts into training and held-out prompts, without changing their order.
-
-    Raises:
-        InvalidRequest: the share is no share, or one side is empty.
-    """
+    """Split prompts into training and held-out prompts, without changing their order."""
     if not 0.0 <= held_out_share < 1.0:
         raise InvalidRequest(f"held_out_share is {held_out_share}; it must be from 0 to below 1")
     sides: tuple[list[PromptRecord], list[PromptRecord]] = ([], [])
@@ -97,7 +93,6 @@ NUM_ROUNDS = 6
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Return the image of an index under the permutation that `key` selects."""
     half_bits = max((size - 1).bit_length() + 1, 2) // 2
     while True:
         index = _shuffled_bits(index, half_bits, key)
@@ -124,13 +119,9 @@ class Packing:
     Args:
         samples: to be packed; those without a learned token are left out, longer ones are cut.
         window: width of a row.
-        seed: of the order.
 
     Attributes:
         samples: as packed: what a teacher prepares and `PackedBatch.samples` indexes.
-
-    Raises:
-        InvalidRequest: the window holds no pair of tokens, or nothing is to be learned.
     """
 
     def __init__(self, samples: Sequence[Sample], *, window: int, seed: int) -> None:
@@ -180,12 +171,7 @@ class Packing:
 
 
 def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
-    """Assign samples to rows: the longest first, each to the fullest row that has room.
-
-    Args:
-        lengths: of every sample, at most the window.
-        window: width of a row.
-    """
+    """Assign samples to rows: the longest first, each to the fullest row that has room."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # tokens left and row, ascending
     for sample in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -206,10 +192,6 @@ def cut(sample: Sample, window: int) -> Sample:
     What follows the last learned token teaches nothing and goes first. Then the beginning goes, as
     far as it has to for all learned tokens to stay, but never so far that fewer than half a window
     of tokens stand before the first of them (or all there are). Then the end goes.
-
-    Args:
-        sample: with at least one learned token.
-        window: most tokens, at least 2.
     """
     first, last = sample.spans[0][0], sample.spans[-1][1]
     start = max(min(last - window, first - window // 2), 0)

@@ -37,10 +37,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
 
     Texts are continued as they are. Conversations go through the tokenizer's chat template and are
     continued with the assistant's last answer, which the record may have.
-
-    Raises:
-        InvalidRequest: something is malformed or empty, or there is no chat template; file and line
-            are named.
     """
     found: dict[str, PromptRecord] = {}
     brought: dict[str, list[Sample]] = {}
@@ -62,11 +58,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
 
 
 def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
-    """Convert a prompt entry to a record of token ids.
-
-    Raises:
-        InvalidRequest: its prompt is empty, or its conversation cannot be rendered.
-    """
     messages = _messages_of(entry)
     if messages:
         has_answer = messages[-1]["role"] == "assistant"

@@ -79,7 +79,6 @@ class Response:
     """One response to a prompt.
 
     Attributes:
-        index: which of the prompt's samples.
         token_ids: of the response, the token that ended it included.
         top_logprobs: of every token, where a server offers them.
     """
@@ -109,10 +108,6 @@ class ResponseStore:
 
     Lines are written whole, so a killed process loses at most the one it was writing;
     what is left of that is removed by the next. One process at a time writes, see `writing`.
-
-    Raises:
-        InvalidRequest: the file is of another origin, cannot be read, or has to be written
-            while another process writes it.
     """
 
     def __init__(self, folder: Path, origin: ResponseOrigin) -> None:
@@ -139,21 +134,13 @@ class ResponseStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the file's lock during the block, after reading the responses of other processes.
-
-        Raises:
-            InvalidRequest: another process writes.
-        """
+        """Hold the file's lock during the block, after reading the responses of other processes."""
         with exclusive_access(self._lock, self.path):
             self._load()
             yield
 
     def add(self, response: Response) -> None:
-        """Write a response, unless the store has one with the same key.
-
-        Raises:
-            CacheTooLarge: it cannot be written, as on a full disk; those before are safe.
-        """
+        """Write a response, unless the store has one with the same key."""
         if response.key in self._responses:
             return
         try:
@@ -235,7 +222,6 @@ class ResponseStore:
 
 
 def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sample:
-    """Combine a prompt and its response into a training sample."""
     length = len(prompt.prompt_ids)
     return Sample(
         prompt_hash=prompt.prompt_hash,
@@ -286,7 +272,6 @@ def write_responses(
 
 
 def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams) -> str:
-    """Queue one request and return its id."""
     seed = seed_of(prompt.prompt_hash, index, params.seed or 0)
     own = replace(params, n=1, seed=seed, logprobs=None)
     try:
@@ -296,7 +281,6 @@ def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams
 
 
 def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) -> Response:
-    """Return the response of a finished request."""
     completion = engine.take_output(request_id).completions[0]
     return Response(
         prompt_hash=prompt.prompt_hash,
@@ -314,10 +298,7 @@ def seed_of(prompt_hash: str, index: int, seed: int) -> int:
 def draft_writer(
     draft: str | Path, target: Engine, params: SamplingParams, folder: Path
 ) -> tuple[Engine, ResponseStore]:
-    """Load an engine that decodes with the draft alone, and open the store for its responses.
-
-    They are kept by the draft's weights: a draft that has learned meanwhile writes anew.
-    """
+    """Load an engine that decodes with the draft alone, and open the store for its responses."""
     config = replace(target.config, num_speculative_tokens=0)
     model, tokenizer = load_pair_member(
         draft, dtype="auto", device=str(target.target.device), config=config

@@ -26,7 +26,6 @@ class Sample:
 
     Attributes:
         prompt_hash: hash of the prompt's tokens: decides the split, names caches.
-        token_ids: prompt and response.
         spans: half-open ranges of indices into `token_ids` that are learned, ascending: responses,
             several in a conversation of several turns, single positions where rejections are
             replayed. Index 0 can never be predicted, so spans begin at 1 or later.
@@ -53,11 +52,7 @@ def prompt_hash(token_ids: Sequence[int]) -> str:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Hash texts and their learned ranges, independent of their order.
-
-    Returns:
-        The first 16 hexadecimal digits of a SHA-256.
-    """
+    """Hash texts and their learned ranges, independent of their order."""
     each = sorted(
         hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
         for sample in samples
@@ -106,11 +101,7 @@ BLIND_TO_POSITIONS = frozenset({"opt"})
 
 
 def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward pass over a batch.
-
-    Most decoders recognise packed rows by their positions, and windows are then counted within
-    samples; the others get an attention mask.
-    """
+    """Return the arguments of a decoder's forward pass over a batch."""
     inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
     if model_type in BLIND_TO_POSITIONS:
         inputs["attention_mask"] = seen(batch)
@@ -134,10 +125,6 @@ MOST = 32_000
 def drafted_tokens(
     samples: Sequence[Sample], vocab_size: int, size: int | None = None
 ) -> Int64[Tensor, " draft_vocab"]:
-    """Return the tokens a head can draft, ascending.
-
-    Tokens that were never learned follow those that were by how often they occur in prompts.
-    """
     if size is not None and size > vocab_size:
         raise InvalidRequest(
             f"draft_vocab_size is {size}, but the target has {vocab_size} tokens; give at most that"

@@ -95,11 +95,6 @@ def _check_answer(answer: ServerAnswer, params: SamplingParams) -> None:
 def _tokens(
     answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
 ) -> tuple[Sequence[int], TopLogprobs | None]:
-    """Return the tokens of an answer, and the most likely ones at each if their ids are given.
-
-    Raises:
-        InvalidRequest: the server's model has another tokenizer.
-    """
     text, positions = answer.text or "", answer.logprobs
     ids = answer.token_ids
     tops = None if positions is None else [_ranked(position.top) for position in positions]
@@ -159,7 +154,6 @@ def write_responses_from(
     samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
-    """Request the responses that the store lacks from the server."""
     params = store.origin.params
     sampling_fields(params)  # refuses what no server takes, before any is asked
     missing = store.missing(prompts, samples_per_prompt)

@@ -56,11 +56,7 @@ class Teacher(Protocol):
         """
 
     def rows(self, batch: PackedBatch) -> TeacherRows:
-        """Return the distributions at the learned rows of a batch over prepared samples.
-
-        Raises:
-            InvalidCache: a row was not prepared.
-        """
+        """Return the distributions at the learned rows of a batch over prepared samples."""
 
 
 logger = logging.getLogger("forerun.preparation")
@@ -73,8 +69,6 @@ class ProcessShare:
     """One of several processes that together fill a cache on a shared disk.
 
     Attributes:
-        index: of this process.
-        number: of processes.
         wait: returns in all of them once all have called it.
     """
 
@@ -108,7 +102,6 @@ def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
 def sample_runs(
     batch: PackedBatch, samples: Sequence[Sample]
 ) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
-    """Yield the learned rows of a batch, sample by sample in the order of the rows."""
     predicts = batch.predicts.cpu()
     owners, counts = torch.unique_consecutive(batch.samples.cpu()[predicts], return_counts=True)
     positions = torch.split(batch.positions.cpu()[predicts], counts.tolist())
@@ -124,15 +117,7 @@ def sample_runs(
 
 
 def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
-    """Yield groups of samples of similar length, each to be read in one pass.
-
-    Args:
-        samples: in any order.
-        max_tokens: most tokens of a pass, padding included; one sample may have more.
-
-    Yields:
-        Indices of the samples of a pass, the longest first.
-    """
+    """Yield groups of samples of similar length, each to be read in one pass."""
     rows: list[int] = []
     for index in sorted(range(len(samples)), key=lambda i: -len(samples[i].token_ids)):
         if rows and (len(rows) + 1) * len(samples[rows[0]].token_ids) > max_tokens:
@@ -166,7 +151,6 @@ class RowSizes:
     """Disk space of a cache.
 
     Attributes:
-        what: is cached, for people.
         row_bytes: of a learned row, at most.
         fixed_bytes: whatever the number of rows.
     """
@@ -197,17 +181,7 @@ class RowSizes:
 
 
 def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | None) -> None:
-    """Log the size of the rows to write, and refuse more than the disk has room for.
-
-    Args:
-        folder: of the cache, there or not.
-        num_rows: learned rows to write.
-        sizes: of the rows.
-        max_bytes: most bytes they may take; None: nine tenths of what the disk has free.
-
-    Raises:
-        CacheTooLarge: they do not fit; nothing has been written.
-    """
+    """Log the size of the rows to write, and refuse more than the disk has room for."""
     needed, allowed = sizes.total_bytes(num_rows), allowed_bytes(folder, max_bytes)
     logger.info(
         "caching %s of %s positions in %s: %s (%s each), %s may be taken",

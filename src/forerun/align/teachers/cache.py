@@ -51,7 +51,6 @@ class CacheIdentity:
     """All settings that influence the cached rows of a given sample.
 
     Attributes:
-        kind: "hidden" or "sampled".
         settings: all else, such as the dtype or the sampling parameters of drawn ids.
     """
 
@@ -95,7 +94,6 @@ class RowCache:
 
     @cached_property
     def _entries(self) -> dict[str, CacheEntry]:
-        """Entries of all shards by key."""
         self._check_identity()
         found: dict[str, CacheEntry] = {}
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
@@ -130,11 +128,6 @@ class RowCache:
             self._entries.update(entries_of(shard))
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """Return the rows of a key, copied from disk.
-
-        Raises:
-            InvalidCache: there are none, or their shard cannot be read any more.
-        """
         entry = self._entries.get(key)
         if entry is None:
             raise InvalidCache(f"{self.folder} has no rows of a sample that was not prepared")
@@ -156,11 +149,7 @@ class RowCache:
         return self._open[shard]
 
     def put(self, key: str, columns: Columns) -> None:
-        """Add rows under a key; they are on disk once a shard is full, or after `flush`.
-
-        Raises:
-            CacheTooLarge: the disk is full; shards written before are whole and stay.
-        """
+        """Add rows under a key; they are on disk once a shard is full, or after `flush`."""
         self._pending[key] = {name: column.contiguous() for name, column in columns.items()}
         self._pending_bytes += sum(column.nbytes for column in columns.values())
         if self._pending_bytes >= SHARD_BYTES:
@@ -245,9 +234,7 @@ class CacheFiller:
     """Fills a cache, and resumes where an earlier run was interrupted.
 
     Args:
-        cache: to fill.
         load: gives the target; called only if something is lacking.
-        sizes: of the rows.
         max_bytes: most bytes to write; None: nine tenths of what the disk has free.
         on_progress: called after every pass with the learned rows done, of this process's share.
         share: of the samples; all processes fill together.
@@ -266,16 +253,6 @@ class CacheFiller:
         make_columns: MakeColumns,
         read: ReadRows = TargetModel.hidden,
     ) -> TargetModel | None:
-        """Compute and store the missing rows.
-
-        Returns:
-            The target if it had to be loaded.
-
-        Raises:
-            CacheTooLarge: it does not fit (before the target is loaded), or the disk is full.
-            InvalidRequest: samples hold ids the target does not know, or are too long for it.
-            NumericalError: the target's hidden states are not finite.
-        """
         by_key = {key_of(sample): sample for sample in samples}
         lacking = [by_key[key] for key in self.cache.lacking([*by_key])]
         if lacking:

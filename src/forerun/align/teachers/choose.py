@@ -158,7 +158,6 @@ def _filler_of(
 
 
 def load(source: TeacherSource) -> TargetModel:
-    """Load the target, on one device or spread over several."""
     if source.device != SHARDED:
         return load_target(source.target, dtype=source.dtype, device=source.device)
     return load_sharded(source.target, dtype=source.dtype, device="auto", share=source.share)

@@ -63,7 +63,6 @@ class ModelTeacher:
         check_samples(samples, self._target)
 
     def rows(self, batch: PackedBatch) -> HeadRows:
-        """Return the distributions at the learned rows of a batch."""
         return HeadRows(
             hidden=self._target.hidden(batch), head=self._target.head, sampling=self._sampling
         )
@@ -93,7 +92,6 @@ class HiddenTeacher:
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> HeadRows:
-        """Return the distributions at the learned rows of a batch."""
         assert self._head is not None, "prepare comes first"
         cache, found = self.filler.cache, []
         for index, rows in sample_runs(batch, self._samples):
@@ -163,8 +161,6 @@ class FeaturesOfRows(HeadRows):
     Args:
         states: of the layers in order, then the last one.
         batch: whose rows they are.
-        head: of the target.
-        sampling: of the deployment.
     """
 
     def __init__(
@@ -200,7 +196,6 @@ class OnlineFeatures(ModelTeacher):
         self._layers = layers
 
     def rows(self, batch: PackedBatch) -> FeaturesOfRows:
-        """Return features and distributions of a batch."""
         return FeaturesOfRows(
             states=self._target.layer_states(batch, self._layers),
             batch=batch,
@@ -223,7 +218,6 @@ class CachedFeatures:
     _head: TargetHead | None = field(init=False, default=None)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose features are not cached."""
         whole = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
 
         def read(target: TargetModel, batch: PackedBatch) -> Float[Tensor, "learned states hidden"]:
@@ -235,7 +229,6 @@ class CachedFeatures:
         self._keys = [key_of(sample) for sample in whole]
 
     def rows(self, batch: PackedBatch) -> FeaturesOfRows:
-        """Return features and distributions of a batch."""
         assert self._head is not None, "prepare comes first"
         shape = (*batch.ids.shape, len(self.layers) + 1, self._head.width)
         states = torch.zeros(shape, dtype=self._head.weight.dtype)

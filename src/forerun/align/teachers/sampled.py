@@ -44,7 +44,6 @@ class SparseRows:
         return len(self._whole.ids)
 
     def distribution(self, rows: slice) -> SparseDistribution:
-        """Return the distribution at some rows."""
         return SparseDistribution(ids=self._whole.ids[rows], shares=self._whole.shares[rows])
 
 
@@ -66,7 +65,6 @@ class SampledTeacher:
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        """Return the distributions at the learned rows of a batch."""
         ids, shares = [], []
         for index, rows in sample_runs(batch, self._samples):
             columns = self.filler.cache.read(key_of(self._samples[index]))
@@ -113,11 +111,7 @@ def draw_ids(
 
 
 def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct ids of sorted rows, their counts, and the number of ids per row.
-
-    Args:
-        drawn: ascending in every row.
-    """
+    """Return the distinct ids of sorted rows, their counts, and the number of ids per row."""
     num_rows, num_draws = drawn.shape
     starts = torch.ones_like(drawn, dtype=torch.bool)
     starts[:, 1:] = drawn[:, 1:] != drawn[:, :-1]
@@ -178,7 +172,6 @@ class TopKTeacher:
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        """Return the distributions at the learned rows of a batch."""
         named: list[tuple[tuple[int, float], ...]] = []
         for index, rows in sample_runs(batch, self._samples):
             given = self._samples[index].top_logprobs

@@ -30,11 +30,8 @@ class TargetModel:
     Args:
         body: token ids and positions to hidden states after the final norm; rows of several samples
             are recognised by their positions, which begin at 0 with each.
-        layers: decoder layers of the body.
         head: hidden states to logits.
-        model_type: of its configuration.
         max_positions: longest text the target was made for.
-        device: where token ids go.
     """
 
     body: nn.Module
@@ -126,18 +123,7 @@ def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
 
 
 def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
-    """Load a target that only scores text; it needs no KV store.
-
-    Args:
-        source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:code-11m".
-        dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
-        device: as for the engine.
-
-    Raises:
-        InvalidModel: files are missing, damaged or of an unsupported kind.
-        InvalidRequest: there is no such device or dtype.
-        NotEnoughMemory: the weights do not fit.
-    """
+    """Load a target that only scores text; it needs no KV store."""
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
     chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
@@ -172,21 +158,17 @@ class TargetHead:
 
     @property
     def width(self) -> int:
-        """Width of a hidden state."""
         return self.weight.shape[1]
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return self.weight.shape[0]
 
     def to(self, device: torch.device | str) -> TargetHead:
-        """Copy the head to another device."""
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, weight=self.weight.to(device), bias=bias)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """Return logits in the dtype of the weights, on their device."""
         states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
         logits = nn.functional.linear(states, self.weight, self.bias)
         if self.divisor != 1.0:
@@ -195,7 +177,6 @@ class TargetHead:
 
 
 def head_of(model: Any) -> TargetHead:
-    """Return the head of a transformers model, which shares its weights."""
     settings: Mapping[str, Any] = model.config.to_dict()
     projection = model.get_output_embeddings()
     bias = dict(projection.named_parameters()).get("bias")

@@ -81,7 +81,6 @@ class AttachedDraft:
     golden: GoldenText | None = None
 
     def loss(self, objective: Objective, config: AlignConfig) -> PassLoss:
-        """Return the loss that is minimised."""
         return PassLoss(
             self.model,
             objective,
@@ -91,10 +90,7 @@ class AttachedDraft:
         )
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the head in bf16, in the form that engines with native support for it read.
-
-        The folder is there as a whole or not at all; an earlier one is replaced.
-        """
+        """Write the head in bf16, in the form that engines with native support for it read."""
         head = copy.deepcopy(self.model.head).cpu().float()
         parameters = dict(head.named_parameters())
         with torch.no_grad():
@@ -157,7 +153,6 @@ def _golden_text(
 
 
 def read_parts(folder: Path) -> TargetParts:
-    """Read the parts of a target that heads use unchanged."""
     checkpoint = read_checkpoint(folder)
     settings, architecture = read_config(checkpoint)
     network = read_weights(checkpoint, torch.float32)
@@ -174,12 +169,7 @@ def read_parts(folder: Path) -> TargetParts:
 
 
 def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are the features of a new head.
-
-    Raises:
-        InvalidModel: the target has too few layers for the default.
-        UnsupportedFeatures: the target has no such layer.
-    """
+    """Return the layers whose inputs are the features of a new head."""
     layers = attached.feature_layers or default_feature_layers(num_layers)
     check_layers(layers, num_layers)
     return layers
@@ -188,7 +178,6 @@ def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, .
 def _fresh_eagle3(
     attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
 ) -> Eagle3Head:
-    """Create an EAGLE-3 head in fp32."""
     sizes, settings = target.architecture, target.settings
     tokens = drafted_tokens(samples, sizes.vocab_size, attached.draft_vocab_size)
     num_heads = attached.num_heads or sizes.num_heads

@@ -29,7 +29,6 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def _named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, without the prefixes of wrapper modules."""
     found = {}
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
@@ -99,7 +98,6 @@ def _check_hash(file: Any, metadata: Mapping[str, str]) -> None:
 
 
 def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the state with its name in the file."""
     for name, parameter in _named_trained(module).items():
         yield f"weights/{name}", parameter
         for key, value in optimiser.state[parameter].items():
@@ -114,7 +112,6 @@ def load_checkpoint(
     identity: Mapping[str, str],
     defaults: Mapping[str, str],
 ) -> int:
-    """Restore the state if there is a checkpoint."""
     if not path.exists():
         return 0
     try:
@@ -162,13 +159,7 @@ def check_identity(
 def differences(
     found: Mapping[str, str], wanted: Mapping[str, str], defaults: Mapping[str, str]
 ) -> list[str]:
-    """Return the parts of two identities that differ, with both values.
-
-    Args:
-        found: what was kept.
-        wanted: what is.
-        defaults: what parts that were not kept stood at: settings that are newer than the file.
-    """
+    """Return the parts of two identities that differ, with both values."""
     before = {**{name: defaults[name] for name in wanted.keys() & defaults.keys()}, **found}
     return [
         f"{name} was {before.get(name)}, is {wanted.get(name)}"

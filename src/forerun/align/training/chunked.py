@@ -213,7 +213,6 @@ class _Gradients:
         self.bias = layer.weight.new_zeros(len(layer.weight), dtype=exact) if bias else None
 
     def add(self, chunk: slice, of_logits: Tensor, temperature: float) -> None:
-        """Add the gradients that follow from the gradient of one chunk of logits."""
         if temperature not in (0, 1):
             of_logits = of_logits / temperature
         if self.bias is not None:

@@ -40,7 +40,6 @@ from forerun.models.tokenizers import check_vocabularies
 def _causal_rows(
     model: Any, batch: PackedBatch
 ) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
-    """Return the learned rows of an ordinary draft model, a decoder of transformers."""
     hidden = model.get_decoder()(
         input_ids=batch.ids, position_ids=batch.positions, use_cache=False
     ).last_hidden_state[batch.predicts]
@@ -57,7 +56,6 @@ class DraftLoss(nn.Module):
 
     Args:
         model: the draft, a decoder of transformers.
-        objective: what is minimised.
         temperature: the one the draft is deployed at; decides which acceptance is reported.
         weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
             length; None weighs all alike.
@@ -162,15 +160,11 @@ class Draft:
         self.model = model
 
     def loss(self, objective: Objective, config: AlignConfig) -> DraftLoss:
-        """Return the loss that is minimised."""
         k = config.evaluation.num_speculative_tokens if config.objective.length_aware else None
         return DraftLoss(self.model, objective, config.draft_temperature, k)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a Hugging Face folder in bf16: weights, configuration and the target's tokenizer.
-
-        The folder is there as a whole or not at all; an earlier one is replaced.
-        """
+        """Write a Hugging Face folder in bf16: weights, config and the target's tokenizer."""
         merged = _rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
         remove_unfinished(folder)  # only one process writes it, under the lock of the folder
         with atomic_folder(folder) as scratch:

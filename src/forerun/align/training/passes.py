@@ -63,7 +63,6 @@ class PassLoss(nn.Module):
     Args:
         model: the head: from a batch, the target's features and the rows that learn in each pass
             to `PassStates`.
-        objective: what is minimised.
         temperature: the one the head is deployed at; decides which acceptance is reported.
         num_passes: tokens that a row predicts.
         decay: weight of a pass over that of the one before it.
@@ -112,7 +111,6 @@ class PassLoss(nn.Module):
         learning: Bool[Tensor, "passes rows width"],
         found: PassStates,
     ) -> LearnedRows:
-        """Return the rows of all passes, sorted by the position that they learn."""
         ranks = batch.predicts.flatten().cumsum(0) - 1  # of the learned places
         places = [
             learning[number].flatten().nonzero()[:, 0] + number + 1
@@ -151,7 +149,6 @@ class TeacherRowsByPosition:
     """Target distributions for training rows, several of which may learn the same position.
 
     Args:
-        rows: target distributions at all learned positions.
         ranks: index of every training row's position among the learned positions, ascending.
         target_ids: tokens the head can draft; None: all. The rest of the probability is left out,
             so that a row counts as much as its distribution can be learned, and the acceptance
@@ -166,7 +163,6 @@ class TeacherRowsByPosition:
         return len(self.ranks)
 
     def distribution(self, rows: slice) -> DenseDistribution:
-        """Return the distribution of some rows over the vocabulary of the head."""
         ranks = self.ranks[rows]
         first, end = (int(ranks[0]), int(ranks[-1]) + 1) if len(ranks) else (0, 0)
         found = self.rows.distribution(slice(first, end))
@@ -201,7 +197,6 @@ class UnrolledEagle3(nn.Module):
         )
 
     def embed(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows hidden"]:
-        """Return the embeddings of tokens."""
         if self.head.embed_tokens is not None:
             embedded: Tensor = self.head.embed_tokens(tokens)
             return embedded

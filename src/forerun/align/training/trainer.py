@@ -128,11 +128,9 @@ class Trainer:
     every process takes an equal run of them, and the loss is divided by the learned rows of all.
 
     Args:
-        config: how it is optimised.
         module: draft and objective, weights in fp32: loss and acceptance of a batch, summed.
         teacher: for objectives that need one.
         accelerator: which devices and processes, and in what precision.
-        folder: for the checkpoint.
         identity: what else the run is a function of, such as hashes of data and target.
     """
 
@@ -230,7 +228,6 @@ class Trainer:
     def _optimise(
         self, batches: Sequence[PackedBatch], learned: int, started_s: float
     ) -> StepMetrics:
-        """Do one optimiser step over the batches of all processes."""
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
         norm = self._clip()
@@ -281,7 +278,6 @@ class Trainer:
         return float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
 
     def _sum(self, *values: float) -> list[float]:
-        """Return sums over all processes."""
         if self.accelerator.num_processes == 1:
             return [float(value) for value in values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)

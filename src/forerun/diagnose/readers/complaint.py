@@ -21,11 +21,6 @@ AND = " && "
 
 
 def read_complaint(text: str) -> Evidence:
-    """Return what a complaint states.
-
-    Raises:
-        InvalidRequest: nothing in it is understood, or it is too long.
-    """
     if len(text) > MAX_COMPLAINT:
         raise InvalidRequest(f"a complaint in words may have at most {MAX_COMPLAINT} characters")
     evidence = Evidence(readings=[Reading(source="the complaint", kinds={"words"}, num_lines=1)])
@@ -58,7 +53,6 @@ def holds(patterns: tuple[re.Pattern[str], ...], sentences: list[str]) -> bool:
 
 @lru_cache(maxsize=1)
 def rules() -> tuple[Rule, ...]:
-    """Return the patterns with their macros filled in."""
     macros: dict[str, str] = {}
     found = []
     for line in (FOLDER / "symptoms.txt").read_text("utf-8").splitlines():

@@ -64,7 +64,6 @@ def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
 
 
 def _add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
-    """Add one entry of a facts file, which is a value or an object with a value."""
     if not isinstance(value, Mapping):
         evidence.add(key, value, source)
         return
@@ -205,7 +204,6 @@ class Documents:
         return True
 
     def _read_server_info(self, entry: Object) -> bool:
-        """Read SGLang's `/server_info`."""
         length = number(entry, "avg_spec_accept_length")
         if length is None:
             return False

@@ -95,7 +95,6 @@ class SpecDecodingLog(LineReader):
             self.tally.count("num_drafts", drafted / k)
 
     def _run(self, line: str) -> Tally:
-        """Return the tally of the process that wrote a line."""
         found = PROCESS.search(line)
         name = found.group(1) if found else ""
         if name not in self._runs and len(self._runs) >= MAX_PROCESSES:

@@ -78,7 +78,6 @@ class Metrics:
 
     Attributes:
         totals: by name without `_total`; seconds of a phase of our own steps by name and phase.
-        positions: by name and position.
     """
 
     totals: dict[str, float] = field(default_factory=dict)

@@ -72,11 +72,6 @@ TOKENS = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens
 
 
 def page_of(url: str) -> PrometheusText:
-    """Fetch the metrics page once.
-
-    Raises:
-        InvalidRequest: as for `read_live`.
-    """
     try:
         body = http_get(url, ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S))
     except UnreadableInput as error:

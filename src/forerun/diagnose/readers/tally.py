@@ -19,7 +19,6 @@ class Mean:
     weight: float = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Add one value."""
         self.total += value * weight
         self.weight += weight
 
@@ -34,9 +33,6 @@ class Tally:
     """Sums of counts, means and facts over the lines of one engine.
 
     Attributes:
-        counts: counters by fact name, added up.
-        per_position: accepted per position, added up.
-        means: gauges by fact name, averaged.
         facts: other values by fact name; the first value stays.
         notes: how lines were used, for the report.
     """
@@ -48,11 +44,9 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
-        """Add to a counter."""
         self.counts[name] = self.counts.get(name, 0.0) + value
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Add one more value of a gauge."""
         self.means.setdefault(name, Mean()).add(value, weight)
 
     def set_fact(self, name: str, value: object) -> None:

@@ -151,11 +151,7 @@ class PartialSource:
         self._has_read = False
 
     def read(self, size: int, /) -> bytes:
-        """Read at most `size` bytes; empty at the end of the stream or at a limit.
-
-        Raises:
-            UnreadableInput: nothing could be read.
-        """
+        """Read at most `size` bytes; empty at the end of the stream or at a limit."""
         if self.stopped is not None:
             return b""
         try:
@@ -183,7 +179,6 @@ def read_text(file: Readable, name: str) -> Evidence:
 
 
 def _read_source_text(file: Readable, name: str) -> Evidence:
-    """Return the evidence of a text that is read up to a limit."""
     head = b""
     while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
         head += chunk
@@ -292,7 +287,6 @@ ENGINES = frozenset({"forerun", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "
 
 
 def read_object(line: str, documents: Documents) -> bool:
-    """Read a line that is a JSON object."""
     if not line.startswith("{"):
         return False
     try:
@@ -305,7 +299,6 @@ Concluding = LineReader | Documents
 
 
 def _add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
-    """Add the facts found by one reader to the evidence."""
     reader.close()
     if reader.tally.is_empty:
         return

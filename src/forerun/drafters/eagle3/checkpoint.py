@@ -57,11 +57,7 @@ def read_eagle3_head(folder: Path, *, num_target_layers: int | None = None) -> E
 def read_parts(
     folder: Path, *, num_target_layers: int | None = None
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """Read configuration and tensors of a head, without a check that they fit each other.
-
-    Raises:
-        InvalidModel: a file is missing or damaged, or the head is of an unsupported kind.
-    """
+    """Read configuration and tensors of a head, without a check that they fit each other."""
     settings = read_object(folder / "config.json")
     if not is_eagle3(settings):
         raise InvalidModel(f"{folder / 'config.json'} does not describe an EAGLE-3 head")
@@ -88,7 +84,6 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
-    """Build a head of fp32 weights."""
     _check_sizes(config, tensors, where)
     target_ids = _target_ids_of(config, tensors, where)
     head = Eagle3Head(config, target_ids)
@@ -174,19 +169,7 @@ def write_eagle3_head(
     target_architecture: str = "LlamaForCausalLM",
     num_speculative_tokens: int = 5,
 ) -> None:
-    """Write a head in its own dtype: first config.json, then model.safetensors.
-
-    Args:
-        head: to write.
-        folder: created if it does not exist.
-        form: "speculators" for vLLM, "raw" for SGLang and EAGLE's own code.
-        target: name or folder of the target.
-        target_architecture: its class in transformers.
-        num_speculative_tokens: K that vLLM is to use.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write a head in its own dtype: first config.json, then model.safetensors."""
     settings: dict[str, Any]
     if form == "speculators":
         settings = speculators_settings(
@@ -204,7 +187,6 @@ def write_eagle3_head(
 
 
 def renamed(name: str, form: HeadFormat) -> str:
-    """Return the name that a tensor has in the given form of the checkpoint."""
     if form == "raw" and name.startswith(LAYER):
         return RAW_LAYER + name.removeprefix(LAYER)
     return name

@@ -71,14 +71,7 @@ def store_for(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -
 
 
 class RowStates:
-    """Input states per slot that the last pass leaves for the next one.
-
-    Args:
-        num_slots: sequences.
-        width: of the head.
-        dtype: of the states.
-        device: where they are.
-    """
+    """Input states per slot that the last pass leaves for the next one."""
 
     def __init__(
         self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device
@@ -93,9 +86,6 @@ class RowStates:
         """Return the input state of every row of a pass.
 
         A pass over a tree reads the last committed row once more, ahead of the nodes.
-
-        Raises:
-            ValueError: no earlier pass computed the row before one of the rows.
         """
         if isinstance(batch, HeadBatch):
             return batch.states
@@ -120,13 +110,7 @@ class RowStates:
         states: Float[Tensor, "rows width"],
         fed_back: Float[Tensor, "wanted width"],
     ) -> None:
-        """Store the input states of the rows that may follow the rows with logits of a pass.
-
-        Args:
-            batch: the pass, which wants the last chain row of every span or nodes of its tree.
-            states: the input states of its rows.
-            fed_back: input states of the rows that follow `batch.logit_rows`.
-        """
+        """Store the input states of the rows that may follow the rows with logits of a pass."""
         if not len(batch.logit_rows):
             return
         slots = [span.slot for span in batch.spans]
@@ -209,7 +193,6 @@ class AttachedSequence(DraftSequence):
         return sum(map(len, self.features))
 
     def next_features(self, num_rows: int) -> Float[Tensor, "rows layers width"]:
-        """Return the features of the next `num_rows` uncached rows."""
         if num_rows > self.num_features:
             raise DrafterError(
                 f"request {self.name} has features of {self.num_features} rows where {num_rows} "

@@ -49,9 +49,6 @@ class Eagle3Config:
         draft_vocab_size: tokens that can be drafted.
         hidden_size: width of the head; with the target's embedding it is that of the target.
         intermediate_size: width of the gated feed-forward.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: width of a head.
         norm_eps: added to the mean square in every norm.
         rope: rotary positions as transformers writes them (`rope_parameters`).
         max_positions: longest context the head was made for.
@@ -128,16 +125,7 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 def config_of(
     settings: Mapping[str, Any], *, num_target_layers: int | None, own_embedding: bool
 ) -> Eagle3Config:
-    """Read the sizes and flags of a head from the contents of its config.json.
-
-    Args:
-        settings: of either form.
-        num_target_layers: of the target, for the default layers; None where it is not known.
-        own_embedding: whether the weights hold token embeddings.
-
-    Raises:
-        InvalidModel: a value is missing or of a wrong kind, or the layer is not supported.
-    """
+    """Read the sizes and flags of a head from the contents of its config.json."""
     nested = settings.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else settings
     _check_layer(layer)
@@ -186,11 +174,7 @@ def _check_layer(layer: Mapping[str, Any]) -> None:
 
 
 def flag(settings: Mapping[str, Any], name: str) -> bool:
-    """Return a boolean field of a configuration; a missing one is False.
-
-    Raises:
-        InvalidModel: it is no boolean.
-    """
+    """Return a boolean field of a configuration; a missing one is False."""
     value = settings.get(name, False)
     if not isinstance(value, bool | None):
         raise InvalidModel(f"config.json has {name}={value!r:.40}; it must be true or false")
@@ -198,11 +182,7 @@ def flag(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def number(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a field of a configuration that must be a positive number.
-
-    Raises:
-        InvalidModel: it is none.
-    """
+    """Return a field of a configuration that must be a positive number."""
     value = settings.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
         raise InvalidModel(f"config.json has {name}={value!r:.40}; it must be a positive number")
@@ -220,11 +200,7 @@ ROPE_FACTORS: Mapping[str, tuple[str, ...]] = {
 
 
 def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings, which older files spread over several fields.
-
-    Raises:
-        InvalidModel: a kind that is not supported.
-    """
+    """Return the rotary settings, which older files spread over several fields."""
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise InvalidModel(f"config.json has rotary settings {found!r:.60}; they must be an object")
@@ -246,11 +222,7 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
 def feature_layers_of(
     settings: Mapping[str, Any], num_target_layers: int | None
 ) -> tuple[int, ...]:
-    """Return the layers of the target whose input the head reads.
-
-    Raises:
-        InvalidModel: they are malformed, or missing and the target is not known.
-    """
+    """Return the layers of the target whose input the head reads."""
     nested = settings.get("eagle_config")
     inner = nested.get(LAYER_IDS) if isinstance(nested, Mapping) else None
     listed, offset = settings.get(LAYER_IDS), 0
@@ -272,7 +244,6 @@ def feature_layers_of(
 
 
 def _layer_settings(config: Eagle3Config) -> dict[str, Any]:
-    """Return the fields that describe the decoder layer."""
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,

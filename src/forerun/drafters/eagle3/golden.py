@@ -47,7 +47,6 @@ class GoldenRows:
         features: of the target, for all rows but the last `NUM_CHAIN`.
         embedded: of the rows' tokens.
         top_tokens: the target's id of every row's most likely token.
-        stages: by the names of `STAGES`.
         fingerprints: one number per weight, by its name, so that a changed weight can be named.
     """
 
@@ -139,9 +138,6 @@ def write_golden(
         tokens: a text, at least `NUM_CHAIN` + 2 tokens.
         features: of the target at these tokens, in the head's order of layers.
         embed: the target's embedding.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     rounded = copy.deepcopy(head).to(torch.bfloat16).float().cpu().eval()
     rows = tokens[1:].cpu()

@@ -98,7 +98,6 @@ class Eagle3Head(nn.Module):
     """An EAGLE-3 head; its state dict has the names of the speculators format.
 
     Args:
-        config: sizes and flags.
         target_ids: target token of every draft token, ascending; None: the first
             `config.draft_vocab_size` ones.
 

@@ -87,7 +87,6 @@ def _check_head(
     golden: GoldenRows | None,
     target: LanguageModel,
 ) -> GateReport:
-    """Build the head with the settings that reproduce its golden rows."""
     if golden is None:
         return GateReport(head=build_head(config, tensors, where))
     if golden.features.shape[1:] != (len(config.feature_layers), config.target_hidden_size):
@@ -239,7 +238,6 @@ logger = logging.getLogger("forerun.loading")
 
 
 def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
-    """Load the EAGLE-3 head in a folder for a loaded target."""
     report = examine(folder, target)
     if not report.head.config.own_embedding:  # a target without one is refused before any request
         target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
@@ -294,11 +292,7 @@ def _check_target(config: Eagle3Config, target: LanguageModel, where: str) -> No
 
 
 def check_layers(config: Eagle3Config, target: LanguageModel, where: str) -> None:
-    """Refuse a head that reads layers beyond those of the target.
-
-    Raises:
-        IncompatibleDraft: naming the first one.
-    """
+    """Refuse a head that reads layers beyond those of the target."""
     outside = [i for i in config.feature_layers if not 0 <= i <= target.num_layers]
     if outside:
         raise IncompatibleDraft(

@@ -54,12 +54,7 @@ class Eagle3Model(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot.
-            ValueError: a row continues from a row that was not computed.
-        """
+        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         states = self._states.of(batch)
         plan = plan_pass(batch.spans, self.store, self._groups)
 
@@ -99,10 +94,6 @@ class NativeEagle3Model(NativeModel):
 
     Args:
         head: on the CPU, in the target's dtype, without an embedding of its own.
-        target: its target.
-
-    Raises:
-        RunnerUnavailable: the kernels are not written for its sizes.
     """
 
     def __init__(self, head: Eagle3Head, target: NativeModel) -> None:
@@ -129,20 +120,11 @@ class NativeEagle3Model(NativeModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the input states of rows, computed from the target's features.
-
-        Raises:
-            NotEnoughMemory: there is no memory to compute.
-        """
+        """Return the input states of rows, computed from the target's features."""
         return self._projection.times_head(self.network.joined(features), self.hidden_size)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
-            ValueError: a row continues from a row that was not computed.
-        """
+        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         logits = super().forward(batch).logits
         self._states.note(batch, self._given, self._fed_back)
         return ModelOutput(logits=self._over_target(logits))
@@ -153,7 +135,6 @@ class NativeEagle3Model(NativeModel):
         rows.states, rows.fed_back = self._given.data_ptr(), self._fed_back.data_ptr()
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Token embeddings of the target."""
         return self.target.embed(tokens)
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
@@ -165,7 +146,6 @@ class NativeEagle3Model(NativeModel):
 
 
 def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
-    """Return the packed weights of a head and the number of its parameters."""
     config, kernels = head.config, target.weights.kernels
     flags = {
         "is_attached": True,

@@ -52,7 +52,6 @@ class BenchArm:
 
     Attributes:
         num_speculative_tokens: K, 0 for plain decoding; the nodes of a tree.
-        engine: what generates.
         draft: name of the draft model, None where there is none.
         tree: shape of every draft; None where drafts are chains or a controller chooses.
         adaptive: whether a controller chooses K at every step, up to `num_speculative_tokens`.
@@ -86,7 +85,6 @@ class Measurement:
     Attributes:
         total_s: wall time of the call, prefill included.
         decode_s: time after the first token, prefill excluded; mean over the batch.
-        token_ids: what was emitted, per prompt.
         acceptance: drafted and accepted counts of all prompts.
     """
 
@@ -137,7 +135,6 @@ def run_blocks(
 
 
 def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurement:
-    """Measure one arm on one batch."""
     texts, params = [p.text for p in batch], [p.params for p in batch]
     start_s = clock()
     outputs = arm.engine.generate(texts, params)
@@ -244,7 +241,6 @@ def adaptive_arms(
 def under(
     target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
 ) -> Engine:
-    """Return the engine of an arm with another controller."""
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
     config = replace(arm.engine.config, controller=name)

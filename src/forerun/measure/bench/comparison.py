@@ -56,7 +56,6 @@ class TracedEngine:
 
     Attributes:
         arm: name of the arm; it is part of every request id.
-        calls: what has not been written.
     """
 
     engine: Engine
@@ -68,7 +67,6 @@ class TracedEngine:
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """Generate with the engine, and keep the records."""
         each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
         records: list[StepRecord] = []
         observer = EmittedRecords(records.append)
@@ -81,7 +79,6 @@ class TracedEngine:
         return outputs
 
     def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
-        """Write the kept records to a trace."""
         for call in self.calls:
             texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
             for record in call.records:

@@ -37,7 +37,6 @@ class DraftArms:
 
     @property
     def max_nodes(self) -> int:
-        """Maximum number of draft nodes of any arm of this draft."""
         return max((*self.ks, *(tree.num_nodes for tree in self.trees)))
 
 
@@ -66,7 +65,6 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
 
 
 def _parse_arm(text: str) -> DraftArms:
-    """Parse one arm."""
     head, _, listed = text.rpartition("@")
     name, _, draft = head.rpartition("=")
     listed, has_tree, shape = listed.partition("tree:")
@@ -96,9 +94,6 @@ class BenchConfig:
         batches: prompts continued together; one cell each, for every temperature.
         num_blocks: most blocks per cell; fewer where prompts run out.
         num_threads: carry the passes; None takes the number plain decoding is fastest with.
-
-    Raises:
-        InvalidRequest: a value cannot work.
     """
 
     target: str = PREFIX + "code-11m"
@@ -191,7 +186,6 @@ class DemoConfig:
     Attributes:
         seconds: from the start of the command to the end of the last measurement, as far as the
             least number of prompts allows.
-        max_tokens: longest completion measured.
         min_tokens: shortest `max_tokens` a slow machine is given.
         general: a draft trained on other text than the target, with its K.
         drafts: drafts made for the target, each with the K and the trees to choose from; the text
@@ -200,9 +194,6 @@ class DemoConfig:
         num_calibration: prompts set aside for the choice of K.
         max_batch: sequences decoded at once where nothing is timed.
         num_threads: carry the passes; None takes the number plain decoding is fastest with.
-
-    Raises:
-        InvalidRequest: a value cannot work.
     """
 
     seconds: float = 80.0

@@ -78,7 +78,6 @@ class Demo:
     """Runs the demonstration; after an interrupt the results so far remain available.
 
     Args:
-        config: what to compare.
         prompts: texts to continue; the first `config.num_calibration`, spread out, choose K.
         edits: texts that ask for a piece of themselves with a change, which copying can draft.
         clock: seconds.

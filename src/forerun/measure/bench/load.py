@@ -31,8 +31,6 @@ class LoadBlock:
     """Times and texts of one block of requests to one endpoint.
 
     Attributes:
-        endpoint: name of the endpoint.
-        concurrency: clients at once.
         index: number of the block; blocks of several endpoints with one index are paired.
         wall_s: seconds from the first request to the end of the last answer.
         completions: answers, in the order of the prompts.
@@ -77,12 +75,6 @@ def load_prompts(texts: Sequence[str], first: int, num_prompts: int, run: int) -
 
     The first line of each holds the numbers of the run and of the request, so that no server finds
     a prompt in its prefix cache.
-
-    Args:
-        texts: what the prompts repeat in turn.
-        first: number of the first request.
-        num_prompts: how many to return.
-        run: number of the run.
     """
     places = range(first, first + num_prompts)
     return [f"# {run:x}-{place}\n{texts[place % len(texts)]}" for place in places]

@@ -49,12 +49,10 @@ class ExactnessReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every output was identical."""
         return not self.mismatches
 
     @property
     def sentence(self) -> str:
-        """Return the result as a sentence."""
         if self.mismatches:
             first = self.mismatches[0]
             return (
@@ -69,7 +67,6 @@ class ExactnessReport:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {"passed": self.passed, "sentence": self.sentence, **asdict(self)}
 
 
@@ -198,8 +195,6 @@ class CellReport:
     """Results at one temperature and batch size.
 
     Attributes:
-        temperature: 0 is greedy.
-        batch: prompts continued together.
         rows: every arm, plain decoding first; empty where too few blocks were measured.
         predictions: by arm, of those whose draft has a cost table that is not too rough.
         best: the best arm, where there was a choice and blocks enough.
@@ -260,7 +255,6 @@ class CellReport:
         }
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
-        """Return one arm with its prediction."""
         prediction = self.predictions.get(summary.arm.name)
         chain = faster_chain(summary, self.rows)
         return _as_row(summary) | {

@@ -32,7 +32,6 @@ class ArmSummary:
 
     Attributes:
         num_blocks: batches measured; batches of one prompt are prompts.
-        tokens_per_s: wall time, prefill included.
         decode_tokens_per_s: without the prefill and the token it yields.
         speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
         decode_speedup: the same without the prefill.
@@ -109,9 +108,6 @@ def summarise(
         blocks: complete blocks, at least two that are `measurable`; others are left out.
         seed: decides the resamples of the intervals.
         num_resamples: of every interval; more give steadier ends.
-
-    Raises:
-        ValueError: fewer are left.
     """
     columns = _columns_of(measurable(blocks))
     interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
@@ -193,7 +189,6 @@ def mean_context(measurements: Sequence[Measurement]) -> float:
 
 
 def ends(interval: Interval) -> list[float]:
-    """Return the lower and the upper end of an interval."""
     return [interval.low, interval.high]
 
 
@@ -203,7 +198,6 @@ class BestOfSeveral:
 
     Attributes:
         num_candidates: arms it was chosen from.
-        num_chosen_on: blocks that chose it.
     """
 
     num_candidates: int

@@ -31,7 +31,6 @@ class AcceptanceFigures:
             probability of the draft's most likely token. None for drafters without a model.
         looped_share: completions that were cut where they began to loop.
         distinct_4gram_share: mean over completions, up to there.
-        mean_context: tokens before a step.
         speedup: predicted; None without a cost table.
     """
 
@@ -78,8 +77,6 @@ def judge_figures(
     *,
     seed: int = 0,
 ) -> DraftFigures:
-    """Compute the figures over all prompts, and over the prompts of each tag."""
-
     def over(chosen: Sequence[JudgedPrompt]) -> AcceptanceFigures:
         return _figures_of(chosen, num_speculative_tokens, costs, seed=seed)
 
@@ -103,7 +100,6 @@ def _figures_of(
     *,
     seed: int,
 ) -> AcceptanceFigures:
-    """Compute the figures over some prompts, at least one."""
     counts = [prompt.acceptance for prompt in prompts]
     num_steps = sum(count.num_steps for count in counts)
     contexts = sum(prompt.num_context_tokens for prompt in prompts)
@@ -158,7 +154,6 @@ class FigureChange:
     """A figure of two drafts, and whether the difference between them is shown.
 
     Attributes:
-        figure: its name in `AcceptanceFigures`.
         tag: of the prompts it is over; None for all.
     """
 

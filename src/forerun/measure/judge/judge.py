@@ -42,13 +42,9 @@ class Judge:
     Args:
         engine: over the target, idle; its K must be at least that of the judge.
         prompts: that no draft was trained on, two or more.
-        params: of the deployment.
         num_speculative_tokens: K, at least 1.
         costs: to predict speedups from, at this temperature; None predicts none.
         seed: of resamples and of draws.
-
-    Raises:
-        InvalidRequest: there are too few prompts, or K is out of range.
     """
 
     def __init__(
@@ -93,10 +89,6 @@ class Judge:
             draft: a folder or a name, loaded here, or a drafter.
             name: how figures call it; by default the folder or the drafter's method.
             max_prompts: judge on so many, evenly spread over all.
-
-        Raises:
-            InvalidModel: the folder cannot be read.
-            IncompatibleDraft: the tokenizers differ.
         """
         steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         engine = alone(self.engine).with_draft(draft, self.num_speculative_tokens)
@@ -235,7 +227,6 @@ def evenly_spaced(num_prompts: int, most: int | None) -> list[int]:
 
 
 def named(draft: str | Path | Drafter) -> str:
-    """Return the name under which the figures list a draft."""
     return str(draft) if isinstance(draft, str | Path) else draft.method
 
 

@@ -39,10 +39,8 @@ class JudgedPrompt:
     does any step after the first repeated 32-gram of its text.
 
     Attributes:
-        acceptance: counts of those steps.
         num_context_tokens: tokens before each of those steps, summed.
         num_tokens: emitted tokens, up to the first repeated 32-gram.
-        distinct_4gram_share: of the tokens before it.
         alphas: acceptance probability at every position of the target's own response, the draft
             reading what the target wrote; empty for drafters without a model.
     """
@@ -91,7 +89,6 @@ class PredictedSpeedup:
 
     @property
     def at_max_k(self) -> Interval:
-        """Predicted speedup at the K that was judged."""
         return self.per_k[-1]
 
     @property

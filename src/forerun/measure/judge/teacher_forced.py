@@ -60,16 +60,7 @@ def overlaps(
     vocab_size: int,
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> list[float]:
-    """Return the acceptance probability at every token of a response, from chunks of logits.
-
-    Args:
-        passes: logits of target and draft at the same tokens, in chunks.
-        prompt_ids: what the response answers.
-        response: one token per row.
-        params: of the request; the draft's own temperature holds for the draft.
-        vocab_size: of the target.
-        eos_token_ids: the model's own.
-    """
+    """Return the acceptance probability at every token of a response, from chunks of logits."""
     history = None
     if params.needs_history:
         history = History.of(params, prompt_ids, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -90,14 +81,7 @@ def overlaps(
 def logits_of(
     model: LanguageModel, ids: Sequence[int], first: int, chunk: int | None = None
 ) -> Iterator[Float[Tensor, "rows vocab"]]:
-    """Yield the logits of the rows from `first` to the last but one, chunk by chunk.
-
-    Args:
-        model: with a free slot.
-        ids: known to the model.
-        first: row.
-        chunk: rows of one pass, by default `CHUNK`.
-    """
+    """Yield the logits of the rows from `first` to the last but one, chunk by chunk."""
     fed, chunk = list(ids[:-1]), chunk or CHUNK
     context = Context(model.store, fed)
     try:
@@ -230,5 +214,4 @@ def _attend_causally(
 
 
 def chunks(rows: Float[Tensor, "rows vocab"]) -> Iterator[Float[Tensor, "chunk vocab"]]:
-    """Yield rows in chunks of bounded size."""
     yield from torch.split(rows, CHUNK)

@@ -17,7 +17,6 @@ class ProfileConfig:
 
     Attributes:
         rows: rows per sequence of a target pass; a verify pass at K has K + 1.
-        batches: sequences at once.
         contexts: committed tokens of every sequence.
         drafted: K of the greedy chains and of the engine steps; a straight line through them gives
             what a drafted token adds, and what is left what else a cycle takes at each.
@@ -115,7 +114,6 @@ class ProfileCell:
 
     Attributes:
         context: committed tokens of each when the measurement begins.
-        size: see Quantity.
     """
 
     quantity: Quantity

@@ -49,10 +49,6 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
     chains are what a drafted token adds. What is left of a step, at every measured K, is its
     overhead, so that at the shortest context a cycle takes just what was measured. Only where less
     than nothing is left, the overhead is 0 and the cycle costs more than was measured.
-
-    Args:
-        found: estimates of every cell.
-        sampled: at T=1 instead of T=0; every drafted token is then a draft pass of its own.
     """
     places = {(c.batch, c.context) for c in found if c.quantity is Quantity.TARGET_PASS}
     (shortest,) = {c.context for c in found if c.quantity is Quantity.GREEDY_STEP}
@@ -172,7 +168,6 @@ def _at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
 def readings(
     found: Estimates, quantity: Quantity, batch: int, context: int
 ) -> dict[int, CostReading]:
-    """Return the estimates of one kind by size, ascending."""
     result = {}
     for size in sizes(found, quantity, batch, context):
         interval = found[ProfileCell(quantity, batch, context, size)]
@@ -220,7 +215,6 @@ def _through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostRead
 
 
 def combined(weights: Sequence[float], times: Sequence[CostReading]) -> CostReading:
-    """Return a weighted sum of independent times."""
     return CostReading(
         s=math.fsum(w * reading.s for w, reading in zip(weights, times, strict=True)),
         error_s=math.hypot(*(w * r.error_s for w, r in zip(weights, times, strict=True))),
@@ -235,18 +229,7 @@ def measure_pair(
     clock: Callable[[], float],
     notify: Callable[[int, float], None],
 ) -> Profile:
-    """Measure a loaded target with its draft and return the profile.
-
-    Args:
-        pair: target and draft.
-        facts: of target and draft.
-        config: what to measure, and until when.
-        clock: seconds.
-        notify: called after each round with the number of rounds and the widest relative error.
-
-    Raises:
-        NotEnoughMemory: not even the smallest batch fits.
-    """
+    """Measure a loaded target with its draft and return the profile."""
     target, draft = facts
     stopwatch = Stopwatch(clock, pair.target.device)
     num_threads = num_threads_of(pair.engine)

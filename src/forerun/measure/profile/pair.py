@@ -31,7 +31,6 @@ class ModelFacts:
     """Name, hash, sizes and runner of one model.
 
     Attributes:
-        content_hash: of its weight files.
         dtype: of weights and logits.
         pass_bytes: weights read by a pass; of an embedding that is not also the head only rows are.
         kv_token_bytes: keys and values of one token.
@@ -77,7 +76,6 @@ def load_pair(
         InvalidModel: a model is missing, damaged or of an unsupported kind.
         InvalidRequest: no context fits, or the draft has no passes to measure.
         IncompatibleDraft: the tokenizers differ, or a head was trained for another target.
-        NotEnoughMemory: not even the smallest batch fits.
     """
     check_card(draft, target)
     config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)
@@ -119,7 +117,6 @@ def held(names: Sequence[str], config: ProfileConfig) -> ProfileConfig:
 
 
 def with_room(engine: EngineConfig, config: ProfileConfig) -> EngineConfig:
-    """Return an engine configuration with room for the largest measurement."""
     most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
     chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
     # Every step may accept everything, and the first prompt decodes while others are read.

@@ -64,7 +64,6 @@ class ReadLimit:
         bytes_per_s: read rate of the device over a buffer of `buffer_bytes`.
         buffer_bytes: size of that buffer, the target's weights if they fit in twice.
         target_bytes: weights a pass of the target reads, however many rows it has.
-        draft_bytes: the same of the draft.
         kv_token_bytes: what each committed token of each sequence adds to a target pass.
     """
 
@@ -167,12 +166,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """Build a profile from the values that `to_dict` returned, now or in an earlier format.
-
-        Raises:
-            AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError: a part is
-                missing or malformed.
-        """
+        """Build a profile from the values that `to_dict` returned, now or in an earlier format."""
         tables = {name: values[name] for name in ("greedy", "sampled")}
         if values["format"] < 3:  # overhead did not depend on K
             for name, table in tables.items():
@@ -313,7 +307,6 @@ def finish(axes: Axes, profile: Profile) -> None:
 
 
 def title(profile: Profile) -> str:
-    """Return a title with models and machine."""
     setup = profile.setup
     threads = f"{setup.num_threads} thread{'s' * (setup.num_threads > 1)}"
     machine = f"{setup.cpu}, {threads}" if setup.device == "cpu" else setup.device

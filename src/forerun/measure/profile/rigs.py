@@ -109,13 +109,7 @@ def prefixes(
     contexts: Sequence[int],
     forward: Callable[[RowBatch], object] | None = None,
 ) -> Mapping[int, KVPrefix]:
-    """Return KV prefixes of one sequence, by length.
-
-    Args:
-        model: whose keys and values they hold.
-        contexts: lengths.
-        forward: runs a pass of the model; None: its own `forward`.
-    """
+    """Return KV prefixes of one sequence, by length."""
     run = model.forward if forward is None else forward
     ids = _some_tokens(max(contexts), model.vocab_size)
     context = Context(model.store, ids)
@@ -174,8 +168,6 @@ class HeadRig(PassRig):
 def head_prefixes(
     model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
 ) -> Mapping[int, KVPrefix]:
-    """Return KV prefixes of one sequence for a head, by length."""
-
     def forward(batch: RowBatch) -> object:
         features = _some_features(model, len(batch.tokens), shape)
         return model.forward(HeadBatch.of(batch, model.fuse(features)))

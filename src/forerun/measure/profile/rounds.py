@@ -100,7 +100,6 @@ class Bandwidth:
     Attributes:
         buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
             and so are weights of that size.
-        bytes_per_s: the best of all passes.
     """
 
     buffer_bytes: int
@@ -188,17 +187,7 @@ def measure(
     clock: Callable[[], float],
     notify: Callable[[int, float], None],
 ) -> Rounds:
-    """Measure all cells of a profile in rounds, until their medians are stable or time runs out.
-
-    Args:
-        rigs: which between them have every cell.
-        config: when to stop.
-        clock: seconds.
-        notify: called after each round with the number of rounds and the widest relative error.
-
-    Raises:
-        NotEnoughMemory: not even the smallest batch fits.
-    """
+    """Measure all cells of a profile in rounds, until their medians are stable or time runs out."""
     asked = [cell for rig in rigs for cell in rig.cells]
     # First times are slow; they also show what does not fit.
     samples: dict[ProfileCell, list[Sequence[float]]] = {
@@ -230,7 +219,6 @@ def measure(
 def one_round(
     rigs: Sequence[Rig], cells: Collection[ProfileCell], num_rounds: int
 ) -> dict[ProfileCell, Sequence[float]]:
-    """Run one round, with a visit to every cell that is due."""
     left = set(cells)
     found: dict[ProfileCell, Sequence[float]] = {cell: () for cell in cells}
     due = [rig for rig in rigs if num_rounds % rig.rounds_per_visit == 0]
@@ -266,7 +254,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
-    """Return all items, rotated by `shift`."""
     start = shift % len(items) if items else 0
     yield from items[start:]
     yield from items[:start]
@@ -274,9 +261,6 @@ def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
 
 def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
     """Return the samples divided by the machine's relative speed in their round.
-
-    The drift of a round is the median, over cells, of the cell's time in it relative to the cell's
-    own median: the column effect of one sweep of median polish.
 
     Source: Tukey 1977.
     """
@@ -292,7 +276,6 @@ def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
 
 
 def estimates(samples: Samples) -> dict[ProfileCell, Interval]:
-    """Return median and 95% interval of every cell."""
     return {cell: median_interval(seconds) for cell, seconds in corrected(samples).items()}
 
 

@@ -61,15 +61,7 @@ def simulate(
     controller: Controller,
     name: str,
 ) -> Result:
-    """Serve the requests of a workload, cycle by cycle.
-
-    Args:
-        workload: the workload to simulate.
-        traffic: its requests.
-        times: times of cycles, at the workload's temperature.
-        controller: chooses K, called as by the engine.
-        name: name of the controller, for the result.
-    """
+    """Serve the requests of a workload, cycle by cycle."""
     tally = SimulationTally(num_phases=len(workload.phases))
     server = Server(workload.server, times, controller, tally)
     server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
@@ -84,7 +76,6 @@ class Oracle:
     decode steps can be compared between runs.
 
     Attributes:
-        ks: by phase.
         decode_s: request-seconds of decode steps at that K, by phase.
     """
 
@@ -104,7 +95,6 @@ class Oracle:
 
 
 def _oracle_of(fixed: Mapping[int, Result]) -> Oracle:
-    """Return the oracle over runs at fixed K."""
     num_phases = len(next(iter(fixed.values())).phases)
     best = [_phase_best(fixed, phase) for phase in range(num_phases)]
     return Oracle(ks=tuple(k for k, _ in best), decode_s=tuple(seconds for _, seconds in best))
@@ -123,9 +113,7 @@ class ControllerComparison:
     """Runs the same workload once under each of several controllers.
 
     Args:
-        workload: the workload to simulate.
         costs: costs of cycles, which the controllers receive, too.
-        seed: seed of everything random.
     """
 
     def __init__(self, workload: Workload, costs: DraftCosts, *, seed: int) -> None:

@@ -44,11 +44,7 @@ class Uniform(Settings, frozen=True, tag_field="kind", tag="uniform"):
 
 
 class Lognormal(Settings, frozen=True, tag_field="kind", tag="lognormal"):
-    """Lognormal lengths, many short and few long ones, cut at `most`.
-
-    Attributes:
-        sigma: standard deviation of the logarithm.
-    """
+    """Lognormal lengths, many short and few long ones, cut at `most`."""
 
     median: float
     sigma: float
@@ -71,12 +67,7 @@ class Constant(Settings, frozen=True, tag_field="kind", tag="constant"):
 
 
 class Clustered(Settings, frozen=True, tag_field="kind", tag="clustered"):
-    """An acceptance probability per request, uniformly distributed around the mean.
-
-    Attributes:
-        alpha: their mean.
-        spread: their standard deviation.
-    """
+    """An acceptance probability per request, uniformly distributed around the mean."""
 
     alpha: float
     spread: float
@@ -101,7 +92,6 @@ Acceptance = Constant | Clustered | tuple[float, ...]
 
 
 def most_tokens(lengths: Lengths) -> int:
-    """Return the largest of some lengths."""
     if isinstance(lengths, int):
         return lengths
     return max(lengths) if isinstance(lengths, tuple) else lengths.most
@@ -119,12 +109,7 @@ def _mean_tokens(lengths: Lengths) -> float:
 
 
 class Phase(Settings, frozen=True):
-    """A run of consecutive requests with the same distribution of acceptance.
-
-    Attributes:
-        share: of all requests.
-        name: for reports.
-    """
+    """A run of consecutive requests with the same distribution of acceptance."""
 
     share: float
     acceptance: Acceptance
@@ -150,7 +135,6 @@ class SimulatedServerConfig(Settings, frozen=True):
     """Settings of the simulated server, with the names and meanings of the engine's settings.
 
     Attributes:
-        max_batch: sequences decoded at once.
         max_context: prompt plus output tokens of a sequence.
         prefill_chunk: most prompt tokens of one sequence in one pass.
         max_step_rows: most rows of one pass.
@@ -210,16 +194,12 @@ class Workload(Settings, frozen=True):
     """Everything that a simulation needs except the cost table and the controller.
 
     Attributes:
-        requests: how many.
         phases: acceptance of drafts, for one run of requests after the other.
         arrivals: arrival times; empty: all at time 0.
         sibling_acceptance: P(a further likely token is accepted | those before it at the same
             place are not), for draft trees; 0 means that branches are never accepted.
         temperature: of all requests; it decides between greedy and sampled drafts.
         slo: latency limits of the requests.
-
-    Raises:
-        InvalidRequest: a value cannot work, or the workload would not end.
     """
 
     requests: int

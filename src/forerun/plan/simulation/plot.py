@@ -54,7 +54,6 @@ def _draw_ks(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> No
 
 
 def line(axes: Axes, values: Sequence[float], index: int, label: str) -> None:
-    """Draw the line of one controller."""
     style = ("-", "--", ":")[index // len(COLOURS) % 3]
     colour = COLOURS[index % len(COLOURS)]
     axes.plot(range(1, len(values) + 1), values, style, marker="o", color=colour, label=label)

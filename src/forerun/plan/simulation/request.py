@@ -43,24 +43,13 @@ class SimulatedRequest:
 
     Args:
         traffic: the requests of the workload.
-        index: number of this request.
 
     Attributes:
-        index: number of the request.
-        name: name for records.
-        arrival_s: time of its arrival.
-        num_prompt: prompt tokens.
-        num_output: tokens until it ends.
         alphas: P(accepted | all before it accepted) by drafted position.
-        tags: tags of its kind.
-        temperature: temperature of its parameters.
         tpot_target_s: most seconds per token it should take; None: no target.
-        phase: number of its phase.
         text: one number per output token; see `Traffic.text`.
         num_unread: prompt tokens the target has not read.
-        num_emitted: output tokens.
         num_read: tokens the draft has read.
-        num_steps: steps that emitted.
         depth: levels drafted in the current step.
         num_nodes: tokens drafted in the current step, more than levels in a tree.
         tree: topology of the current draft where it is a tree; None for a chain.
@@ -196,7 +185,6 @@ class SimulatedCycle:
     """Holds the figures that all requests of a cycle share.
 
     Attributes:
-        number: number of the cycle.
         started_s: simulated time at its start.
         draft_s: seconds of drafting.
         verify_s: seconds of the target pass.
@@ -252,7 +240,6 @@ class Records(Sequence[StepRecord]):
 
 
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
-    """Return the record of one request after a cycle."""
     depth, rule = request.num_tested, request.plan.stop
     ranks, children = _path_of(request)
     return StepRecord(

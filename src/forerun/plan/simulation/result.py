@@ -23,12 +23,10 @@ class SimulationTally:
         depths: decode steps by phase and tokens drafted.
         accepted: drafted tokens accepted, by phase.
         busy_s: seconds of cycles.
-        num_cycles: number of cycles.
         num_decoding: requests that decoded, summed over cycles.
         arrival_s: arrivals of finished requests, in the order they finished.
         first_s: times of their first tokens.
         finished_s: times of their last tokens.
-        num_output: their output tokens.
     """
 
     num_phases: int
@@ -45,7 +43,6 @@ class SimulationTally:
     num_output: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Create one entry per phase."""
         self.tokens = [0] * self.num_phases
         self.decode_s = [0.0] * self.num_phases
         self.depths = [Counter() for _ in range(self.num_phases)]
@@ -69,7 +66,6 @@ class SimulationTally:
         self.num_output.append(request.num_output)
 
     def cycle(self, cycle: SimulatedCycle, num_decoding: int) -> None:
-        """Count the time of a cycle that has ended."""
         self.busy_s += cycle.total_s
         self.num_cycles += 1
         self.num_decoding += num_decoding
@@ -81,8 +77,6 @@ class Quantiles:
 
     Attributes:
         mean: mean over all requests.
-        p50: median.
-        p99: 99th percentile.
     """
 
     mean: float
@@ -95,8 +89,6 @@ class PhaseResult:
     """Counts of the decode steps of one phase.
 
     Attributes:
-        num_steps: number of steps.
-        num_tokens: tokens emitted by them.
         decode_s: request-seconds of the steps, summed over the requests that waited for them.
         num_accepted: number of drafted tokens that were accepted.
         depths: number of steps by tokens drafted.
@@ -125,17 +117,13 @@ class Result:
     """The result of one controller on one workload.
 
     Attributes:
-        controller: its name.
-        num_requests: number of finished requests.
         num_tokens: number of tokens they received.
         total_s: seconds from the first arrival to the last token.
         busy_s: seconds of that in cycles.
-        num_cycles: number of cycles.
         mean_batch: requests that decode, per cycle.
         ttft_s: seconds to the first token, waiting included.
         tpot_s: seconds per token after it, mean of each request.
         num_in_slo: requests within the latency limits.
-        phases: decode steps by phase.
     """
 
     controller: str

@@ -36,14 +36,7 @@ def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
 
 
 class Server:
-    """Simulates the engine with one target and one drafter.
-
-    Args:
-        config: settings of the server.
-        times: times of cycles.
-        controller: chooses K.
-        tally: counts what happens.
-    """
+    """Simulates the engine with one target and one drafter."""
 
     def __init__(
         self,

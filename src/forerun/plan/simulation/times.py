@@ -14,8 +14,6 @@ class CycleTimes:
 
     Args:
         table: cost table of drafter and target.
-        batch: sequences in the pass.
-        context: committed tokens of each.
     """
 
     __slots__ = (
@@ -75,12 +73,7 @@ class Times:
         self._found: dict[tuple[int, int], CycleTimes] = {}
 
     def at(self, batch: int, num_tokens: int) -> CycleTimes:
-        """Return the times of cycles at a batch size and context.
-
-        Args:
-            batch: sequences in it.
-            num_tokens: committed tokens of all of them.
-        """
+        """Return the times of cycles at a batch size and context."""
         bucket = num_tokens // (batch * CONTEXT_BUCKET)
         found = self._found.get((batch, bucket))
         if found is None:

@@ -73,15 +73,10 @@ class Traffic:
 
     Attributes:
         arrival_s: seconds from the start.
-        num_prompt: prompt tokens.
-        num_output: output tokens.
         alphas: P(accepted | all before it accepted) by position, shared between requests alike.
         phases: number of the phase they come in.
         sibling_acceptance: of further children in draft trees; see `Workload`.
-        temperature: of all of them.
         tpot_target_s: most seconds per token they should take; None: no target.
-        max_k: most drafted tokens per step.
-        seed: of everything random.
     """
 
     arrival_s: Sequence[float]
@@ -134,7 +129,6 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
 
 
 def _phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
-    """Return the phase of every request."""
     ends = [round(count * share) for share in accumulate(phase.share for phase in phases)]
     ends[-1] = count
     starts = [0, *ends[:-1]]

@@ -33,7 +33,6 @@ class Seen:
 
     Attributes:
         first_token_s: end of the cycle of its first record.
-        counts: acceptance counts of its drafts.
         record: record of its end; None where it did not end.
     """
 
@@ -85,7 +84,6 @@ def _read(items: Iterable[Item]) -> dict[str, Seen]:
 
 
 def _finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
-    """Yield the arrival times of finished requests, and their records."""
     for found in seen.values():
         record = found.record
         if record is not None and record.ttft_s is not None and record.num_output_tokens:
@@ -140,9 +138,6 @@ def workload_from(content: dict[str, object]) -> Workload:
     """Return the workload that a TOML document describes.
 
     "acceptance" may take the place of "phases": then there is one phase.
-
-    Raises:
-        msgspec.ValidationError: it describes none, with the path of what is wrong.
     """
     if "acceptance" in content and "phases" not in content:
         content = dict(content)

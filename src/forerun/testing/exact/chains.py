@@ -28,10 +28,7 @@ class ChainRows:
     """Input of verification for all pairs and histories, flattened to rows.
 
     Attributes:
-        target: after every prefix of the chain.
         draft: likewise; verification may read all but the last row.
-        tokens: the drawn chain.
-        num_drafted: how much of it was proposed.
     """
 
     target: Float64[Tensor, "batch rows vocab"]
@@ -96,7 +93,6 @@ class ChainVerifier:
     """Functions that draft, accept and complete chains in the enumeration.
 
     Attributes:
-        rule: the engine's rule.
         accept: acceptance probabilities, from rows and rule.
         final: weights of the final token, from rows, number accepted and rule.
         draft_key: key of a draft draw, from request key, committed tokens and node.

@@ -31,7 +31,6 @@ class Histories:
     Attributes:
         weights: probability of each history under each pair.
         prefixes: the tokens each history committed (see `pairs` for the numbering).
-        length: how many tokens that is.
         intervals: by key, where its uniform lies: lower and upper ends, (pairs, ancestors).
     """
 
@@ -65,7 +64,6 @@ class Histories:
     def compare(
         self, key: int, threshold: Float64[Tensor, "pairs histories"], passed: bool
     ) -> Histories:
-        """Condition the histories on whether the test `u < threshold` passes."""
         low, high = self.interval(key)
         inside = (low, high.minimum(threshold)) if passed else (low.maximum(threshold), high)
         return replace(
@@ -98,7 +96,6 @@ class Histories:
         return replace(self, prefixes=prefixes, length=self.length + tokens.shape[1])
 
     def mass(self, num_texts: int) -> Float64[Tensor, "pairs texts"]:
-        """Return the probability of each committed text."""
         total = torch.zeros(len(self.weights), num_texts, dtype=torch.float64)
         return total.index_add_(1, self.prefixes, self.weights)
 
@@ -116,24 +113,17 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelPairs:
-    """Batch of target distributions over a tiny vocabulary, each paired with a draft distribution.
-
-    Attributes:
-        target: per level, shape (pairs, vocab^level, vocab).
-        draft: likewise.
-    """
+    """Target distributions over a tiny vocabulary, each paired with a draft distribution."""
 
     target: Table
     draft: Table
 
     @property
     def num_pairs(self) -> int:
-        """Number of pairs in this batch."""
         return len(self.target[0])
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
         return self.target[0].shape[-1]
 
     @property
@@ -142,12 +132,7 @@ class ModelPairs:
         return len(self.target)
 
     def target_rows(self, num_committed: int, depth: int) -> Tensor:
-        """Return the target's rows after `depth` draft tokens, for every prefix.
-
-        Args:
-            num_committed: tokens committed before the step.
-            depth: draft tokens after them.
-        """
+        """Return the target's rows after `depth` draft tokens, for every prefix."""
         return self.target[num_committed + depth]
 
     def draft_rows(self, num_committed: int, depth: int) -> Tensor:
@@ -167,11 +152,7 @@ class ModelPairs:
         return self.complete({0: torch.ones_like(self.target[0][..., 0])})
 
     def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "pairs texts"]:
-        """Extend committed texts to the horizon with the target's distribution.
-
-        Args:
-            mass: probability of every text, shape (pairs, vocab^length), by length of the texts.
-        """
+        """Extend committed texts to the horizon with the target's distribution."""
         total = mass.get(0, torch.zeros_like(self.target[0][..., 0]))
         for level, rows in enumerate(self.target):
             total = (total[..., None] * rows).flatten(1)

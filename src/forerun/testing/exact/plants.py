@@ -39,15 +39,12 @@ class NoRepeats:
         self.last = last
 
     def fork(self) -> NoRepeats:
-        """Return an independent copy."""
         return NoRepeats(self.vocab_size, self.last)
 
     def advance(self, token: int) -> None:
-        """Advance by one token."""
         self.last = token
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
-        """Allow every token except the previous one."""
         row = torch.ones(self.vocab_size, dtype=torch.bool)
         if self.last is not None:
             row[self.last] = False
@@ -59,7 +56,6 @@ class Shape:
     """Penalties and masks that change a distribution depending on the text so far.
 
     Attributes:
-        params: what a request asks for.
         define: logits of one prefix, (pairs, vocab), and the output so far to shaped ones.
         mask: a mask at the beginning of the output, from the size of the vocabulary.
     """
@@ -156,13 +152,7 @@ FlawedMap = Literal["none", "not renormalised", "two draft tokens for one"]
 def foreign_pairs(
     pairs: ModelPairs, generator: torch.Generator, flaw: FlawedMap = "none"
 ) -> ForeignPairs:
-    """Give every draft two more tokens than the target has, and a random map between the two.
-
-    Args:
-        pairs: whose drafts the foreign ones resemble where they share tokens.
-        generator: of the map and of the other tokens' logits.
-        flaw: a deliberate bug in the rows that verification reads.
-    """
+    """Give every draft two more tokens than the target has, and a random map between the two."""
     vocab_size = pairs.vocab_size
     order = torch.empty(vocab_size + 2).uniform_(generator=generator).argsort()
     columns, num_shared = order[:vocab_size], 1 + int(order[0]) % vocab_size
@@ -202,7 +192,6 @@ def _seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view
 
 
 def _history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
-    """Return the history of a request whose output is `committed`."""
     mask = None if shape.mask is None else shape.mask(vocab_size)
     history = History.of(shape.params, PROMPT, vocab_size=vocab_size, mask=mask)
     for token in committed:
@@ -267,7 +256,6 @@ class PlantedView:
     """History of a row with a deliberate bug, as the processors read it.
 
     Attributes:
-        name: of the bug.
         shape: of the distributions that depend on it, see `shaped.SHAPES`.
         view: the flawed history of a row.
     """
@@ -280,7 +268,6 @@ class PlantedView:
 def planted(
     name: str, *, rules: tuple[Rule, ...] = ("token", "block"), **replaced: Any
 ) -> tuple[str, tuple[ChainVerifier, ...]]:
-    """Return a deliberate bug by name, applied to the verifiers of `rules`."""
     return name, tuple(ChainVerifier(rule=rule, **replaced) for rule in rules)
 
 

@@ -51,7 +51,6 @@ class VerifierResult:
     """Result of the enumeration for one verifier of the engine.
 
     Attributes:
-        name: which.
         num_pairs: pairs of target and draft distributions enumerated.
         num_histories: possible histories summed over, all pairs together; steps for `coupled`.
         worst_tv: largest total variation to the target's joint distribution; for `coupled`, the
@@ -67,7 +66,6 @@ class VerifierResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the verifier is exact."""
         return self.worst_tv <= TOLERANCE
 
 
@@ -76,9 +74,7 @@ class PlantedResult:
     """Result of the enumeration for one deliberate bug.
 
     Attributes:
-        name: which.
         num_pairs: pairs of distributions it was tried on.
-        worst_tv: largest total variation it caused.
     """
 
     name: str
@@ -87,19 +83,12 @@ class PlantedResult:
 
     @property
     def caught(self) -> bool:
-        """Whether the enumeration detects the bug."""
         return self.worst_tv > BIAS_CAUGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactReport:
-    """Results of `run_enumeration`.
-
-    Attributes:
-        seed: of the random pairs.
-        verifiers: results for the engine's own verifiers.
-        planted: results for planted bugs.
-    """
+    """Results of `run_enumeration`."""
 
     seed: int
     verifiers: tuple[VerifierResult, ...]
@@ -111,7 +100,6 @@ class ExactReport:
         return all(v.ok for v in self.verifiers) and all(p.caught for p in self.planted)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as JSON-compatible values."""
         return {
             "seed": self.seed,
             "tolerance": TOLERANCE,
@@ -193,11 +181,6 @@ def run_enumeration(
     proposals of depth 1 to 3, and eight structured ones of each size; a fifth as many
     distributions are shaped by penalties and by a mask. Two consecutive steps, all drafts, all
     acceptance outcomes, the noise symbolic under the engine's real keys.
-
-    Args:
-        num_pairs: random distributions per verifier.
-        seed: of the random pairs.
-        progress: told the name of what is enumerated next.
     """
     tell = progress or (lambda name: None)
     with _one_thread():
@@ -335,7 +318,6 @@ def _walks(walker: Walker) -> Emit:
 def _pair_sets(
     settings: tuple[Setting, ...], num_pairs: int, seed: int, *, full: bool = False
 ) -> PairSets:
-    """Return `num_pairs` random pairs spread over all settings, and structured pairs for each."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
         sizes = (setting.vocab_size, setting.horizon)

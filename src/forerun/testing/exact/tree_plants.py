@@ -32,8 +32,6 @@ def _mass_over_draft(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
 
 
 def traversal(left: LeftWeight = _right_weight, *, keeps_drawn: bool = False) -> Stage:
-    """Return traversal verification with one of its parts replaced."""
-
     def stage(
         rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
     ) -> TreeWeights:
@@ -132,7 +130,6 @@ def _position_keys(
 
 
 def planted(name: str, *rules: TreeRule, **replaced: object) -> tuple[str, list[TreeVerifier]]:
-    """Return a deliberate bug by name, applied to the verifiers of `rules`."""
     return name, [
         TreeVerifier(rule=rule, **replaced)  # type: ignore[arg-type]  # functions of its stages
         for rule in rules

@@ -37,7 +37,6 @@ class DrawnTrees:
     """All drafts with one tree topology, after every prefix of one length.
 
     Attributes:
-        tokens: token of every node.
         probs: probability of each draft.
         draft: row of each expanded parent that its children were drawn from.
         target: the target's row after the prefix and after every node.
@@ -70,8 +69,6 @@ class TreeVerifier:
     """Functions that draw and verify trees in the enumeration, by default the engine's.
 
     Attributes:
-        rule: the rule.
-        stage: its probability stage.
         damage: what a planted bug does to trees before they are verified.
         keys: keys of tests and final draws, from request key, committed tokens and nodes.
     """
@@ -222,7 +219,6 @@ def without(rows: Tensor, tokens: Int64[Tensor, " drafts"]) -> Tensor:
 
 
 def _spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab: int) -> Tensor:
-    """Return the tokens along a path as a number in base `vocab`."""
     value = torch.zeros(len(tokens), dtype=torch.int64)
     for node in path:
         value = value * vocab + tokens[:, node]

@@ -79,7 +79,6 @@ def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
 def step(
     pairs: ModelPairs, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
 ) -> Iterator[tuple[Histories, frozenset[int]]]:
-    """Return the histories of one step by number of emitted tokens, and the keys it used."""
     keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
     drafted, drafts = draft(pairs, walker, histories, tree)
     num_drafts = drafted.weights.shape[1] // histories.weights.shape[1]
@@ -101,7 +100,6 @@ def step(
 def draft(
     pairs: ModelPairs, walker: Walker, histories: Histories, tree: TokenTree
 ) -> tuple[Histories, Int64[Tensor, "some drafts"]]:
-    """Return the histories after drafting, and the drafted tokens of each as a number."""
     if not walker.sampled:
         return histories, top_tokens(pairs, histories, tree)
     drafted = draft_chain(pairs, ChainVerifier(rule="token"), histories, len(tree.parents))
@@ -135,7 +133,6 @@ def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
 def _walk_outcomes(
     walk: Walk, tree: TokenTree, drafts: tuple[int, ...], vocab_size: int
 ) -> dict[tuple[int, ...], Rows]:
-    """Return every text that the walk emits for given draft tokens, with the rows it visits."""
     num_rows = len(drafts) + 1
     outcomes: dict[tuple[int, ...], Rows] = {}
     counts: dict[tuple[int, ...], int] = {}
@@ -224,7 +221,6 @@ class Draws:
         self._tokens: dict[tuple[int, int], list[list[int]]] = {}
 
     def token(self, pair: int, key: int, prefix: tuple[int, ...]) -> int:
-        """Return the token that the target draws after `prefix` with the noise of `key`."""
         level = len(prefix)
         if (key, level) not in self._tokens:
             probs = self.pairs.target[level].float()
@@ -234,7 +230,6 @@ class Draws:
         return self._tokens[key, level][pair][spell(prefix, self.pairs.vocab_size)]
 
     def plain_text(self, pair: int) -> tuple[int, ...]:
-        """Return the text of plain decoding to the horizon."""
         text: tuple[int, ...] = ()
         for position in range(self.pairs.horizon):
             key = position_key(self.key, NUM_PROMPT + position)
@@ -268,7 +263,6 @@ class Cheap:
     """Cost tables under which neither the smallest nor the largest K is the best."""
 
     def at(self, temperature: float) -> CostTable:
-        """Return a cost table with cheap rows and cheap draft tokens."""
         line = CostLine(rows=(1, 4), verify_s=(1.0, 1.3), plain_s=1.0, draft_s=0.15)
         return CostTable(lines=(line,))
 
@@ -283,7 +277,6 @@ def goodput_k(num_drafts: int, num_accepted: int) -> int:
 
 
 def outcome(num_drafts: int, num_accepted: int) -> StepRecord:
-    """Return a step record of the first step for the controller."""
     return StepRecord(
         cycle_id=0,
         t_s=0.0,

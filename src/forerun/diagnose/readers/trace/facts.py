@@ -151,7 +151,6 @@ def _add_verify_curve(
 
 
 def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Add shares of steps, of passes and of time."""
     by_kind = {
         kind: merged([t for (k, _), t in totals.cycles.items() if k == kind])
         for kind in ("plain", "drafting", "prefill")
@@ -371,7 +370,6 @@ def _add_temperatures(
 
 
 def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Add acceptance over time, and whether it dropped at some point."""
     ordered = sorted(totals.over_time, key=lambda point: point[0])
     if not ordered:
         return

@@ -147,8 +147,6 @@ class TraceRead:
     """Content of a trace that was read: totals, headers, requests and damage.
 
     Attributes:
-        num_damaged: places that could not be read.
-        damage: the first of them, in words.
         limit: the limit at which reading stopped, in words; None where all was read.
     """
 
@@ -264,7 +262,6 @@ def _before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def reading_of(read: TraceRead, name: str) -> Reading:
-    """Return the format and the completeness of the trace that was read."""
     reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.num_steps)
     reading.num_unknown = read.num_damaged
     reading.notes += [f"not read: {place}" for place in read.damage]

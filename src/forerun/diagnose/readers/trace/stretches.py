@@ -35,7 +35,6 @@ class StretchCounts:
     Attributes:
         stretch: index of the stretch.
         place: what the steps are like, as a number.
-        num_steps: how many.
         num_first: those that accepted at least one token.
         total: sum over them of the share of their draft that the verifier expected to accept.
         squares: sum of its squares.
@@ -50,7 +49,6 @@ class StretchCounts:
 
     @classmethod
     def joined(cls, parts: Sequence[StretchCounts]) -> StretchCounts:
-        """Concatenate the counts of several blocks."""
         return cls(
             **{
                 name: np.concatenate([getattr(part, name) for part in parts])
@@ -74,7 +72,6 @@ class Stretches:
     """Counts of drafting steps by stretch, for each property that is compared.
 
     Attributes:
-        starts_s: time of its first step.
         parts: counts by name of what is told apart, block by block.
     """
 
@@ -103,12 +100,10 @@ class Stretches:
         self.starts_s += drafting["t_s"].take(pa.array(first)).to_pylist()
 
     def by(self, name: str) -> StretchCounts:
-        """Return the accumulated counts for one property."""
         return StretchCounts.joined(self.parts.get(name, [EMPTY]))
 
 
 def column(table: pa.Table, name: str) -> Ints:
-    """Return a column of a table as an integer array."""
     found: Ints = table[name].to_numpy().astype(np.int64)
     return found
 
@@ -186,7 +181,6 @@ def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> Stretc
 
 
 def summed(index: Ints, values: Reals, size: int) -> Reals:
-    """Sum the values that have the same index."""
     return np.bincount(index, values, size).astype(np.float64)
 
 
@@ -204,7 +198,6 @@ class Side:
     """Counts and mean acceptance of one of the two groups of steps in a `Comparison`.
 
     Attributes:
-        num_stretches: that they are from.
         mean: of their shares; of what they exceed others by, where those are compared.
         num_first: those that accepted at least one token.
     """
@@ -220,10 +213,7 @@ class Comparison:
     """The difference of acceptance between two groups of steps.
 
     Attributes:
-        high: where acceptance may be higher.
-        low: where it may be lower.
         error: standard error of the difference of their means.
-        freedom: degrees of freedom of that error.
     """
 
     high: Side
@@ -233,7 +223,6 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Difference of the two means."""
         return self.high.mean - self.low.mean
 
     @property

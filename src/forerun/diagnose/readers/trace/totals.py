@@ -54,22 +54,16 @@ class TraceTotals:
     """Sums over the steps of a trace.
 
     Attributes:
-        num_steps: steps of requests, plain ones included.
-        num_tokens: emitted.
         acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
         cycles: by kind (plain, drafting, prefill) and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
         far: of plain and drafting cycles by requests, rows per request and logarithm of context.
         texts: the first tokens of the trace by request, where it has them.
-        num_kept: tokens among them.
         stretches: acceptance of drafting steps by what they are like.
-        methods: drafting steps by drafter.
-        drafting_steps: drafting steps of each request.
         request_steps: decode steps of each request, plain ones included.
         num_off: decode steps for which nothing was to be drafted (K = 0).
         over_time: mean time of slices of the trace, their drafting steps, and how many of these
             accepted at least one token.
-        num_pairs: consecutive steps of a request.
         num_k_changes: those of them whose K differs.
         k_swing: sum over them of the change of K, and of K.
         num_k_rises: those of them whose K is larger; at the end of a request K only falls.
