@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import constant_acceptance_length
 

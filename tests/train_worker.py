@@ -1,6 +1,6 @@
 """One process of a training in miniature: what the tests of several processes and of kills start.
 
-    python -m tests.train_worker FOLDER STEPS [--sharded] [--lora-rank R] [--head] [--hang-at STEP]
+    python -m tests.train_worker FOLDER STEPS [--sharded] [--head] [--hang-at STEP]
         [+ FOLDER STEPS ...]
 
 What follows a + is another training of the same processes. FOLDER holds target and draft; metrics,
@@ -51,19 +51,18 @@ def train(
     num_steps: int,
     *,
     sharded: bool = False,
-    lora_rank: int = 0,
     precision: Literal["no", "bf16"] = "no",
     head: bool = False,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
 ) -> None:
     """Train up to a step, from wherever a checkpoint says; `on_step` is told after the log."""
     accelerator = accelerator_of(sharded, precision)
-    settings = training.config(checkpoint_every_s=0.0, lora_rank=lora_rank, rows_per_pass=2)
+    settings = training.config(checkpoint_every_s=0.0, rows_per_pass=2)
     draft: TrainedDraft
     if head:
         draft, trainer = training.tiny_head(folder, settings, accelerator)
     else:
-        draft = training.tiny_draft(folder, lora_rank=lora_rank)
+        draft = training.tiny_draft(folder)
         trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
     log, is_main = MetricsLog(folder / METRICS), accelerator.is_main_process
     done = trainer.resume()
@@ -86,7 +85,6 @@ def run_one(arguments: list[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--precision", default="no")
     parser.add_argument("--head", action="store_true")
     parser.add_argument("--hang-at", type=int)
@@ -100,7 +98,6 @@ def run_one(arguments: list[str]) -> None:
         options.folder,
         options.steps,
         sharded=options.sharded,
-        lora_rank=options.lora_rank,
         precision=options.precision,
         head=options.head,
         on_step=hang,

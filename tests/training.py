@@ -19,14 +19,14 @@ from forerun.align.config import (
     ObjectiveConfig,
     TrainingConfig,
 )
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import (
     DenseDistribution,
     TargetDistribution,
     make_objective,
     objective_of,
 )
+from forerun.align.packing import Packing
+from forerun.align.samples import PackedBatch, Sample
 from forerun.align.teachers.hidden import OnlineFeatures
 from forerun.align.teachers.target import load_target
 from forerun.align.training.attached import AttachedDraft, load_attached

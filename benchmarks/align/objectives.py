@@ -29,11 +29,11 @@ from finetune import pieces
 from openings import modules
 
 from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, TrainingConfig
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample
 from forerun.align.objectives import make_objective, suited_objective
+from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
-from forerun.align.teachers.choose import TeacherSource, make_teacher
+from forerun.align.rounds import TeacherSource, make_teacher
+from forerun.align.samples import Sample
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.training.trainer import Trainer, make_accelerator

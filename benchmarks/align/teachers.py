@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import PackedBatch, Sample, prompt_hash
+from forerun.align.packing import Packing
+from forerun.align.rounds import TeacherSource, make_teacher
+from forerun.align.samples import PackedBatch, Sample, prompt_hash
 from forerun.align.teachers.base import Teacher
-from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.models.load import load_tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams

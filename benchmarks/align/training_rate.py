@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 from forerun.align.config import ObjectiveConfig, TrainingConfig
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import DenseDistribution, TargetDistribution, make_objective
+from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
+from forerun.align.samples import PackedBatch, Sample
 from forerun.align.training.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.training.trainer import Trainer, make_accelerator

@@ -30,7 +30,7 @@ import variants as variants_of
 from scipy import stats
 
 from forerun.control.base import Controller, Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.plan.simulation.config import (
@@ -43,8 +43,7 @@ from forerun.plan.simulation.config import (
 )
 from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
 from forerun.plan.simulation.result import Result, SimulationTally, result_of
-from forerun.plan.simulation.server import Server, levels
-from forerun.plan.simulation.times import CycleTimes, Times
+from forerun.plan.simulation.server import CycleTimes, Server, Times, levels
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.provenance import collect
 

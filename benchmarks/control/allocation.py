@@ -21,7 +21,7 @@ from pathlib import Path
 from forerun.control.acceptance import AcceptanceEstimates
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import GoodputConfig
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords

@@ -20,8 +20,7 @@ from forerun.control.config import GoodputConfig
 from forerun.control.goodput import GoodputController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.provenance import collect
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise, share_of
 

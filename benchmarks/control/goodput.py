@@ -39,7 +39,7 @@ from served import (
 from forerun.control.base import USUAL_WIDTH, Capacity, Controller, Plan, RequestState
 from forerun.control.config import ControllerName
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.drafters.several import tree_methods
+from forerun.drafters.registry import tree_methods
 from forerun.engine.engine import Engine
 from forerun.plan.costs import DraftCosts
 from forerun.theory.intervals import bootstrap_ratio

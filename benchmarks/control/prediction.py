@@ -41,8 +41,8 @@ from texts import halves
 
 from forerun.plan.acceptance import counted
 from forerun.plan.costs import DraftCosts
-from forerun.plan.drafts import Drafts
 from forerun.plan.option import DraftCandidate, Option, option_at
+from forerun.plan.traced import Drafts
 from forerun.theory.intervals import bootstrap_ratio
 
 CELLS: Mapping[str, tuple[str, ...]] = {

@@ -15,8 +15,8 @@ from texts import edit_texts, halves
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile.config import ProfileConfig
 from forerun.measure.profile.measurement import estimates_of, measure_pair
-from forerun.measure.profile.pair import facts_of, load_pair
 from forerun.measure.profile.profile import Profile, load_profile, write_profile
+from forerun.measure.profile.rigs import facts_of, load_pair
 from forerun.measure.profile.rounds import widest
 from forerun.plan.costs import DraftCosts, with_draft_cost
 

@@ -27,8 +27,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.control.base import Plan
-from forerun.control.fixed import FixedController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine

@@ -28,8 +28,8 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.measure.profile.config import ProfileConfig
 from forerun.measure.profile.measurement import measure_pair
-from forerun.measure.profile.pair import LoadedPair
 from forerun.measure.profile.profile import Profile
+from forerun.measure.profile.rigs import LoadedPair
 from forerun.measure.profile.rounds import Stopwatch
 from forerun.models.base import LanguageModel
 from forerun.models.runner.graphs.model import TorchModel

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from forerun.control.base import Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.tree_builder import Candidates, build_tree
 from forerun.drafters.tree_builder import Path as TreePath

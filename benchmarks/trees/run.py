@@ -33,8 +33,7 @@ from scipy import stats
 from torch import Tensor
 
 from forerun.control.base import Tree
-from forerun.control.fixed import FixedController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine

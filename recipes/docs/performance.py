@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forerun.measure.profile.config import Quantity
 from forerun.measure.profile.profile import Profile, load_profile, plot
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine
 from forerun.theory.intervals import Interval
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.plan.simulation.comparison import simulate
 from forerun.plan.simulation.config import (
     Constant,
@@ -19,10 +19,9 @@ from forerun.plan.simulation.config import (
     SimulatedServerConfig,
     Workload,
 )
-from forerun.plan.simulation.times import Times
+from forerun.plan.simulation.server import Times
 from forerun.plan.simulation.traffic import traffic_of
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import (
     best_k,
     break_even_alpha,

@@ -22,7 +22,7 @@ from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.foreign import SharedTokenDraft, SharedTokenModel, TextDraft
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine import drafting

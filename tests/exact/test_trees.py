@@ -9,8 +9,8 @@ import torch
 
 from forerun.sampling.tree_residuals import TreeRule
 from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
+from forerun.testing.exact.plants import PLANTED_TREE, PLANTED_TREES, traversal
 from forerun.testing.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of
-from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES, traversal
 from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
 from forerun.theory.tree import TokenTree
 

@@ -18,8 +18,7 @@ from forerun.diagnose.readers.sources import read_source
 from forerun.diagnose.readers.text import read_text
 from forerun.diagnose.words import headline, sections
 from forerun.terminal_text import printable
-from forerun.trace.files import read_trace
-from forerun.trace.schema import line_of
+from forerun.trace.files import line_of, read_trace
 from forerun.trace.summary import summarise
 
 RECORDS = [HEADER, *steps(40), FULL, STEP, REQUEST]

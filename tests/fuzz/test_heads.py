@@ -18,7 +18,7 @@ from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_he
 from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.golden import GOLDEN_FILE, read_golden
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from forerun.drafters.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
 from forerun.errors import InvalidModel
 
 SIZES = Eagle3Config(

@@ -22,9 +22,14 @@ from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import examine, model_of
-from forerun.drafters.medusa import MedusaDrafter
-from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, read_medusa, write_medusa
-from forerun.measure.judge.teacher_forced import read_text
+from forerun.drafters.medusa import (
+    MedusaConfig,
+    MedusaDrafter,
+    MedusaHeads,
+    read_medusa,
+    write_medusa,
+)
+from forerun.measure.judge.judge import read_text
 from forerun.models.base import LanguageModel
 from forerun.models.kv_store import KVStore
 from forerun.models.load import model_folder

@@ -22,7 +22,7 @@ from forerun.control.base import Capacity, Plan, RequestState, Tree
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.recycling import RecyclingDrafter
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.models.tabular import TabularModel

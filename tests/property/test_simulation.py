@@ -15,10 +15,9 @@ from forerun.plan.simulation.config import (
     SimulatedServerConfig,
     Workload,
 )
-from forerun.plan.simulation.times import Times
+from forerun.plan.simulation.server import Times
 from forerun.plan.simulation.traffic import traffic_of
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 TABLE = CostTable(
     lines=(

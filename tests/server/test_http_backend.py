@@ -14,8 +14,7 @@ from tests import tiny
 from tests.server.conftest import MODEL, serving, tiny_engine
 from tests.unit.align.data.conftest import prompt
 
-from forerun.align.data.responses import seed_of
-from forerun.align.data.server import ResponseServer
+from forerun.align.responses import ResponseServer, seed_of
 from forerun.client.answers import Speculation
 from forerun.client.client import SEED_MASK, Client
 from forerun.client.config import ClientConfig
@@ -111,8 +110,8 @@ def test_responses_for_alignment_are_those_of_the_engine(address):
     record = prompt(3, 4, 5)
     with Client(ClientConfig(url=address, model=MODEL)) as client:
         server = ResponseServer(client=client, tokenizer=tiny.tokenizer())
-        found = server.respond(record, 0, PARAMS)
-    seed = seed_of(record.prompt_hash, 0, PARAMS.seed) & SEED_MASK
+        found = server.respond(record, PARAMS)
+    seed = seed_of(record.prompt_hash, PARAMS.seed) & SEED_MASK
     expected = tiny_engine().generate([[3, 4, 5]], replace(PARAMS, seed=seed))[0]
     assert tuple(found.token_ids) == expected.token_ids
 

@@ -162,13 +162,12 @@ def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def in_shards(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft from half way on, and adapters in bf16, by two processes of half the weights each."""
+    """A draft from half way on, and another in bf16, by two processes of half the weights each."""
     root = tmp_path_factory.mktemp("shards") / "runs"
-    for name in ("draft", "adapters"):
+    for name in ("draft", "bf16"):
         training.pair(root / name)
     shutil.copy(reference / "half-way.safetensors", root / "draft" / CHECKPOINT)
-    adapters = (root / "adapters", 4, "--lora-rank", 2, "--precision", "bf16")
-    sharded(root, (root / "draft", NUM_STEPS), adapters)
+    sharded(root, (root / "draft", NUM_STEPS), (root / "bf16", 4, "--precision", "bf16"))
     return root
 
 
@@ -210,10 +209,10 @@ def test_shards_go_on_where_one_process_was(reference: Path, in_shards: Path) ->
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
 
 
-def test_shards_of_adapters_in_bf16(in_shards: Path, tmp_path: Path) -> None:
+def test_shards_in_bf16(in_shards: Path, tmp_path: Path) -> None:
     """Passes round to bf16, differently where weights were rounded first; sums do not."""
-    expected = alone(tmp_path, 4, lora_rank=2, precision="bf16")
-    assert_same_curve(metrics_of(in_shards / "adapters"), expected, 1e-3, BF16_STEP)
+    expected = alone(tmp_path, 4, precision="bf16")
+    assert_same_curve(metrics_of(in_shards / "bf16"), expected, 1e-3, BF16_STEP)
 
 
 def test_killed_it_goes_on_with_the_same_curve(reference: Path, tmp_path: Path) -> None:

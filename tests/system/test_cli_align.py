@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import save_model
 
-from forerun.align.data.prompts import read_prompts
+from forerun.align.samples import read_prompts
 from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cli.main import main
 from forerun.models import checkpoint
@@ -164,7 +164,7 @@ def test_a_run_does_not_replace_the_draft_it_starts_from(align, aligned, capsys)
     assert main(["align", "--refresh", str(aligned), "--out", str(aligned)]) == 2
     assert "is to be replaced by what is learned" in " ".join(capsys.readouterr().err.split())
     own = str(aligned / "draft")
-    code, _, err = align("--draft", own, "--out", str(aligned), "--lora-rank", "2")
+    code, _, err = align("--draft", own, "--out", str(aligned), "--num-steps", "2")
     assert code == 2
     assert f"the draft {own} is to be replaced by what is learned" in err
 

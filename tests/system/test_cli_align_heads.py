@@ -14,7 +14,7 @@ from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.measure.judge.teacher_forced import attached_acceptance, head_in
+from forerun.measure.judge.judge import attached_acceptance, head_in
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 
@@ -146,7 +146,6 @@ def test_medusa_heads_are_trained_judged_and_exported(target, prompts, tmp_path)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--lora-rank", "4"), "--lora-rank does not go with --method eagle3"),
         (("--on-policy-share", "0.5"), "--on-policy-share does not go with --method eagle3"),
         (("--teacher", "sampled"), 'teacher "sampled" does not have'),
         (("--objective", "ce"), "--objective ce reads text alone"),

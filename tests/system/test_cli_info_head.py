@@ -16,7 +16,7 @@ from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
+from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.measure.profile.profile import load_profile
 from forerun.models.base import Span, pack
 from forerun.models.draft_card import identify, write_card

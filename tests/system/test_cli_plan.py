@@ -12,8 +12,7 @@ from tests.records import HEADER, REQUEST, steps
 
 from forerun.cli.main import main
 from forerun.measure.profile.profile import write_profile
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.trace.files import open_trace
 
 LINES = tuple(

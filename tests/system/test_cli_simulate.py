@@ -9,8 +9,7 @@ from tests.profiles import profile_of
 
 from forerun.cli.main import main
 from forerun.measure.profile.profile import write_profile
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 TABLE = CostTable(
     lines=(

@@ -16,7 +16,7 @@ from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
 from forerun.control.goodput import GoodputController
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.observing import EmittedRecords
 from forerun.models.huggingface import HuggingFaceModel

@@ -10,7 +10,7 @@ import torch
 from tests import natives, tiny
 
 from forerun.control.base import Plan, Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.drafters.base import DraftRequest, Pause
 from forerun.drafters.config import NamedDrafter, SuffixConfig
 from forerun.drafters.registry import build_drafter

@@ -8,7 +8,7 @@ from tests import natives, tiny
 from tests.system.test_named_drafters import REQUESTS, answers, counts
 
 from forerun.control.base import Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.drafters.config import NamedDrafter
 from forerun.drafters.registry import build_drafter
 from forerun.engine.engine import Engine

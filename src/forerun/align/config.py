@@ -38,7 +38,6 @@ TRAINING_RANGES = (
     Range("warmup_share", 0, 1),
     Range("weight_decay", 0),
     Range("max_grad_norm", 0, above_low=True),
-    Range("lora_rank", 0, integer=True),
     Range("checkpoint_every_s", 0),
     Range("training_seed", 0, integer=True),
 )
@@ -57,10 +56,7 @@ ATTACHED_RANGES = (
     Range("num_blocks", 1, integer=True),
 )
 OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
-DATA_RANGES = (
-    Range("samples_per_prompt", 1, integer=True),
-    Range("max_prompt_tokens", 1, integer=True),
-)
+DATA_RANGES = (Range("max_prompt_tokens", 1, integer=True),)
 TEACHER_RANGES = (Range("num_sampled_ids", 1, 32767, integer=True),)
 
 
@@ -75,8 +71,6 @@ class DataConfig:
     """OpenAI-compatible server that writes the responses; by default the target in this process."""
     responses_model: str | None = None
     """Name of the model on that server; by default the target's name."""
-    samples_per_prompt: int = 1
-    """Responses per prompt."""
     on_policy_share: float = 0.0
     """Share of the training tokens that the draft writes itself and the target scores."""
     fixed_share: float = 0.0
@@ -197,8 +191,6 @@ class TrainingConfig:
     """Weight decay of AdamW, on matrices."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
-    lora_rank: int = 0
-    """Train adapters of this rank, merged at the end; 0 trains all weights."""
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints."""
     training_seed: int = 0
@@ -301,7 +293,6 @@ class AlignConfig:
             )
         reasons = {
             "--on-policy-share": (self.data.on_policy_share, "a head writes no text of its own"),
-            "--lora-rank": (self.training.lora_rank, "a head has no adapters: it is trained whole"),
             "--init": (self.init, "a head's shape is set by flags such as --intermediate-size"),
             "--length-aware": (self.objective.length_aware, "use --pass-decay"),
         }

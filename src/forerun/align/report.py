@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import forerun
 from forerun.align.config import AlignConfig
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import data_hash
-from forerun.align.manifest import DEFAULTS
+from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics, read_metrics
 from forerun.align.rounds import DraftSelector, Judgement
+from forerun.align.samples import data_hash
 from forerun.align.serving import describe_pair, export_draft, push_draft
-from forerun.align.training.checkpoint import differences
 from forerun.align.workspace import (
     Workspace,
     check_hashes,
+    differences,
     from_json,
     settings_of,
     to_json,
@@ -239,7 +238,7 @@ def finished(
             "delete both, and the same command restores the draft and judges it again"
         )
     lacks_speedup = predicted and report.judged[0].after.overall.speedup is None
-    if lacks_speedup or differences(report.identity, identity, DEFAULTS):
+    if lacks_speedup or differences(report.identity, identity):
         return None
     return report
 

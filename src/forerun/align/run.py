@@ -20,9 +20,8 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from forerun.align.config import AlignConfig
-from forerun.align.data.packing import Packing
-from forerun.align.manifest import DEFAULTS, check_folder, claim_folder, identity_of, of_training
 from forerun.align.objectives import objective_of
+from forerun.align.packing import Packing
 from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
 from forerun.align.report import (
     AlignReport,
@@ -39,7 +38,15 @@ from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, w
 from forerun.align.training.attached import load_attached
 from forerun.align.training.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.training.trainer import Trainer, from_main, make_accelerator
-from forerun.align.workspace import Workspace, exclusive_access, lock_for
+from forerun.align.workspace import (
+    Workspace,
+    check_folder,
+    claim_folder,
+    exclusive_access,
+    identity_of,
+    lock_for,
+    of_training,
+)
 from forerun.engine.engine import Engine
 from forerun.measure.judge.judge import Judge
 from forerun.models.load import load_tokenizer, model_folder
@@ -177,7 +184,6 @@ class Alignment:
             target=model_folder(config.target),
             draft=None if config.draft is None else model_folder(config.draft),
             init=config.init,
-            lora_rank=config.training.lora_rank,
             seed=config.training.training_seed,
         )
 
@@ -199,7 +205,7 @@ class Alignment:
             folder=self.workspace.training,
             identity=of_training(identity),
         )
-        trainer.resume(DEFAULTS)
+        trainer.resume()
         return trainer
 
     def _selector(

@@ -20,7 +20,7 @@ from forerun.align.config import Export, Method
 from forerun.align.teachers.target import load_target
 from forerun.atomic_write import atomic_write
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
-from forerun.drafters.medusa_head import VLLM_NOTE, read_medusa, write_medusa_vllm
+from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint, read_object

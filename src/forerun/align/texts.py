@@ -9,30 +9,29 @@ from functools import partial
 from pathlib import Path
 
 from forerun.align.config import AlignConfig, DataConfig, Source
-from forerun.align.data.packing import mix, split
-from forerun.align.data.prompts import PromptRecord, read_prompts, shortened
-from forerun.align.data.responses import (
+from forerun.align.packing import mix, split
+from forerun.align.progress import OnProgress
+from forerun.align.responses import (
     ResponseOrigin,
+    ResponseServer,
     ResponseStore,
     draft_writer,
     write_responses,
+    write_responses_from,
 )
-from forerun.align.data.sample import Sample, prompt_hash
-from forerun.align.data.server import ResponseServer, write_responses_from
-from forerun.align.progress import OnProgress
+from forerun.align.samples import PromptRecord, Sample, prompt_hash, read_prompts, shortened
 from forerun.client.client import Client
 from forerun.client.config import ClientConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.measure.judge.judged import EvaluationPrompt
+from forerun.measure.judge.figures import EvaluationPrompt
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import first_repeat
-from forerun.trace.files import read_trace
-from forerun.trace.schema import Damage
+from forerun.trace.files import Damage, read_trace
 
 logger = logging.getLogger("forerun.align")
 
@@ -214,8 +213,8 @@ class TrainingTexts:
             raise ValueError("only the process that has the target writes responses")
         engine, store = draft_writer(draft, self.target, self.params, self.folder)
         with store.writing():
-            write_responses(engine, prompts, store, on_progress=on_progress)
-        return [_without_loop(sample) for sample in store.samples(prompts, 1)]
+            write_responses(engine, prompts, store, on_progress)
+        return [_without_loop(sample) for sample in store.samples(prompts)]
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
         """Select samples in the configured shares, and add all samples replayed from traces."""
@@ -223,7 +222,6 @@ class TrainingTexts:
         return mix(samples, self.shares, seed=seed) + replays
 
     def _of_target(self, on_progress: OnProgress) -> list[Sample]:
-        num_samples = self.config.data.samples_per_prompt
         server = self._server
         store = ResponseStore(self.folder, self._origin(server))
         if self.target is not None:
@@ -235,8 +233,8 @@ class TrainingTexts:
                 )
                 write = partial(write_responses_from, answering)
             with store.writing():
-                write(self.prompts, store, samples_per_prompt=num_samples, on_progress=on_progress)
-        return [_without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
+                write(self.prompts, store, on_progress)
+        return [_without_loop(sample) for sample in store.samples(self.prompts)]
 
     @property
     def _server(self) -> ClientConfig | None:

@@ -186,7 +186,7 @@ def answered(arguments: Sequence[str]) -> int:
 
 EXTRAS = {
     **dict.fromkeys(["fastapi", "llguidance", "prometheus_client", "pydantic", "uvicorn"], "serve"),
-    **dict.fromkeys(["accelerate", "filelock", "peft", "tensorboard"], "align"),
+    **dict.fromkeys(["accelerate", "filelock", "tensorboard"], "align"),
     **dict.fromkeys(["matplotlib", "scipy"], "plot"),
     **dict.fromkeys(["pyarrow", "yaml"], "trace"),
 }

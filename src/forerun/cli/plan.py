@@ -3,31 +3,373 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.markup import escape
 from rich.table import Column, Table
+from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
 from forerun.cli.flags import check_plot
-from forerun.cli.plan_inputs import PlanOptions, candidates_of
 from forerun.cli.tables import SafeConsole, table_of
+from forerun.drafters.config import parse_drafter
+from forerun.errors import InvalidProfile, InvalidRequest
+from forerun.measure.profile.profile import Profile, load_profile
+from forerun.plan.acceptance import Acceptance, counted, given
+from forerun.plan.advice import BATCH_FACTORS, CONTEXT_FACTORS
+from forerun.plan.config import PlanConfig
+from forerun.plan.costs import with_draft_cost
+from forerun.plan.option import DraftCandidate
+from forerun.plan.roofline import PRESETS, Machine, ModelSize, cost_table, preset
+from forerun.plan.traced import TracedDrafts, drafts_in
+from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:
-    from forerun.plan.advice import Advice, BreakEven
-    from forerun.plan.config import PlanConfig
+    from forerun.plan.advice import Advice, BreakEven, Scenario
     from forerun.plan.option import DraftCandidate, Option
-    from forerun.plan.what_if import Scenario
+    from forerun.theory.cost import CostTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFlags:
+    """A machine described by its data sheet, from which a roofline estimates costs."""
+
+    machine: Annotated[
+        str | None,
+        arg(metavar="NAME", help=f"Plan for this machine by its data sheet: {', '.join(PRESETS)}."),
+    ] = None
+    flops: float | None = None
+    """Dense operations per second, for a machine of your own or instead of the data sheet's."""
+    bandwidth: float | None = None
+    """Bytes per second it reads."""
+    launch_us: float | None = None
+    """Microseconds every pass costs before it computes."""
+    step_us: float | None = None
+    """Microseconds every step costs outside the passes."""
+    target_params: float | None = None
+    """Parameters of the target; by default its weights as profiled."""
+    draft_params: float | None = None
+    """Parameters of the draft; by default its weights as profiled."""
+    weight_bytes: float = 2.0
+    """Bytes per parameter."""
+    kv_token_bytes: float | None = None
+    """Bytes of keys and values per token of the target; by default as profiled, else 0."""
+
+    @property
+    def chosen(self) -> Machine | None:
+        """Return the machine that the flags describe; None if they describe none."""
+        rates = {"flops_per_s": self.flops, "bytes_per_s": self.bandwidth}
+        overheads = {"launch_s": self.launch_us, "step_s": self.step_us}
+        given: dict[str, Any] = {
+            **{name: rate for name, rate in rates.items() if rate is not None},
+            **{name: 1e-6 * us for name, us in overheads.items() if us is not None},
+        }
+        if self.machine is not None:
+            found = preset(self.machine)
+            return replace(found, **given, source=f"{found.source}, changed") if given else found
+        if not given:
+            self._check_unused()
+            return None
+        if self.flops is None or self.bandwidth is None:
+            raise InvalidRequest("describe a machine by --flops and --bandwidth, or name --machine")
+        return Machine(name="the machine described", **given)
+
+    def _check_unused(self) -> None:
+        for flag in ("target_params", "draft_params", "kv_token_bytes"):
+            if getattr(self, flag) is not None:
+                raise InvalidRequest(
+                    f"--{flag.replace('_', '-')} describes models on a --machine; name one"
+                )
+
+    def sizes(self, profile: Profile | None) -> tuple[ModelSize, ModelSize | None]:
+        """Return the sizes of target and draft from the flags, otherwise from the profile."""
+        limit = None if profile is None else profile.limit
+        target, draft = self.target_params, self.draft_params
+        if limit is not None:
+            target = limit.target_bytes / self.weight_bytes if target is None else target
+            draft = limit.draft_bytes / self.weight_bytes if draft is None else draft
+        if target is None:
+            raise InvalidRequest(
+                "the machine does not define the models: give --target-params and --draft-params, "
+                "or a --profile of the pair"
+            )
+        kv = self.kv_token_bytes
+        if kv is None:
+            kv = 0.0 if limit is None else float(limit.kv_token_bytes)
+        return self._size(target, kv), None if draft is None else self._size(draft, 0.0)
+
+    def _size(self, num_parameters: float, kv_token_bytes: float) -> ModelSize:
+        return ModelSize(
+            num_parameters=num_parameters,
+            weight_bytes=num_parameters * self.weight_bytes,
+            kv_token_bytes=kv_token_bytes,
+        )
+
+
+logger = logging.getLogger(__name__)
+
+DRAFT = "draft"
+"""Name of the draft of a roofline without --draft."""
+ROOFLINE_BATCHES: tuple[int, ...] = (1, 8, 32, 128)
+ROOFLINE_CONTEXT = 1024
+"""Committed tokens of a roofline without --context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `forerun plan`."""
+
+    profile: UseAppendAction[tuple[Path, ...]] = ()
+    """What `forerun profile` wrote; one per draft model.
+    It may be of another machine: the plan holds for the machine of the profile."""
+    draft: UseAppendAction[tuple[str, ...]] = ()
+    """Drafters to compare, by the names in profiles and trace; "suffix" needs no profile.
+    Default: every draft of the profiles."""
+    acceptance: UseAppendAction[tuple[str, ...]] = ()
+    """[DRAFT=]ALPHA, the same at every position, or [DRAFT=]BETA1,BETA2,... by position."""
+    conditional: bool = False
+    """Figures by position are conditional: given that everything before was accepted."""
+    trace: Path | None = None
+    """Take the acceptance from this trace of `forerun generate` or `forerun bench`."""
+    batch: UseAppendAction[tuple[int, ...]] = ()
+    """Sequences at once that are considered. Default: those of the profiles."""
+    context: int | None = None
+    """Committed tokens of every sequence. Default: the shortest that was profiled."""
+    temperature: float | None = None
+    """0 plans for greedy decoding, anything above for sampling.
+    Default: that of the trace if all its requests have one, else 1."""
+    max_k: Annotated[int, arg(name="num-speculative-tokens", aliases=("--max-k", "--k"))] = 16
+    """Largest K that is considered."""
+    slo_tpot: float | None = None
+    """Most seconds per output token; the plan is the highest throughput that keeps it."""
+    sibling_acceptance: float | None = None
+    """Plan draft trees too, and recommend one only where it is faster than every chain: the
+    probability that a further child is accepted where those before it are not."""
+    machine: MachineFlags = field(default_factory=MachineFlags)
+    plot: Path | None = None
+    """Draw the speedup over K into this .png, .svg or .pdf file."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
+    """Return every drafter that the plan compares, and the plan's operating points."""
+    profiles = _read_profiles(options.profile)
+    machine = options.machine.chosen
+    traced = _read_traced(options)
+    config = config_of(options, profiles, temperature_of(options, traced))
+    _check_same_pair(profiles, traced)
+    if machine is None:
+        tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
+    else:
+        tables = rooflines(machine, options, profiles, config)
+    names = options.draft or tuple(tables)
+    figures = _given_by(options, names)
+    candidates = [
+        DraftCandidate(
+            name=name,
+            table=_table_for(name, tables, traced),
+            acceptance=_acceptance_for(name, figures, traced, options, config.temperature),
+        )
+        for name in names
+    ]
+    return candidates, config
+
+
+def temperature_of(options: PlanOptions, traced: TracedDrafts | None) -> float:
+    """Return the temperature of the flags, or else the only one in the trace, or else 1."""
+    if options.temperature is not None:
+        return options.temperature
+    found = set() if traced is None else set(traced.temperatures.values())
+    return found.pop() if len(found) == 1 else 1.0
+
+
+def config_of(
+    options: PlanOptions, profiles: Mapping[str, Profile], temperature: float
+) -> PlanConfig:
+    """Return the operating points of the plan: from the flags, otherwise from the profile."""
+    batches, context = ROOFLINE_BATCHES, ROOFLINE_CONTEXT
+    if options.machine.chosen is None:
+        if not profiles:
+            raise InvalidRequest(
+                "a plan needs costs: a --profile of `forerun profile`, or a --machine"
+            )
+        table = next(iter(profiles.values())).greedy
+        batches, context = table.batches, table.contexts[0]
+    return PlanConfig(
+        batches=tuple(sorted(set(options.batch))) or batches,
+        context=context if options.context is None else options.context,
+        temperature=temperature,
+        max_k=options.max_k,
+        slo_tpot_s=options.slo_tpot,
+        sibling_acceptance=options.sibling_acceptance,
+    )
+
+
+def _read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
+    """Read profiles and return them by the draft that each was measured with."""
+    found: dict[str, Profile] = {}
+    for path in paths:
+        profile = load_profile(path)
+        if profile.draft in found:
+            raise InvalidRequest(f"{path} is a second profile with draft {profile.draft}")
+        for other in found.values():
+            mine, its = (
+                replace(setup, draft_hash="", draft_runner="")
+                for setup in (profile.setup, other.setup)
+            )
+            if differences := mine.differences(its):
+                raise InvalidProfile(
+                    f"{path} cannot be compared with the profile of {other.draft}: "
+                    f"{', '.join(differences)}"
+                )
+        found[profile.draft] = profile
+    return found
+
+
+def _read_traced(options: PlanOptions) -> TracedDrafts | None:
+    if options.trace is None:
+        return None
+    found = drafts_in(read_trace(options.trace), str(options.trace))
+    if found.num_damaged:
+        logger.warning(
+            "%d place(s) of the trace %s could not be read; the plan is from the rest",
+            found.num_damaged,
+            options.trace,
+        )
+    return found
+
+
+def _check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None) -> None:
+    """Refuse acceptance that was counted with another pair of models."""
+    for name, draft in ({} if traced is None else traced.drafts).items():
+        header = draft.header
+        for profile in profiles.values():
+            setup = profile.setup
+            differences = []
+            if header.target_hash != setup.target_hash:
+                differences.append(f"target_hash {header.target_hash} ({header.target})")
+            if profile.draft == name and header.draft_hash != setup.draft_hash:
+                differences.append(f"draft_hash {header.draft_hash} ({name})")
+            if differences:
+                raise InvalidProfile(
+                    f"the trace was made with {' and '.join(differences)}, the profile of "
+                    f"{profile.target} and {profile.draft} with target_hash {setup.target_hash} "
+                    f"and draft_hash {setup.draft_hash}: acceptance holds for its own pair"
+                )
+
+
+def rooflines(
+    machine: Machine, options: PlanOptions, profiles: Mapping[str, Profile], config: PlanConfig
+) -> dict[str, CostTable]:
+    """Return roofline costs by draft model on a machine that is described by flags."""
+    batches = {batch * factor for batch in config.batches for factor in (1, *BATCH_FACTORS)}
+    contexts = {config.context * factor for factor in (1, *CONTEXT_FACTORS)}
+    sources: Mapping[str, Profile | None] = profiles or {_name_without_profile(options): None}
+    return {
+        name: cost_table(
+            machine, *options.machine.sizes(profile), batches=batches, contexts=contexts
+        )
+        for name, profile in sources.items()
+    }
+
+
+def _name_without_profile(options: PlanOptions) -> str:
+    """Return the draft whose size the flags describe."""
+    models = [name for name in options.draft if parse_drafter(name) is None]
+    if options.machine.draft_params is None and (models or not options.draft):
+        raise InvalidRequest("how large is the draft? give --draft-params, or --draft suffix")
+    if len(models) > 1:
+        raise InvalidRequest(
+            f"--draft-params is the size of one draft, and {', '.join(models)} are named; give a "
+            "--profile of each"
+        )
+    return models[0] if models else DRAFT
+
+
+def _table_for(
+    name: str, tables: Mapping[str, CostTable], traced: TracedDrafts | None
+) -> CostTable:
+    """Return the cost table of a drafter.
+
+    A drafter without a model is put beside the target of any profile: what it takes per token is
+    in the trace, and so is the rest of a cycle. Without a trace it drafts for nothing, and the rest
+    is what it is with a draft model.
+    """
+    if name in tables:
+        return tables[name]
+    beside = next(iter(tables.values()))
+    named = parse_drafter(name)
+    own = None if traced is None else traced.drafts.get(name)
+    measured = None if own is None else own.draft_token_s
+    if named is None or (named.name == "self" and measured is None):
+        raise InvalidRequest(
+            f"the cost of drafting with {name} is not known: the profiles are of "
+            f"{', '.join(tables)}; profile it"
+            + (", or give a trace of it" if named is not None else "")
+        )
+    if own is None or measured is None:
+        return with_draft_cost(beside, draft_s=0.0)
+    return with_draft_cost(beside, draft_s=measured, overhead_s=own.overhead_s)
+
+
+def _given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Parse the figures of --acceptance by draft."""
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise InvalidRequest(f"--draft {min(doubled)} is given twice")
+    found: dict[str, list[float]] = {}
+    for text in options.acceptance:
+        name, equals, figures = text.rpartition("=")
+        if not equals and len(names) > 1:
+            raise InvalidRequest(
+                f"--acceptance {text} could be of {', '.join(names)}; give DRAFT={text}"
+            )
+        name = name if equals else names[0]
+        if name not in names:
+            raise InvalidRequest(f"--acceptance is of {name}, the drafters are {', '.join(names)}")
+        if name in found:
+            raise InvalidRequest(f"--acceptance of {name} is given twice")
+        found[name] = list(numbers(text, figures))
+    return found
+
+
+def numbers(text: str, figures: str) -> Iterator[float]:
+    for part in figures.split(","):
+        try:
+            yield float(part)
+        except ValueError:
+            raise InvalidRequest(
+                f"--acceptance {text}: {part!r} is no number; give 0.8, or 0.8,0.6,0.4"
+            ) from None
+
+
+def _acceptance_for(
+    name: str,
+    figures: Mapping[str, list[float]],
+    traced: TracedDrafts | None,
+    options: PlanOptions,
+    temperature: float,
+) -> Acceptance:
+    if name in figures:
+        return given(figures[name], conditional=options.conditional, max_k=options.max_k)
+    if traced is not None and name in traced.drafts:
+        return counted(traced.counts(name, temperature))
+    if traced is not None:
+        raise InvalidRequest(
+            f"the trace is of {', '.join(traced.drafts)} and has no steps of {name}; give "
+            f"--acceptance {name}=..., or name the --draft to plan"
+        )
+    raise InvalidRequest(f"the acceptance of {name} is not known: give --acceptance or --trace")
 
 
 def run(options: PlanOptions) -> int:
     check_plot(options.plot)
 
-    from forerun.plan.advice import advise
-    from forerun.plan.what_if import scenarios
+    from forerun.plan.advice import advise, scenarios
 
     found, config = candidates_of(options)
     advice = advise(found, config)
@@ -37,7 +379,7 @@ def run(options: PlanOptions) -> int:
     else:
         _print_plan(advice, what_if, config, origin(options, found))
     if options.plot is not None:
-        from forerun.plan.plot import plot
+        from forerun.plan.advice import plot
 
         plot(advice, options.plot)
     return 0

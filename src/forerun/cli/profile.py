@@ -25,8 +25,7 @@ from forerun.measure.profile.config import THOROUGH, ProfileConfig, Quantity
 
 if TYPE_CHECKING:
     from forerun.measure.profile.profile import Profile
-    from forerun.theory.cost import CostTable
-    from forerun.theory.cost_line import CostLine
+    from forerun.theory.cost import CostLine, CostTable
     from forerun.theory.intervals import Interval
 
 
@@ -89,7 +88,7 @@ def run(options: ProfileOptions) -> int:
 def measured(models: ModelFlags, draft: str, config: ProfileConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
     from forerun.measure.profile.measurement import measure_pair
-    from forerun.measure.profile.pair import facts_of, load_pair
+    from forerun.measure.profile.rigs import facts_of, load_pair
 
     engine = EngineConfig(runner=models.runner, num_threads=use_threads(models.threads))
     with SafeConsole(stderr=True).status("loading models"):

@@ -13,15 +13,15 @@ from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords, StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.errors import InvalidRequest
-from forerun.measure.profile.pair import LoadedPair, facts_of, setup_of
 from forerun.measure.profile.profile import ProfileSetup, check_setup, load_profile
+from forerun.measure.profile.rigs import LoadedPair, facts_of, setup_of
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts

@@ -68,7 +68,7 @@ def run(options: SimulateOptions) -> int:
     else:
         _print_simulation(results, oracle, workload)
     if options.plot is not None:
-        from forerun.plan.simulation.plot import plot
+        from forerun.plan.simulation.comparison import plot
 
         plot(results, oracle, options.plot)
     return 0

@@ -147,7 +147,7 @@ class TopTokensDrafter(Drafter, Protocol):
 class TreeDrafter(Drafter, Protocol):
     """A drafter that accepts plans with a `Tree`; controllers plan trees for no other drafter.
 
-    The engine finds these drafters with `tree_methods` in `drafters/several.py`. Plans of trees
+    The engine finds these drafters with `tree_methods` in `drafters/registry.py`. Plans of trees
     come from `EngineConfig.tree` or from a controller that compares them.
     """
 

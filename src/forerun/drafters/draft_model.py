@@ -20,8 +20,7 @@ from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
 from forerun.drafters.tree_builder import BuiltTree, Path
-from forerun.drafters.tree_growth import MAX_WIDTH, invalid_probs
-from forerun.drafters.tree_levels import draft_trees
+from forerun.drafters.tree_growth import MAX_WIDTH, draft_trees, invalid_probs
 from forerun.errors import DrafterError
 from forerun.models.base import Context, LanguageModel, RowBatch, Span, pack
 from forerun.models.one_call import DraftsInOneCall, LikelyTree

@@ -9,24 +9,250 @@ reference calls typical acceptance changes the distribution and is not done here
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.medusa_head import MedusaHeads, read_medusa
 from forerun.drafters.tree_builder import Candidates, build_tree
 from forerun.drafters.tree_builder import Path as TokenPath
-from forerun.errors import IncompatibleDraft
+from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.base import LanguageModel, StoredModel
+from forerun.models.checkpoint import read_object
+from forerun.models.tensor_files import check_tensors, read_tensors, write_files
 from forerun.sampling.config import Choice
 from forerun.sampling.kernels import on_host
 from forerun.sampling.proposal import Assurance, Proposal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Sizes of Medusa heads on a frozen target.
+
+    Attributes:
+        hidden_size: width of the target's residual stream.
+        vocab_size: width of the target's logits.
+        num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 after the
+            row it reads.
+        own_heads: every head has an output matrix of its own; otherwise all use the target's.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_blocks: int = 1
+    own_heads: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a checkpoint without heads."""
+        if min(self.hidden_size, self.vocab_size, self.num_heads, self.num_blocks) < 1:
+            raise InvalidModel(f"Medusa heads need positive sizes, not {self}")
+
+
+SharedHead = Callable[[Float[Tensor, "rows width"]], Float[Tensor, "rows vocab"]]
+"""The target's own output head, such as `LanguageModel.head`."""
+
+
+class ResidualBlock(nn.Module):
+    """h + SiLU(W h + b), where W starts at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the state with the block's output added."""
+        return hidden + F.silu(self.linear(hidden))
+
+
+class MedusaHeads(nn.Module):
+    """All Medusa heads; the state dict has the names of the reference code without their prefix.
+
+    `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and, where heads have output
+    matrices of their own, `{head}.{num_blocks}.weight`.
+    """
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads: list[nn.Sequential] = []
+        for index in range(config.num_heads):
+            parts: list[nn.Module] = [
+                ResidualBlock(config.hidden_size) for _ in range(config.num_blocks)
+            ]
+            if config.own_heads:
+                parts.append(nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+            self.heads.append(nn.Sequential(*parts))
+            self.add_module(str(index), self.heads[-1])
+
+    def states(
+        self, hidden: Float[Tensor, "rows width"], num_heads: int | None = None
+    ) -> list[Float[Tensor, "rows width"]]:
+        """Return the input of every head's output matrix.
+
+        Args:
+            hidden: the target's states after its final norm.
+            num_heads: the first so many; None: all.
+        """
+        return [head[: self.config.num_blocks](hidden) for head in self.heads[:num_heads]]
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "rows width"],
+        shared: SharedHead | None = None,
+        num_heads: int | None = None,
+    ) -> Float[Tensor, "heads rows vocab"]:
+        """Return the logits of every head.
+
+        Args:
+            hidden: the target's states after its final norm.
+            shared: the target's output head; needed unless heads have their own.
+            num_heads: the first so many; None: all.
+        """
+        states = self.states(hidden, num_heads)
+        if not self.config.own_heads:
+            assert shared is not None
+            return shared(torch.cat(states)).view(len(states), len(hidden), -1)
+        return torch.stack(
+            [head[-1](state) for head, state in zip(self.heads, states, strict=False)]
+        )
+
+
+WEIGHTS = "medusa_lm_head.safetensors"
+VLLM_WEIGHTS = "model.safetensors"
+VLLM_NOTE = (
+    "vLLM reads these heads as a top-1 chain, and their biases only because config.json has "
+    "medusa_fc_bias: a checkpoint in the reference's form loses its biases there without notice"
+)
+VLLM_LINEAR = re.compile(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.(weight|bias)")
+VLLM_HEAD = re.compile(r"lm_heads\.(\d{1,9})\.weight")
+LINEAR = re.compile(r"(\d{1,9})\.(\d{1,9})\.linear\.(weight|bias)")
+
+
+def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
+    """Read Medusa heads in either form, in fp32.
+
+    Args:
+        folder: with config.json and the weights.
+        vocab_size: of the target, for heads that use its output matrix.
+
+    Raises:
+        InvalidModel: a file is missing or damaged, or tensors are missing, unknown or misshapen.
+    """
+    settings = read_object(folder / "config.json")
+    tensors = _read_heads(folder)
+    linear = {match for name in tensors if (match := LINEAR.fullmatch(name))}
+    if not linear:
+        raise InvalidModel(
+            f"the Medusa heads in {folder} have no residual block (0.0.linear.weight)"
+        )
+    num_heads = 1 + max(int(match[1]) for match in linear)
+    num_blocks = 1 + max(int(match[2]) for match in linear)
+    if num_heads * num_blocks > len(linear):
+        raise InvalidModel(
+            f"the tensors in {folder} are numbered as of {num_heads} Medusa heads of {num_blocks} "
+            f"blocks, but only {len(linear)} are there: fetch the heads again"
+        )
+    declared = settings.get("medusa_num_heads", settings.get("num_heads", num_heads))
+    if declared != num_heads:
+        raise InvalidModel(
+            f"config.json in {folder} declares {declared!r:.40} Medusa heads, the weights hold "
+            f"{num_heads}"
+        )
+    own = tensors.get(f"0.{num_blocks}.weight")
+    first = tensors[min(match[0] for match in linear)]
+    if first.dim() == 0 or (own is not None and own.dim() != 2):
+        raise InvalidModel(f"the tensors in {folder} are no matrices: fetch the heads again")
+    config = MedusaConfig(
+        hidden_size=len(first),
+        vocab_size=vocab_size if own is None else len(own),
+        num_heads=num_heads,
+        num_blocks=num_blocks,
+        own_heads=own is not None,
+    )
+    heads = MedusaHeads(config)
+    check_tensors(heads.state_dict(), tensors, str(folder), advice="fetch the heads again")
+    heads.load_state_dict(tensors)
+    return heads.eval()
+
+
+def _read_heads(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of Medusa heads under the names of the reference code."""
+    path = next((p for n in (WEIGHTS, VLLM_WEIGHTS) if (p := folder / n).is_file()), None)
+    if path is None:
+        raise InvalidModel(
+            f"{folder} has neither {WEIGHTS} nor {VLLM_WEIGHTS}; pickled heads "
+            "(medusa_lm_head.pt) can run code when loaded: convert them to safetensors"
+        )
+    stored = read_tensors(path)
+    stored = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
+    if path.name == WEIGHTS:
+        return stored
+    stored.pop("lm_head.weight", None)  # the target's own output matrix
+    blocks = {int(match[2]) for name in stored if (match := VLLM_LINEAR.fullmatch(name))}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if match := VLLM_LINEAR.fullmatch(name):
+            tensors[f"{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
+        elif match := VLLM_HEAD.fullmatch(name):
+            tensors[f"{match[1]}.{len(blocks)}.weight"] = tensor
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
+    """Write heads in their own dtype and in the form of the reference code."""
+    config = heads.config
+    settings = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_blocks,
+        "base_model_name_or_path": target,
+    }
+    write_files(folder, settings | _dtype_of(heads), WEIGHTS, heads.state_dict())
+
+
+def write_medusa_vllm(
+    heads: MedusaHeads, folder: Path, *, output: Tensor | None, max_positions: int
+) -> None:
+    """Write heads in their own dtype and in the form that vLLM reads; see `VLLM_NOTE`."""
+    config = heads.config
+    if (output is None) != config.own_heads:
+        raise ValueError("the target's output matrix is written for heads without their own")
+    tensors = {}
+    for name, tensor in heads.state_dict().items():
+        if match := LINEAR.fullmatch(name):
+            tensors[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
+        else:
+            tensors[f"lm_heads.{name.partition('.')[0]}.weight"] = tensor
+    if output is not None:
+        tensors["lm_head.weight"] = output
+    settings = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_blocks,
+        "max_seq_len": max_positions,
+        "max_position_embeddings": max_positions,
+        "medusa_fc_bias": True,
+        "original_lm_head": not config.own_heads,
+    }
+    write_files(folder, settings | _dtype_of(heads), VLLM_WEIGHTS, tensors)
+
+
+def _dtype_of(heads: MedusaHeads) -> dict[str, str]:
+    return {"torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch.")}
+
 
 logger = logging.getLogger("forerun.drafting")
 

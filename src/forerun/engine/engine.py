@@ -14,7 +14,7 @@ from forerun.control.base import Controller
 from forerun.control.costs import CostSource
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.guard import EngineGuard

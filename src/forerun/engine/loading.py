@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from forerun.control.base import Controller, Tree
 from forerun.control.costs import CostSource
-from forerun.control.fixed import FixedController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.eagle3.golden import GOLDEN_FILE
 from forerun.drafters.foreign import foreign_drafter
-from forerun.drafters.registry import build_drafter, find_checkpoint, is_head
-from forerun.drafters.several import SeveralDrafters, named_by_method, tree_methods
+from forerun.drafters.registry import (
+    SeveralDrafters,
+    build_drafter,
+    find_checkpoint,
+    is_head,
+    named_by_method,
+    tree_methods,
+)
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, UnsupportedFeatures
 from forerun.models.architecture import QUANTISED, WeightFormat

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from forerun.errors import InvalidRequest
-from forerun.plan.drafts import Drafts
+from forerun.plan.traced import Drafts
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, normal_interval
 from forerun.theory.speedup import (

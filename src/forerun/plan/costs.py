@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
-from forerun.theory.reading_cost import ReadingCost
+from forerun.theory.cost import CostLine, CostTable, ReadingCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

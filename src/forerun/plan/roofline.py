@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from forerun.errors import InvalidRequest, Range, check_ranges
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
 RANGES = (

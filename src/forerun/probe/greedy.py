@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence
-from forerun.measure.judge.teacher_forced import logits_of
+from forerun.measure.judge.judge import logits_of
 from forerun.models.base import LanguageModel
 from forerun.probe.replay import Replay
 from forerun.probe.tape import (

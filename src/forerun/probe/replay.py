@@ -17,8 +17,8 @@ from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import examine
 from forerun.drafters.levels import fit_vocabulary
-from forerun.drafters.medusa_head import MedusaHeads, read_medusa
-from forerun.measure.judge.teacher_forced import (
+from forerun.drafters.medusa import MedusaHeads, read_medusa
+from forerun.measure.judge.judge import (
     head_logits,
     histories_before,
     logits_of,

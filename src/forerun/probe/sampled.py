@@ -11,14 +11,13 @@ from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace.reader import METHODS
-from forerun.measure.judge.teacher_forced import overlap
+from forerun.measure.judge.judge import overlap
 from forerun.probe.replay import Replay, Transform
 from forerun.probe.tape import AcceptedShare, StateTally, TapedRequest, TapedStep
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.processors import failed_rows
-from forerun.theory.intervals import normal_interval
+from forerun.theory.intervals import normal_interval, uniformity_p_value
 from forerun.theory.record import StepRecord
-from forerun.theory.uniformity import uniformity_p_value
 
 MIN_VALUES = 50
 """Least number of values for a test of uniformity; with fewer it has no power."""

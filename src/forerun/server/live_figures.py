@@ -15,7 +15,7 @@ from forerun.server.live_page import (
     LiveStepTimes,
 )
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.ratio import DiscountedRatio
+from forerun.theory.intervals import DiscountedRatio
 from forerun.theory.record import StepRecord
 
 HISTORY_S = 120

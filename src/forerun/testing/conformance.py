@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Plan, Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.drafters.base import (
     Drafter,
     DraftRequest,

@@ -1,4 +1,4 @@
-"""Confidence intervals of proportions, means, paired ratios and medians.
+"""Intervals of proportions, means, ratios and medians, a discounted ratio, and a uniformity test.
 
 Nothing here assumes a normal sample, and only `normal_interval` a normal estimate. Resampling draws
 its indices from a hash of (seed, resample, draw), so an interval is a function of its arguments.
@@ -224,3 +224,81 @@ def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
 
 def _mix(counter: int) -> int:
     return finalise(counter * INCREMENT)
+
+
+class DiscountedRatio:
+    """Estimates sum(y) / sum(x) under exponential weights.
+
+    The error is that of the ratio estimator: the residuals y - ratio x, whose weighted squares are
+    kept as moments (Cochran 1977, section 6.4).
+
+    Args:
+        memory: weight that a pair keeps after one more.
+    """
+
+    __slots__ = ("memory", "num_pairs", "squares", "weight", "x", "xx", "xy", "y", "yy")
+
+    def __init__(self, memory: float) -> None:
+        self.memory = memory
+        self.num_pairs = 0
+        self.weight = self.squares = 0.0
+        self.x = self.y = self.xx = self.xy = self.yy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        """Count one pair."""
+        memory = self.memory
+        self.num_pairs += 1
+        self.weight = self.weight * memory + 1.0
+        self.squares = self.squares * memory * memory + 1.0
+        self.x = self.x * memory + x
+        self.y = self.y * memory + y
+        self.xx = self.xx * memory + x * x
+        self.xy = self.xy * memory + x * y
+        self.yy = self.yy * memory + y * y
+
+    @property
+    def ratio(self) -> float:
+        """Return sum(y) / sum(x), which needs at least one pair."""
+        return self.y / self.x
+
+    @property
+    def relative_error(self) -> float:
+        """Return the standard error over the ratio; it is infinite below two pairs."""
+        if self.num_pairs < 2 or self.y == 0.0:
+            return math.inf
+        ratio = self.ratio
+        left = max(0.0, self.yy - 2.0 * ratio * self.xy + ratio * ratio * self.xx)
+        variance = left / self.weight
+        equal = self.weight * self.weight / self.squares  # pairs of equal weight that are as good
+        return math.sqrt(variance / max(1.0, equal - 1.0)) / (self.y / self.weight)
+
+
+def uniformity_p_value(values: Sequence[float]) -> float:
+    """Return the p-value of the Kolmogorov-Smirnov test that independent numbers are uniform.
+
+    Raises:
+        ValueError: there are no values, or one is outside [0, 1].
+    """
+    return ks_p_value(ks_distance(values), len(values))
+
+
+def ks_distance(values: Sequence[float]) -> float:
+    """Return the largest distance between the empirical distribution function and the diagonal."""
+    ordered = sorted(values)
+    if not ordered or not (ordered[0] >= 0.0 and ordered[-1] <= 1.0):
+        raise ValueError("uniformity takes one or more numbers from 0 to 1")
+    num = len(ordered)
+    return max(max((i + 1) / num - value, value - i / num) for i, value in enumerate(ordered))
+
+
+def ks_p_value(distance: float, num_values: int) -> float:
+    """Return P(D >= distance) of the Kolmogorov-Smirnov statistic of `num_values` numbers.
+
+    This is the limiting distribution at an effective size, which is accurate from four values on.
+
+    Source: Kolmogorov 1933; the effective size: Stephens 1970.
+    """
+    from scipy.special import kolmogorov  # slow to import, and few commands need it
+
+    root = math.sqrt(num_values)
+    return float(kolmogorov((root + 0.12 + 0.11 / root) * distance))

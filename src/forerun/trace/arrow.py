@@ -14,7 +14,7 @@ import pyarrow.json as pj
 from forerun.bounded_read import check_regular
 from forerun.errors import InvalidTrace, UnreadableInput
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.trace.schema import (
+from forerun.trace.files import (
     COUNTS,
     DURATIONS,
     MAX_COUNT,

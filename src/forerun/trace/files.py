@@ -1,24 +1,203 @@
-"""Writes traces through a buffer, and reads them."""
+"""Writes traces as JSON lines through a buffer, and reads and checks their records."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader, RawIOBase
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
+from forerun.bounded_read import check_regular, first_line
 from forerun.errors import InvalidRequest, InvalidTrace, UnreadableInput
-from forerun.theory.record import Json, StepRecord
-from forerun.trace.schema import (
-    Damage,
-    Item,
-    JsonLines,
-    Record,
-    read_json_lines,
-)
+from forerun.theory.record import SCHEMA_VERSION, Json, RequestRecord, StepRecord, TraceHeader
+
+Record = TraceHeader | RequestRecord | StepRecord
+
+KINDS: Mapping[str, type[TraceHeader] | type[RequestRecord] | type[StepRecord]] = {
+    "header": TraceHeader,
+    "request": RequestRecord,
+    "step": StepRecord,
+}
+"""What a record is called in a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A part of a trace that could not be read.
+
+    Attributes:
+        where: line and byte, or part file.
+        what: what is wrong with it.
+    """
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+Item = Record | Damage
+"""What reading a trace yields."""
+
+
+def record_from(kind: str, values: Mapping[str, object]) -> Record:
+    record: Record = msgspec.convert(values, KINDS[kind])
+    return checked(record)
+
+
+def checked(record: Record) -> Record:
+    """Return a record whose counts and times are possible."""
+    if isinstance(record, StepRecord):
+        _check_counts(record)
+    elif isinstance(record, RequestRecord):
+        _check_request(record)
+    elif record.schema_version != SCHEMA_VERSION:
+        raise ValueError(
+            f"schema version {record.schema_version}; this forerun reads {SCHEMA_VERSION}"
+        )
+    return record
+
+
+def _check_request(record: RequestRecord) -> None:
+    """Refuse impossible lengths and times in a request record."""
+    for name in ("num_prompt_tokens", "num_output_tokens", "ttft_s", "prefill_s"):
+        value = getattr(record, name)
+        if value is not None and not 0 <= value <= MAX_SECONDS:
+            raise ValueError(f"{name} is {value}; it must be from 0 to {MAX_SECONDS:g}")
+
+
+MAX_NODES = 4096
+"""Draft tokens of one step; the widest drafters propose some hundred."""
+MAX_COUNT = 1 << 53
+"""Larger integers have no exact float."""
+MAX_SECONDS = 1e12
+"""Of durations and clocks: 30,000 years."""
+NODE_COUNTS = ("k_budget", "num_drafted", "depth_drafted", "num_accepted", "num_emitted")
+COUNTS = ("cycle_id", "step", "batch_rows", "num_prefill_rows", "context_tokens")
+DURATIONS = ("draft_s", "verify_s", "other_s")
+
+
+def _check_counts(record: StepRecord) -> None:
+    if not 0 <= record.num_accepted <= record.depth_drafted <= record.num_drafted:
+        raise ValueError(
+            f"{record.num_accepted} accepted of {record.num_drafted} nodes, "
+            f"{record.depth_drafted} deep"
+        )
+    for names, most in ((NODE_COUNTS, MAX_NODES), (COUNTS, MAX_COUNT), (DURATIONS, MAX_SECONDS)):
+        for name in names:
+            value = getattr(record, name)
+            if not 0 <= value <= most:
+                raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}")
+    if not abs(record.t_s) <= MAX_SECONDS:
+        raise ValueError(f"t_s is {record.t_s}")
+    if not 0.0 <= record.expected_accepted <= MAX_NODES:
+        raise ValueError(f"expected_accepted is {record.expected_accepted}")
+    if not 0 <= record.num_emitted <= record.num_accepted + 1:
+        raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
+
+
+ENCODER = msgspec.json.Encoder()
+DECODER = msgspec.json.Decoder(Record)
+
+MAX_LINE_BYTES = 1 << 22
+"""No record is as long; a damaged file need not have any line ends, and memory is finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushRule:
+    """Limits on buffered records; the buffer is written when one of them is reached.
+
+    Attributes:
+        num_records: so many wait; no more are ever kept in memory.
+        seconds: so much time lies between the steps that wait.
+    """
+
+    num_records: int
+    seconds: float
+
+
+class JsonLines:
+    """Writes records as JSON lines.
+
+    What is written is handed to the system at once, so it outlives the process.
+    """
+
+    flush_rule = FlushRule(num_records=256, seconds=1.0)
+
+    def __init__(self, file: RawIOBase) -> None:
+        self.file = file
+
+    def write(self, records: Iterable[Record]) -> None:
+        remaining = memoryview(b"".join(map(line_of, records)))
+        while remaining:  # a file that is nearly full takes a part, and refuses the next
+            remaining = remaining[self.file.write(remaining) or 0 :]
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def line_of(record: Record) -> bytes:
+    return ENCODER.encode(record) + b"\n"
+
+
+def read_json_lines(path: Path) -> Iterator[Item]:
+    """Yield the records of a file in order, with `Damage` for unreadable lines."""
+    check_regular(path)
+    with path.open("rb") as file:
+        number = offset = 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            where = f"line {number} (byte {offset})"
+            offset += len(line)
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                offset += _skip_line(file)
+                yield Damage(where=where, what=f"longer than {MAX_LINE_BYTES} bytes")
+            elif line.strip():
+                yield item_of(line, where)
+
+
+def _skip_line(file: BufferedReader) -> int:
+    """Read to the end of a line and return the number of bytes read."""
+    num_bytes = 0
+    while rest := file.readline(MAX_LINE_BYTES):
+        num_bytes += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return num_bytes
+
+
+def version_of(line: bytes) -> object:
+    """Return the schema version that a line states; that of this forerun if it states none."""
+    try:
+        values = msgspec.json.decode(line)
+    except (ValueError, RecursionError):
+        return SCHEMA_VERSION
+    return (
+        values.get("schema_version", SCHEMA_VERSION) if isinstance(values, dict) else SCHEMA_VERSION
+    )
+
+
+def item_of(line: bytes, where: str) -> Item:
+    """Parse a line to a record, or to `Damage` if it is not valid."""
+    try:
+        return checked(DECODER.decode(line))
+    except RecursionError:
+        return Damage(where=where, what="nests lists and objects too deep")
+    except ValueError as error:
+        if (version := version_of(line)) != SCHEMA_VERSION:
+            what = f"schema version {version}; this forerun reads {SCHEMA_VERSION}"
+            return Damage(where=where, what=what)
+        cut_off = not line.endswith(b"\n") and not isinstance(error, msgspec.ValidationError)
+        what = "cut off in the middle" if cut_off else f"{first_line(error):.300}"
+        return Damage(where=where, what=what)
+
 
 logger = logging.getLogger(__name__)
 

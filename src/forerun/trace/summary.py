@@ -17,7 +17,7 @@ from forerun.pictures import COLOURS, draw_intervals, picture
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, wilson_interval
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
-from forerun.trace.schema import Damage, Item
+from forerun.trace.files import Damage, Item
 
 MAX_DAMAGE = 20
 """Damaged places that are named; further ones are counted."""

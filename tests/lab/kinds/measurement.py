@@ -11,7 +11,7 @@ from tests.lab.laboratory import Lab
 from tests.lab.setups import Fault, FaultRequest, FaultSetup
 from tests.lab.workload import compared, requests, sampled, setup_with_plain_stage
 
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 
 __all__ = ["MEASUREMENT"]
 

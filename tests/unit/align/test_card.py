@@ -9,8 +9,8 @@ from tests import tiny
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.data.sample import Sample, data_hash
 from forerun.align.report import card_of
+from forerun.align.samples import Sample, data_hash
 from forerun.models.draft_card import read_card, staleness, write_card
 from forerun.sampling.config import SamplingParams
 

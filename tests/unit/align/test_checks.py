@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.data.prompts import PromptRecord
+from forerun.align.samples import PromptRecord
 from forerun.align.texts import FEW_PROMPTS, PromptSplit, warn_of_few_prompts
 
 

@@ -18,18 +18,16 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.sample import Sample
-from forerun.align.manifest import (
-    DEFAULTS,
+from forerun.align.samples import PromptRecord, Sample
+from forerun.align.texts import PromptSplit
+from forerun.align.workspace import (
+    Workspace,
     check_folder,
     claim_folder,
+    differences,
     identity_of,
     of_training,
 )
-from forerun.align.texts import PromptSplit
-from forerun.align.training.checkpoint import differences
-from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -91,7 +89,7 @@ def test_what_decides_nothing_may_change(config, changes):
     ],
 )
 def test_what_decides_is_named(config, changes, named):
-    assert differences(identity(config), identity(replace(config, **changes)), DEFAULTS) == [named]
+    assert differences(identity(config), identity(replace(config, **changes))) == [named]
 
 
 def test_content_decides_whatever_its_name(config):
@@ -114,16 +112,6 @@ def test_a_draft_made_from_nothing_is_what_its_file_says(config, tmp_path):
     assert a == b != c
     with pytest.raises(InvalidRequest, match="cannot be read: No such file"):
         identity(replace(config, draft=None, init=tmp_path / "d"))
-
-
-def test_a_setting_that_is_newer_than_the_folder_stood_at_its_default(config):
-    now = identity(config)
-    old = {name: text for name, text in now.items() if name != "objective.eta"}
-    assert differences(old, now, DEFAULTS) == []
-    later = identity(replace(config, objective=ObjectiveConfig(eta=9.0)))
-    assert differences(old, later, DEFAULTS) == ["objective.eta was 3, is 9"]
-    gone = {**now, "objective.gamma": "2"}
-    assert differences(gone, now, DEFAULTS) == ["objective.gamma was 2, is None"]
 
 
 def test_a_folder_is_one_alignments(config, tmp_path):

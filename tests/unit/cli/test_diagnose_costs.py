@@ -9,8 +9,7 @@ from tests.profiles import profile_of
 
 from forerun.cli.diagnose import DiagnoseOptions, costs_of
 from forerun.measure.profile.profile import write_profile
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 LINE = CostLine(rows=(1, 5), verify_s=(0.010, 0.012), plain_s=0.010, draft_s=0.001)
 GREEDY = CostTable(lines=(LINE,))

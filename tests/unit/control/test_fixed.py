@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 
 
 def state(max_new: int) -> RequestState:

@@ -11,8 +11,8 @@ from tests.simulated import CAPACITY, Tables, World, best_rate, seconds_of, tabl
 from forerun.control.base import Capacity, Controller, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.costs import OperatingPoint
-from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController, tpot_limit_s
+from forerun.control.named import FixedController
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -7,9 +7,8 @@ from tests.simulated import Tables, table
 
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES
-from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import ControllerInputs, FixedController, build_controller
 
 COSTS = {"d": Tables(table())}
 KINDS = {

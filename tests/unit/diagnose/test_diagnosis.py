@@ -13,8 +13,7 @@ from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.page import page_of
 from forerun.diagnose.words import NAMED, headline, sections
 from forerun.errors import InvalidRequest
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 SLOW = {
     **{"k": 4, "acceptance_rate_per_position": [0.3, 0.1, 0.03, 0.01], "changed": ["target"]},

@@ -21,8 +21,7 @@ from forerun.diagnose.readers import sources
 from forerun.diagnose.readers.sources import read_source
 from forerun.diagnose.readers.text import read_text
 from forerun.errors import ForerunError, InvalidTrace
-from forerun.trace.files import open_trace, read_trace
-from forerun.trace.schema import MAX_NODES
+from forerun.trace.files import MAX_NODES, open_trace, read_trace
 from forerun.trace.summary import summarise
 
 
@@ -195,7 +194,7 @@ from tests.records import HEADER, REQUEST, STEP
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.sources import read_source
 from forerun.trace.files import read_trace
-from forerun.trace.schema import line_of
+from forerun.trace.files import line_of
 from forerun.trace.summary import summarise
 
 path, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

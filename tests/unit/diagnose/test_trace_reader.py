@@ -20,8 +20,7 @@ from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace.arrow import read_columns
-from forerun.trace.files import open_trace
-from forerun.trace.schema import Damage, Record, line_of
+from forerun.trace.files import Damage, Record, line_of, open_trace
 
 
 def drafted(index: int, accepted: int, **changes: object) -> StepRecord:

@@ -13,8 +13,7 @@ from forerun.diagnose.derive import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.theory.record import StepRecord
-from forerun.trace.files import open_trace
-from forerun.trace.schema import Record
+from forerun.trace.files import Record, open_trace
 
 
 def step(index: int, accepted: int = 2, **changes: object) -> StepRecord:

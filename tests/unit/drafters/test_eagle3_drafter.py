@@ -10,7 +10,7 @@ import torch
 from tests import heads, natives, tiny
 
 from forerun.control.base import Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.drafters.base import StepOutcome
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from tests import natives, tiny
 
 from forerun.control.base import Plan, Tree
-from forerun.control.fixed import FixedController
-from forerun.drafters.medusa import MedusaDrafter, load_medusa
-from forerun.drafters.medusa_head import (
+from forerun.control.named import FixedController
+from forerun.drafters.medusa import (
     MedusaConfig,
+    MedusaDrafter,
     MedusaHeads,
+    load_medusa,
     read_medusa,
     write_medusa,
     write_medusa_vllm,

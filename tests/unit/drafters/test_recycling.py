@@ -11,8 +11,7 @@ from forerun.control.base import Chain, Plan, Tree
 from forerun.drafters.base import Drafter, StepOutcome, TopTokensDrafter, TreeDrafter
 from forerun.drafters.config import NamedDrafter
 from forerun.drafters.recycling import MAX_SCOPES, RecyclingDrafter
-from forerun.drafters.registry import build_drafter
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters, build_drafter
 from forerun.errors import InvalidRequest
 from forerun.sampling.proposal import TokenSource, Verdict
 from forerun.testing.conformance import check_drafter

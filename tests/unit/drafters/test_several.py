@@ -12,7 +12,7 @@ from tests.faulty import RaisesInForget
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, Pause
 from forerun.drafters.config import SuffixConfig
-from forerun.drafters.several import SeveralDrafters, named_by_method
+from forerun.drafters.registry import SeveralDrafters, named_by_method
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.drafters.tree_builder import merged
 from forerun.engine.observing import EmittedRecords

@@ -11,8 +11,8 @@ from tests import tiny
 from tests.stopping import StopBelow
 
 from forerun.control.base import Plan, Tree
-from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
+from forerun.control.named import FixedController
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords

@@ -11,7 +11,7 @@ from tests import tiny
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.errors import UnsupportedFeatures
 from forerun.models.tabular import tabular_features
 from forerun.sampling.config import SamplingParams

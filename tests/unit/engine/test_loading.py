@@ -16,8 +16,7 @@ from forerun.drafters import registry
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3
 from forerun.drafters.foreign import SharedTokenDraft
-from forerun.drafters.medusa import load_medusa
-from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
+from forerun.drafters.medusa import MedusaConfig, MedusaHeads, load_medusa, write_medusa
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine

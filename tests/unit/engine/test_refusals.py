@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.automaton import Automaton
 
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams

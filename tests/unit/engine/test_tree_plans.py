@@ -12,9 +12,9 @@ from tests import tiny
 
 from forerun.cli.generate import TreeView
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.drafters.base import DraftRequest, StepOutcome, TreeDrafter
-from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine

@@ -16,7 +16,7 @@ from forerun.plan.acceptance import (
     improved,
     slopes,
 )
-from forerun.plan.drafts import Drafts
+from forerun.plan.traced import Drafts
 from forerun.theory.speedup import acceptance_length, survival
 
 

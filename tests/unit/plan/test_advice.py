@@ -9,12 +9,10 @@ import pytest
 
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import given
-from forerun.plan.advice import advise
+from forerun.plan.advice import advise, scenarios
 from forerun.plan.config import PlanConfig
 from forerun.plan.option import DraftCandidate, option_at, tree_options
-from forerun.plan.what_if import scenarios
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import constant_acceptance_length
 
 ONE = CostLine(

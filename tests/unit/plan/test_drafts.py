@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.plan.acceptance import counted
-from forerun.plan.drafts import Drafts
+from forerun.plan.traced import Drafts
 from forerun.theory.speedup import acceptance_length
 
 

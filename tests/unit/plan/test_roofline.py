@@ -5,8 +5,7 @@ import pytest
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import with_batches, with_draft_cost
 from forerun.plan.roofline import PRESETS, Machine, ModelSize, cost_table, preset
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 # 1 TB/s and 100 TFLOP/s: 2-byte weights are read as long as 100 rows compute.
 MACHINE = Machine(name="m", flops_per_s=1e14, bytes_per_s=1e12, launch_s=1e-4, step_s=2e-4)

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from forerun.control.base import Chain, Plan
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison, simulate
 from forerun.plan.simulation.config import (
@@ -21,11 +21,9 @@ from forerun.plan.simulation.config import (
     Uniform,
     Workload,
 )
-from forerun.plan.simulation.times import Times
+from forerun.plan.simulation.server import Times
 from forerun.plan.simulation.traffic import traffic_of
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
-from forerun.theory.reading_cost import ReadingCost
+from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import acceptance_length, constant_acceptance_length
 from forerun.theory.stop_rule import StopRule

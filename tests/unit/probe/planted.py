@@ -10,7 +10,7 @@ from tests.tiny import MAX_CONTEXT, tokenizer
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile.config import ProfileConfig
-from forerun.measure.profile.pair import LoadedPair, ModelFacts
+from forerun.measure.profile.rigs import LoadedPair, ModelFacts
 from forerun.models.tabular import TabularModel, TokenStore
 
 SMALL = ProfileConfig(

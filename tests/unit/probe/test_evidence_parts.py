@@ -27,8 +27,7 @@ from forerun.probe.replay import Transform
 from forerun.probe.run import ProbedEngine, probe_engine
 from forerun.probe.tape import AcceptedShare, Onsets, StateTally
 from forerun.sampling.config import SamplingParams
-from forerun.theory.intervals import Interval
-from forerun.theory.uniformity import uniformity_p_value
+from forerun.theory.intervals import Interval, uniformity_p_value
 
 
 def test_numbers_of_draws_are_uniform_and_those_of_other_laws_are_not():

@@ -15,8 +15,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.load import model_of
-from forerun.drafters.medusa import MedusaDrafter
-from forerun.drafters.medusa_head import MedusaConfig, MedusaHeads, write_medusa
+from forerun.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHeads, write_medusa
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.run import ProbedEngine, probe_engine
 from forerun.sampling.config import SamplingParams

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.theory.budget import depths_within, ranked_nodes, tree_survival
-from forerun.theory.static_tree import expected_static, static_tree
+from forerun.theory.budget import (
+    depths_within,
+    expected_static,
+    ranked_nodes,
+    static_tree,
+    tree_survival,
+)
 
 SURVIVAL = st.lists(
     st.lists(st.floats(0.0, 1.0), max_size=4).map(lambda row: list(accumulate(row, mul))),

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 LINE = CostLine(
     rows=(1, 2, 4, 8),

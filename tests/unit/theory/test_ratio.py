@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from forerun.theory.ratio import DiscountedRatio
+from forerun.theory.intervals import DiscountedRatio
 
 
 def fed(pairs: list[tuple[float, float]], memory: float = 1.0) -> DiscountedRatio:

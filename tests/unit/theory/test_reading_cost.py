@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forerun.theory.reading_cost import ReadingCost
+from forerun.theory.cost import ReadingCost
 
 COST = ReadingCost(tokens=(1, 64, 256), target_s=(1.0, 7.3, 31.0), draft_s=(0.1, 0.5, 2.1))
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.theory.uniformity import ks_distance, ks_p_value, uniformity_p_value
+from forerun.theory.intervals import ks_distance, ks_p_value, uniformity_p_value
 
 
 def test_distance_by_hand():

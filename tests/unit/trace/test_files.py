@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.errors import InvalidRequest, InvalidTrace
-from forerun.trace import schema as jsonl
-from forerun.trace.files import open_trace, read_trace
-from forerun.trace.schema import Damage, JsonLines, Record
+from forerun.trace import files as jsonl
+from forerun.trace.files import Damage, JsonLines, Record, open_trace, read_trace
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from tests.records import FULL, HEADER, REQUEST, STEP
 
-from forerun.trace.schema import record_from
+from forerun.trace.files import record_from
 
 
 @pytest.mark.parametrize("record", [HEADER, REQUEST, STEP, FULL], ids=lambda r: type(r).__name__)

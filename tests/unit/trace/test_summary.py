@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, plain, steps
 
 from forerun.theory.intervals import wilson_interval
-from forerun.trace.schema import Damage
+from forerun.trace.files import Damage
 from forerun.trace.summary import MAX_DAMAGE, lines_of, plot, summarise
 
 

@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, steps
 
-from forerun.trace.files import TraceWriter
-from forerun.trace.schema import FlushRule, JsonLines, Record
+from forerun.trace.files import FlushRule, JsonLines, Record, TraceWriter
 
 
 class Pile(JsonLines):

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import TargetDistribution
+from forerun.align.samples import PackedBatch, Sample
 from forerun.errors import CacheTooLarge, InvalidCache
 from forerun.models.memory import readable
 

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.progress import OnProgress
+from forerun.align.samples import PackedBatch, Sample
 from forerun.align.teachers.base import ProcessShare, RowSizes, check_room, one_per_row, passes
 from forerun.align.teachers.target import TargetModel, check_samples
 from forerun.atomic_write import atomic_write

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import TargetDistribution, deployed_distribution
+from forerun.align.samples import PackedBatch, Sample
 from forerun.align.teachers.base import TeacherRows, sample_runs
 from forerun.align.teachers.cache import CacheFiller, full_disk_named, key_of
 from forerun.align.teachers.target import TargetHead, TargetModel, check_samples

@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import DenseDistribution, SparseDistribution, deployed_distribution
+from forerun.align.samples import PackedBatch, Sample
 from forerun.align.teachers.base import sample_runs
 from forerun.align.teachers.cache import CacheFiller, key_of
 from forerun.align.teachers.target import TargetModel

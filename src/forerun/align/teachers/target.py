@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forerun.align.data.sample import PackedBatch, Sample, packed_inputs
+from forerun.align.samples import PackedBatch, Sample, packed_inputs
 from forerun.align.teachers.base import ProcessShare
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import read_architecture

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forerun.align.config import AlignConfig
-from forerun.align.data.sample import PackedBatch
 from forerun.align.objectives import Objective
+from forerun.align.samples import PackedBatch
 from forerun.align.teachers.base import TeacherRows
 from forerun.align.training.chunked import (
     DraftHead,
@@ -117,7 +117,6 @@ TARGET_FILES = (
     "generation_config.json",
 )
 TOKEN_SETTINGS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-LORA_ALPHA_PER_RANK = 2
 ATTENTION = "sdpa"
 """Implementation of transformers that is trained with."""
 
@@ -130,14 +129,12 @@ class DraftConfig:
         target: folder of the target: its tokenizer and vocabulary are the draft's.
         draft: folder of the draft to begin with; or see `init`.
         init: config.json of a draft to make from nothing.
-        lora_rank: of the adapters that are trained instead of all weights; 0 for none.
-        seed: of fresh weights and adapters.
+        seed: of fresh weights.
     """
 
     target: Path
     draft: Path | None = None
     init: Path | None = None
-    lora_rank: int = 0
     seed: int = 0
 
 
@@ -185,7 +182,7 @@ def load_draft(config: DraftConfig) -> Draft:
             ) from error
     model = base_model(config)
     _check_trainable(model)
-    return Draft(config, _with_adapters(model, config))
+    return Draft(config, model)
 
 
 def base_model(config: DraftConfig) -> Any:
@@ -225,44 +222,16 @@ def _fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
         return untyped.from_config(shape, dtype=torch.float32)
 
 
-def _with_adapters(model: Any, config: DraftConfig) -> Any:
-    """Add low-rank adapters to all linear layers except the output head, if a rank is set."""
-    if config.lora_rank == 0:
-        return model
-    from peft import LoraConfig, inject_adapter_in_model
-
-    adapters = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=LORA_ALPHA_PER_RANK * config.lora_rank,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # noqa: TID251 (peft fills weights from it too)
-        inject_adapter_in_model(adapters, model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    return model
-
-
 def _rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
-    """Build a complete model with the trained weights and merged adapters.
+    """Build a complete model with the trained weights.
 
     The model under training may be sharded, or compiled; this one is made anew.
     """
-    model = _with_adapters(base_model(config), config)
+    model = base_model(config)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
-    if config.lora_rank == 0:
-        return model
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            model.set_submodule(name, module.get_base_layer())
     return model
 
 

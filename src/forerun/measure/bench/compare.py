@@ -25,7 +25,7 @@ import torch
 
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
-from forerun.control.fixed import FixedController
+from forerun.control.named import FixedController
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller, tree_method
 from forerun.engine.results import RequestOutput

@@ -19,9 +19,18 @@ from forerun.measure.profile.config import (
     sizes,
     step_cells,
 )
-from forerun.measure.profile.pair import LoadedPair, ModelFacts, num_threads_of, setup_of
 from forerun.measure.profile.profile import MeasuredCell, Profile, ReadLimit
-from forerun.measure.profile.rigs import EngineRig, HeadRig, PassRig, head_prefixes, prefixes
+from forerun.measure.profile.rigs import (
+    EngineRig,
+    HeadRig,
+    LoadedPair,
+    ModelFacts,
+    PassRig,
+    head_prefixes,
+    num_threads_of,
+    prefixes,
+    setup_of,
+)
 from forerun.measure.profile.rounds import (
     Rig,
     Samples,
@@ -32,10 +41,8 @@ from forerun.measure.profile.rounds import (
     timed,
 )
 from forerun.provenance import collect
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine, CostReading, interpolate
+from forerun.theory.cost import CostLine, CostReading, CostTable, ReadingCost, interpolate
 from forerun.theory.intervals import Interval
-from forerun.theory.reading_cost import ReadingCost
 
 Estimates = Mapping[ProfileCell, Interval]
 

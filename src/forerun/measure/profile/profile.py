@@ -19,10 +19,8 @@ from forerun.errors import InvalidProfile, UnreadableInput
 from forerun.measure.profile.config import ProfileCell, Quantity
 from forerun.pictures import BASELINE, COLOURS, draw_intervals, picture
 from forerun.plan.costs import DraftCosts
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.intervals import Interval
-from forerun.theory.reading_cost import ReadingCost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,8 +23,7 @@ from forerun.plan.simulation.config import (
 )
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord
-from forerun.trace.files import read_trace
-from forerun.trace.schema import Item
+from forerun.trace.files import Item, read_trace
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,6 +27,8 @@ from forerun.testing.exact.chains import (
 from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, structured_pairs
 from forerun.testing.exact.plants import (
     PLANTED,
+    PLANTED_TREE,
+    PLANTED_TREES,
     PLANTED_VIEWS,
     SHAPES,
     FlawedMap,
@@ -35,7 +37,6 @@ from forerun.testing.exact.plants import (
     foreign_pairs,
     shaped_pairs,
 )
-from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
 from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
 from forerun.testing.exact.walks import Walker, compare_with_plain, emit_walks, goodput_k
 from forerun.theory.tree import TokenTree

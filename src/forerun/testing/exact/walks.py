@@ -23,8 +23,7 @@ from forerun.sampling.noise import position_key, request_key
 from forerun.sampling.walk import target_keys, target_tokens, walk
 from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, ChainVerifier, Emitted, draft_chain
 from forerun.testing.exact.pairs import Histories, Inexact, ModelPairs
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 

@@ -7,9 +7,8 @@ import copy
 import pytest
 from tests import tiny
 
-from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.responses import ResponseOrigin
-from forerun.align.data.sample import prompt_hash
+from forerun.align.responses import ResponseOrigin
+from forerun.align.samples import PromptRecord, prompt_hash
 from forerun.models.tokenizers import Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.data.packing import cut
-from forerun.align.data.sample import Sample
+from forerun.align.packing import cut
+from forerun.align.samples import Sample
 
 WINDOW = 10
 

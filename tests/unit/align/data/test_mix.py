@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.data.packing import mix
-from forerun.align.data.sample import Sample
+from forerun.align.packing import mix
+from forerun.align.samples import Sample
 from forerun.errors import InvalidRequest
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample
+from forerun.align.packing import Packing
+from forerun.align.samples import Sample
 from forerun.errors import InvalidRequest
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.align.data.conftest import chatty
 
-from forerun.align.data.prompts import read_prompts, shortened
-from forerun.align.data.sample import prompt_hash
+from forerun.align.samples import prompt_hash, read_prompts, shortened
 from forerun.errors import InvalidRequest
 
 MOST = 200

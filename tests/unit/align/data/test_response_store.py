@@ -12,17 +12,16 @@ from dataclasses import replace
 import pytest
 from tests.unit.align.data.conftest import origin, prompts
 
-from forerun.align.data.responses import Response, ResponseStore
+from forerun.align.responses import Response, ResponseStore
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
 PROMPTS = prompts(3)
 
 
-def response(number: int, index: int = 0, token_ids: tuple[int, ...] = (4, 2)) -> Response:
+def response(number: int, token_ids: tuple[int, ...] = (4, 2)) -> Response:
     return Response(
         prompt_hash=PROMPTS[number].prompt_hash,
-        index=index,
         token_ids=token_ids,
         finish_reason="stop",
     )
@@ -34,35 +33,33 @@ def test_what_is_added_is_there_the_next_time(tmp_path):
     store.add(full)
     again = ResponseStore(tmp_path / "new", origin())
     assert len(again) == 1
-    assert again.response(full.prompt_hash, 0) == full
-    (sample,) = again.samples(PROMPTS, 1)
+    assert again.response(full.prompt_hash) == full
+    (sample,) = again.samples(PROMPTS)
     assert sample.token_ids == (1, 5, 9, 4, 2)
     assert sample.spans == ((3, 5),)
     assert sample.source == "target"
     assert sample.top_logprobs == full.top_logprobs
 
 
-def test_missing_are_first_samples_first(tmp_path):
+def test_prompts_without_a_response_are_missing(tmp_path):
     store = ResponseStore(tmp_path, origin())
     store.add(response(1))
-    store.add(response(0, index=1))
-    missing = [(PROMPTS.index(prompt), index) for prompt, index in store.missing(PROMPTS, 2)]
-    assert missing == [(0, 0), (2, 0), (1, 1), (2, 1)]
+    assert store.missing(PROMPTS) == [PROMPTS[0], PROMPTS[2]]
 
 
 def test_a_second_response_to_the_same_is_not_kept(tmp_path):
     store = ResponseStore(tmp_path, origin())
     store.add(response(0))
     store.add(response(0, token_ids=(9,)))
-    assert ResponseStore(tmp_path, origin()).response(*response(0).key) == response(0)
+    assert ResponseStore(tmp_path, origin()).response(response(0).prompt_hash) == response(0)
     assert len(store.path.read_text().splitlines()) == 2
 
 
 def test_empty_responses_are_done_but_teach_nothing(tmp_path):
     store = ResponseStore(tmp_path, origin())
     store.add(response(0, token_ids=()))
-    assert store.missing(PROMPTS[:1], 1) == []
-    assert store.samples(PROMPTS[:1], 1) == []
+    assert store.missing(PROMPTS[:1]) == []
+    assert store.samples(PROMPTS[:1]) == []
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,7 @@ def test_a_line_that_was_cut_off_is_made_again(tmp_path, num_lost):
     store.add(response(1))
     store.path.write_bytes(store.path.read_bytes()[:-num_lost])
     again = ResponseStore(tmp_path, origin())
-    assert [prompt for prompt, _ in again.missing(PROMPTS, 1)] == PROMPTS[1:]
+    assert again.missing(PROMPTS) == PROMPTS[1:]
     again.add(response(1))
     assert len(ResponseStore(tmp_path, origin())) == 2
 
@@ -172,7 +169,7 @@ def test_a_maker_is_what_decides_a_response(tmp_path):
 WRITER = """
 import os, resource, signal, sys
 from pathlib import Path
-from forerun.align.data.responses import ResponseOrigin, Response, ResponseStore
+from forerun.align.responses import ResponseOrigin, Response, ResponseStore
 from forerun.errors import CacheTooLarge
 from forerun.sampling.config import SamplingParams
 
@@ -190,7 +187,7 @@ for index in range(1000):
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         store.add(Response(
-            prompt_hash="0" * 16, index=index, token_ids=(index, 5), finish_reason="stop"
+            prompt_hash=f"{index:016x}", token_ids=(index, 5), finish_reason="stop"
         ))
     except CacheTooLarge as error:
         assert f"{len(store)} responses are kept" in str(error)
@@ -217,9 +214,9 @@ def test_what_was_kept_before_a_process_ended_is_whole(tmp_path, mode):
         assert 10 < num_kept < 100
     store = ResponseStore(tmp_path, origin())
     assert len(store) == num_kept
-    kept = [store.response("0" * 16, index) for index in range(num_kept)]
+    kept = [store.response(f"{index:016x}") for index in range(num_kept)]
     assert [found and found.token_ids for found in kept] == [(i, 5) for i in range(num_kept)]
-    store.add(replace(response(0), prompt_hash="0" * 16, index=num_kept))
+    store.add(replace(response(0), prompt_hash="f" * 16))
     lines = [json.loads(line) for line in store.path.read_text().splitlines()]
     assert len(lines) == num_kept + 2
 

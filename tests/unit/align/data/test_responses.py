@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from tests.unit.align.data.conftest import origin, prompts
 
-from forerun.align.data.responses import ResponseStore, seed_of, write_responses
+from forerun.align.responses import ResponseStore, seed_of, write_responses
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -21,7 +21,7 @@ def engine(*, drafted: bool = False, max_batch: int = 3):
 
 
 def written(store: ResponseStore) -> dict[str, tuple[int, ...]]:
-    return {sample.prompt_hash: sample.token_ids for sample in store.samples(PROMPTS, 1)}
+    return {sample.prompt_hash: sample.token_ids for sample in store.samples(PROMPTS)}
 
 
 @pytest.fixture
@@ -44,16 +44,10 @@ def test_responses_are_the_targets(tmp_path):
     assert written(store) == expected
 
 
-def test_a_response_depends_on_its_prompt_and_index_alone(tmp_path, uninterrupted):
+def test_a_response_depends_on_its_prompt_alone(tmp_path, uninterrupted):
     store = ResponseStore(tmp_path / "other", origin())
     write_responses(engine(max_batch=2), list(reversed(PROMPTS)), store)
     assert written(store) == uninterrupted
-
-
-def test_samples_of_a_prompt_differ(tmp_path):
-    store = ResponseStore(tmp_path, origin(params=SamplingParams(max_tokens=20, ignore_eos=True)))
-    write_responses(engine(), PROMPTS[:1], store, samples_per_prompt=3)
-    assert len({sample.token_ids for sample in store.samples(PROMPTS[:1], 3)}) == 3
 
 
 def test_an_interruption_costs_what_was_under_way(tmp_path, uninterrupted):
@@ -97,12 +91,7 @@ def test_a_prompt_that_does_not_fit_is_named(tmp_path):
     assert not busy.has_unfinished
 
 
-def test_seeds_differ_by_prompt_index_and_seed():
-    seeds = {
-        seed_of(prompt.prompt_hash, index, seed)
-        for prompt in PROMPTS
-        for index in range(5)
-        for seed in range(5)
-    }
-    assert len(seeds) == len(PROMPTS) * 25
+def test_seeds_differ_by_prompt_and_seed():
+    seeds = {seed_of(prompt.prompt_hash, seed) for prompt in PROMPTS for seed in range(5)}
+    assert len(seeds) == len(PROMPTS) * 5
     assert all(0 <= seed < 2**63 for seed in seeds)

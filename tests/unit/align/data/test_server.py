@@ -12,9 +12,8 @@ import httpx
 import pytest
 from tests.unit.align.data.conftest import origin, prompt, prompts
 
-from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.responses import ResponseStore
-from forerun.align.data.server import ResponseServer, write_responses_from
+from forerun.align.responses import ResponseServer, ResponseStore, write_responses_from
+from forerun.align.samples import PromptRecord
 from forerun.client.client import Client
 from forerun.client.config import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
@@ -70,7 +69,7 @@ def client_of(
 
 
 def respond(server: Server, tokenizer, params: SamplingParams = PARAMS, **changes: object):
-    return client_of(server, tokenizer, **changes).respond(prompt(3, 4, 5), 0, params)
+    return client_of(server, tokenizer, **changes).respond(prompt(3, 4, 5), params)
 
 
 # ------------------------------------------------------------------------------------ what is asked
@@ -100,11 +99,11 @@ def test_tokens_are_sent_with_the_deployed_parameters(plain):
     assert server.paths == ["/v1/completions"]
 
 
-def test_samples_of_a_prompt_have_seeds_of_their_own(plain):
+def test_prompts_have_seeds_of_their_own(plain):
     server = Server(told())
     client = client_of(server, plain)
     for index in range(3):
-        client.respond(prompt(3), index, PARAMS)
+        client.respond(prompt(3 + index), PARAMS)
     assert len({body["seed"] for body in server.asked}) == 3
 
 
@@ -131,12 +130,12 @@ def test_conversations_are_sent_to_the_chat_endpoint(plain):
     choice = {"message": {"role": "assistant", "content": TEXT}, "finish_reason": "length"}
     server = Server(httpx.Response(200, json={"choices": [choice]}))
     client = client_of(server, plain, path="/v1/chat/completions", num_logprobs=5)
-    assert client.respond(record, 0, PARAMS).token_ids == tuple(plain.encode(TEXT))
+    assert client.respond(record, PARAMS).token_ids == tuple(plain.encode(TEXT))
     (body,) = server.asked
     assert body["messages"] == [message]
     assert (body["logprobs"], body["top_logprobs"]) == (True, 5)
     with pytest.raises(InvalidRequest, match=r"p\.jsonl:7 is no conversation"):
-        client.respond(prompt(3), 0, PARAMS)
+        client.respond(prompt(3), PARAMS)
 
 
 # ------------------------------------------------------------------------------- what it answers
@@ -241,7 +240,7 @@ BROKEN = [
 def test_asking_again_helps(plain, broken):
     server = Server(broken, broken, told())
     client = client_of(server, plain)
-    assert client.respond(prompt(3), 0, PARAMS).token_ids == tuple(plain.encode(TEXT))
+    assert client.respond(prompt(3), PARAMS).token_ids == tuple(plain.encode(TEXT))
     assert client.client.connection.closing.waits_s == [1.0, 2.0]
     assert server.asked[0] == server.asked[2]
 
@@ -249,7 +248,7 @@ def test_asking_again_helps(plain, broken):
 def test_waits_grow_to_a_limit_and_then_the_server_is_broken(plain):
     client = client_of(Server(BROKEN[0]), plain, num_tries=6, max_wait_s=5.0)
     with pytest.raises(ServerUnavailable, match=r"in 6 tries: status 500: oops"):
-        client.respond(prompt(3), 0, PARAMS)
+        client.respond(prompt(3), PARAMS)
     assert client.client.connection.closing.waits_s == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
@@ -258,7 +257,7 @@ def test_waits_grow_to_a_limit_and_then_the_server_is_broken(plain):
 )
 def test_a_busy_server_says_how_long(plain, asked, waited_s):
     client = client_of(Server(httpx.Response(429, headers={"retry-after": asked}), told()), plain)
-    client.respond(prompt(3), 0, PARAMS)
+    client.respond(prompt(3), PARAMS)
     assert client.client.connection.closing.waits_s == [waited_s]
 
 
@@ -278,7 +277,7 @@ def test_a_strict_server_is_asked_without_extensions(plain):
     server = Server(strict)
     client = client_of(server, plain)
     for _ in range(2):
-        client.respond(prompt(3), 0, PARAMS)
+        client.respond(prompt(3), PARAMS)
     assert ["return_token_ids" in body for body in server.asked] == [True, True, False, False]
 
 
@@ -323,7 +322,7 @@ def test_a_server_that_breaks_down_loses_nothing_and_doubles_nothing(tmp_path, p
     )
     assert told_of == [(number, 9) for number in range(num_kept, 10)]
     assert len(server.asked) == 9 - num_kept
-    texts = [plain.decode(sample.token_ids[3:]) for sample in store.samples(everything, 1)]
+    texts = [plain.decode(sample.token_ids[3:]) for sample in store.samples(everything)]
     assert texts == ["x" * (number + 1) for number in range(9)]
     assert len(store.path.read_text().splitlines()) == 1 + 9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.data.sample import Sample, drafted_tokens
+from forerun.align.samples import Sample, drafted_tokens
 from forerun.errors import InvalidRequest
 
 

@@ -10,10 +10,10 @@ import torch
 from tests import tiny
 
 from forerun.align.config import ObjectiveConfig, TeacherConfig
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import Objective, make_objective
-from forerun.align.teachers.choose import TeacherSource
+from forerun.align.packing import Packing
+from forerun.align.rounds import TeacherSource
+from forerun.align.samples import PackedBatch, Sample
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 

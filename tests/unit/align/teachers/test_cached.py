@@ -13,11 +13,11 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
 from forerun.align.objectives import dense_probs
+from forerun.align.rounds import make_teacher
 from forerun.align.teachers import cache as filling
 from forerun.align.teachers import hidden
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.cache import RowCache
-from forerun.align.teachers.choose import make_teacher
 from forerun.errors import CacheTooLarge, InvalidCache, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 
@@ -43,7 +43,7 @@ def no_target(monkeypatch):
         def refuse(*arguments, **named):
             raise AssertionError("the target was loaded")
 
-        monkeypatch.setattr("forerun.align.teachers.choose.load_target", refuse)
+        monkeypatch.setattr("forerun.align.rounds.load_target", refuse)
 
     return forbid
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.unit.align.teachers.conftest import caching
 
+from forerun.align.rounds import make_teacher
 from forerun.align.teachers.base import RowSizes, allowed_bytes
-from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
 from forerun.sampling.config import SamplingParams

@@ -9,8 +9,8 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
+from forerun.align.rounds import feature_teacher
 from forerun.align.teachers.base import Teacher
-from forerun.align.teachers.choose import feature_teacher
 from forerun.align.teachers.hidden import FeaturesOfRows, OnlineFeatures
 from forerun.align.teachers.target import adopt_target, embedding_table
 from forerun.errors import CacheTooLarge, UnsupportedFeatures
@@ -80,7 +80,7 @@ def test_a_cache_is_used_again(on_disk, monkeypatch):
     def refuse(*arguments, **named):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("forerun.align.teachers.choose.load_target", refuse)
+    monkeypatch.setattr("forerun.align.rounds.load_target", refuse)
     again = feature_teacher(caching("hidden"), (0, 1), on_disk.source, packing.samples)
     again.prepare(packing.samples)
     assert torch.equal(again.rows(batch).features, first.rows(batch).features)

@@ -9,8 +9,8 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 
-from forerun.align.data.sample import Sample
 from forerun.align.objectives import DenseDistribution, SparseDistribution
+from forerun.align.samples import Sample
 from forerun.align.teachers.base import ALONE, Teacher
 from forerun.align.teachers.hidden import ModelTeacher
 from forerun.align.teachers.target import adopt_target, load_sharded, load_target, refuse_offloaded

@@ -11,7 +11,7 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
 from forerun.align.objectives import SparseDistribution, dense_probs
-from forerun.align.teachers.choose import make_teacher
+from forerun.align.rounds import make_teacher
 from forerun.align.teachers.sampled import draw_ids
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams

@@ -18,9 +18,9 @@ from tests.unit.align.teachers.conftest import (
 )
 
 from forerun.align.objectives import dense_probs
+from forerun.align.rounds import make_teacher
 from forerun.align.teachers import cache as filling
 from forerun.align.teachers.base import ProcessShare
-from forerun.align.teachers.choose import make_teacher
 
 WORKER = """
 import json, sys
@@ -33,7 +33,7 @@ from tests.unit.align.teachers.conftest import all_rows, caching, objective, tex
 
 from forerun.align.objectives import dense_probs
 from forerun.align.teachers import cache as filling
-from forerun.align.teachers.choose import TeacherSource, make_teacher
+from forerun.align.rounds import TeacherSource, make_teacher
 from forerun.align.teachers.base import ProcessShare
 from forerun.align.teachers.target import load_sharded
 from forerun.sampling.config import SamplingParams

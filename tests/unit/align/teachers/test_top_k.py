@@ -9,9 +9,9 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, texts
 
-from forerun.align.data.sample import Sample
 from forerun.align.objectives import dense_probs
-from forerun.align.teachers.choose import make_teacher
+from forerun.align.rounds import make_teacher
+from forerun.align.samples import Sample
 from forerun.align.teachers.sampled import known_shares
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams

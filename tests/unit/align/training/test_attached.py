@@ -11,12 +11,11 @@ import torch
 from tests import training
 
 from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
-from forerun.align.data.packing import Packing
 from forerun.align.objectives import objective_of
+from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
-from forerun.align.teachers.choose import TeacherSource, feature_teacher
-from forerun.align.training.attached import AttachedDraft, load_attached
-from forerun.align.training.passes import PassLoss, UnrolledEagle3
+from forerun.align.rounds import TeacherSource, feature_teacher
+from forerun.align.training.attached import AttachedDraft, PassLoss, UnrolledEagle3, load_attached
 from forerun.align.training.trainer import Trainer
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.drafters.eagle3.golden import read_golden

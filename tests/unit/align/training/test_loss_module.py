@@ -10,8 +10,8 @@ from tests import tiny, training
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig
-from forerun.align.data.sample import PackedBatch
 from forerun.align.objectives import make_objective
+from forerun.align.samples import PackedBatch
 from forerun.align.training.chunked import length_weights
 from forerun.align.training.draft import DraftLoss
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig
-from forerun.align.data.packing import Packing
-from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives import DenseDistribution, make_objective
-from forerun.align.training.passes import PassLoss, UnrolledEagle3, learned_passes, unroll
+from forerun.align.packing import Packing
+from forerun.align.samples import PackedBatch, Sample
+from forerun.align.training.attached import PassLoss, UnrolledEagle3, learned_passes, unroll
 from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.head import Eagle3Head
 

@@ -17,9 +17,7 @@ from forerun.measure.bench.report import CellReport, predict
 from forerun.measure.bench.summary import best_of_several, faster_chain, summarise
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
-from forerun.theory.reading_cost import ReadingCost
+from forerun.theory.cost import CostLine, CostTable, ReadingCost
 
 
 @pytest.fixture

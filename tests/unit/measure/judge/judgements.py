@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.measure.judge.figures import DraftFigures, judge_figures
-from forerun.measure.judge.judged import JudgedPrompt
+from forerun.measure.judge.figures import DraftFigures, JudgedPrompt, judge_figures
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.cost import CostTable
 

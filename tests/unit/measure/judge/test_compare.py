@@ -7,8 +7,7 @@ from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.report import plot_survival
 from forerun.measure.judge.figures import changes, finding
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.intervals import Interval
 
 COSTS = CostTable(lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.0, draft_s=0.1),))

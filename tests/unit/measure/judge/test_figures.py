@@ -8,8 +8,7 @@ import pytest
 from tests.unit.measure.judge.judgements import K, figures, judged
 
 from forerun.align.rounds import judgement_of
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.intervals import bootstrap_ratio
 
 

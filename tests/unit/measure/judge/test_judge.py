@@ -8,11 +8,10 @@ from tests.tiny import PROMPTS, adapted, drafting, engine_over, network, tokeniz
 
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
+from forerun.measure.judge.figures import EvaluationPrompt
 from forerun.measure.judge.judge import Judge, evenly_spaced
-from forerun.measure.judge.judged import EvaluationPrompt
 from forerun.sampling.config import SamplingParams
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable
 
 K = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

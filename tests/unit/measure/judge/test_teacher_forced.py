@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.tiny import VOCAB_SIZE, adapted, network
 
-from forerun.measure.judge import teacher_forced
-from forerun.measure.judge.teacher_forced import acceptance_probabilities
+from forerun.measure.judge import judge
+from forerun.measure.judge.judge import acceptance_probabilities
 from forerun.sampling.config import SamplingParams
 
 PROMPT = (5, 17, 99, 4, 250, 31, 8)
@@ -32,7 +32,7 @@ def test_chunks_change_nothing(target, cousin, params, monkeypatch):
     assert len(whole) == len(RESPONSE)
     assert 0 < min(whole) < max(whole) < 1
     for size in (1, 3, 7, 16):
-        monkeypatch.setattr(teacher_forced, "CHUNK", size)
+        monkeypatch.setattr(judge, "CHUNK", size)
         found = acceptance_probabilities(target, cousin, PROMPT, RESPONSE, params)
         assert found == pytest.approx(whole, abs=1e-5)
 

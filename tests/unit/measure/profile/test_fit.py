@@ -4,7 +4,7 @@ import pytest
 
 from forerun.measure.profile.config import ProfileCell, Quantity
 from forerun.measure.profile.measurement import cost_table, slope_of
-from forerun.theory.cost_line import CostReading
+from forerun.theory.cost import CostReading
 from forerun.theory.intervals import Interval
 
 # Steps whose part beyond the passes bends over K, and a pass of 5 rows that noise has made dear.

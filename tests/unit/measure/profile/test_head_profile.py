@@ -11,7 +11,7 @@ from tests.unit.probe.planted import facts
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile.config import ProfileCell, ProfileConfig, Quantity
 from forerun.measure.profile.measurement import cost_table, measure_pair
-from forerun.measure.profile.pair import LoadedPair
+from forerun.measure.profile.rigs import LoadedPair
 from forerun.theory.intervals import Interval
 
 BRIEF = ProfileConfig(

@@ -16,10 +16,8 @@ from forerun.measure.profile.profile import (
     load_profile,
     write_profile,
 )
-from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine
+from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.intervals import Interval
-from forerun.theory.reading_cost import ReadingCost
 
 TABLE = CostTable(
     lines=(

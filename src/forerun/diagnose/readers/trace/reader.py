@@ -17,7 +17,7 @@ from forerun.diagnose.readers.trace.totals import TraceTotals
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import ngrams
 from forerun.trace.arrow import Piece, read_columns, table_of
-from forerun.trace.schema import Damage
+from forerun.trace.files import Damage
 
 METHODS = {
     **{"draft_model": "draft_model", "suffix": "ngram", "recycling": "ngram"},

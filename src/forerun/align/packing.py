@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 
 from forerun.align.config import Source
-from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.sample import PackedBatch, Sample, TopLogprobs
+from forerun.align.samples import PackedBatch, PromptRecord, Sample, TopLogprobs
 from forerun.errors import InvalidRequest
 from forerun.theory.splitmix import INCREMENT, finalise
 

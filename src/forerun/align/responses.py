@@ -1,6 +1,9 @@
-"""Responses that an engine generates, stored one per line as they finish so that none is lost.
+"""Responses of the target, the draft or a server, stored one per line so that none is lost.
 
-They are written by the target, or by the draft for the target to score.
+Of a server's answers tokens are exact where the answer has their ids: vLLM sends them on request
+(`return_token_ids`, `return_tokens_as_token_ids`), llama.cpp beside log-probabilities. Any other
+server sends text, which the target's tokenizer turns into tokens; its log-probabilities are not
+used, because several tokens may have the same text.
 """
 
 from __future__ import annotations
@@ -9,26 +12,32 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from forerun.align.config import Source
-from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.sample import Sample, TopLogprobs
 from forerun.align.progress import OnProgress
+from forerun.align.samples import PromptRecord, Sample, TopLogprobs
 from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cache import hash_of
+from forerun.client.answers import ServerAnswer
+from forerun.client.client import Client
+from forerun.client.connection import BrokenReply
 from forerun.engine.engine import Engine
+from forerun.engine.http_backend import sampling_fields
 from forerun.engine.loading import load_pair_member
-from forerun.errors import CacheTooLarge, InvalidRequest
+from forerun.errors import CacheTooLarge, InvalidRequest, ServerUnavailable
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
-from forerun.models.tokenizers import check_vocabularies
+from forerun.models.tokenizers import Tokenizer, check_vocabularies
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams, draft_params
+from forerun.terminal_text import printable
 from forerun.theory.splitmix import INCREMENT, finalise
 
 logger = logging.getLogger("forerun.align")
@@ -84,7 +93,6 @@ class Response:
     """
 
     prompt_hash: str
-    index: int
     token_ids: tuple[int, ...]
     finish_reason: str
     top_logprobs: TopLogprobs | None = None
@@ -96,11 +104,6 @@ class Response:
             tops is not None and len(tops) != len(self.token_ids)
         ):
             raise ValueError("its token ids or its log-probabilities are damaged")
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Prompt hash and sample index, which identify a response in the store."""
-        return self.prompt_hash, self.index
 
 
 class ResponseStore:
@@ -114,23 +117,16 @@ class ResponseStore:
         self.origin = origin
         self._header = origin.header
         self.path = folder / f"{origin.source}-{hash_of(self._header.encode())}.jsonl"
-        self._responses: dict[tuple[str, int], Response] = {}
+        self._responses: dict[str, Response] = {}
         self._lock = lock_for(self.path)
         self._load()
 
     def __len__(self) -> int:
         return len(self._responses)
 
-    def missing(
-        self, prompts: Iterable[PromptRecord], samples_per_prompt: int
-    ) -> list[tuple[PromptRecord, int]]:
-        """Return the prompts and sample indices without a response, lowest sample indices first."""
-        return [
-            (prompt, index)
-            for index in range(samples_per_prompt)
-            for prompt in prompts
-            if (prompt.prompt_hash, index) not in self._responses
-        ]
+    def missing(self, prompts: Iterable[PromptRecord]) -> list[PromptRecord]:
+        """Return the prompts without a response."""
+        return [prompt for prompt in prompts if prompt.prompt_hash not in self._responses]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -140,8 +136,8 @@ class ResponseStore:
             yield
 
     def add(self, response: Response) -> None:
-        """Write a response, unless the store has one with the same key."""
-        if response.key in self._responses:
+        """Write a response, unless the store has one to its prompt."""
+        if response.prompt_hash in self._responses:
             return
         try:
             self._append(json.dumps(asdict(response), separators=(",", ":")))
@@ -150,24 +146,20 @@ class ResponseStore:
                 f"{self.path} cannot be written: {error.strerror or error}; {len(self)} responses "
                 "are kept: make room and run again to go on"
             ) from error
-        self._responses[response.key] = response
+        self._responses[response.prompt_hash] = response
 
-    def samples(self, prompts: Iterable[PromptRecord], samples_per_prompt: int) -> list[Sample]:
+    def samples(self, prompts: Iterable[PromptRecord]) -> list[Sample]:
         """Return prompts with their responses as samples; empty responses are left out."""
-        found = (
-            (prompt, self._responses.get((prompt.prompt_hash, index)))
-            for prompt in prompts
-            for index in range(samples_per_prompt)
-        )
+        found = ((prompt, self._responses.get(prompt.prompt_hash)) for prompt in prompts)
         return [
             sample_of(prompt, response, self.origin.source)
             for prompt, response in found
             if response is not None and response.token_ids
         ]
 
-    def response(self, prompt_hash: str, index: int) -> Response | None:
+    def response(self, prompt_hash: str) -> Response | None:
         """Return one response, None where it is missing."""
-        return self._responses.get((prompt_hash, index))
+        return self._responses.get(prompt_hash)
 
     def _append(self, line: str) -> None:
         """Append a line; if that fails, restore the length of the file."""
@@ -218,7 +210,7 @@ class ResponseStore:
         except (msgspec.ValidationError, ValueError, RecursionError):
             logger.warning("%s:%d is damaged; that response is made again", self.path, number)
             return
-        self._responses.setdefault(response.key, response)
+        self._responses.setdefault(response.prompt_hash, response)
 
 
 def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sample:
@@ -240,30 +232,28 @@ def write_responses(
     engine: Engine,
     prompts: Sequence[PromptRecord],
     store: ResponseStore,
-    *,
-    samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
     """Generate the responses that the store lacks with an engine.
 
-    Every sample has its own seed, from the parameters' seed, its prompt and its index alone: what
-    is generated depends neither on the batch nor on where an earlier run was interrupted.
+    Every response has its own seed, from the parameters' seed and its prompt alone: what is
+    generated depends neither on the batch nor on where an earlier run was interrupted.
     """
-    missing = store.missing(prompts, samples_per_prompt)
-    num_all = len(prompts) * samples_per_prompt
+    missing = store.missing(prompts)
+    num_all = len(prompts)
     waiting = iter(missing)
-    asked: dict[str, tuple[PromptRecord, int]] = {}
+    asked: dict[str, PromptRecord] = {}
     num_done = num_all - len(missing)
     on_progress(num_done, num_all)
     try:
         while True:
-            while len(asked) < engine.config.max_batch and (job := next(waiting, None)):
-                asked[ask(engine, *job, store.origin.params)] = job
+            while len(asked) < engine.config.max_batch and (prompt := next(waiting, None)):
+                asked[ask(engine, prompt, store.origin.params)] = prompt
             if not asked:
                 return
             for chunk in engine.step():
                 if chunk.request_id in asked and chunk.finish_reason is not None:
-                    store.add(finished(engine, chunk.request_id, *asked.pop(chunk.request_id)))
+                    store.add(finished(engine, chunk.request_id, asked.pop(chunk.request_id)))
                     num_done += 1
                     on_progress(num_done, num_all)
     finally:
@@ -271,8 +261,8 @@ def write_responses(
             engine.abort(request_id)
 
 
-def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams) -> str:
-    seed = seed_of(prompt.prompt_hash, index, params.seed or 0)
+def ask(engine: Engine, prompt: PromptRecord, params: SamplingParams) -> str:
+    seed = seed_of(prompt.prompt_hash, params.seed or 0)
     own = replace(params, n=1, seed=seed, logprobs=None)
     try:
         return engine.add_request(list(prompt.prompt_ids), own)
@@ -280,19 +270,18 @@ def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams
         raise InvalidRequest(f"{prompt.where}: {error}") from error
 
 
-def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) -> Response:
+def finished(engine: Engine, request_id: str, prompt: PromptRecord) -> Response:
     completion = engine.take_output(request_id).completions[0]
     return Response(
         prompt_hash=prompt.prompt_hash,
-        index=index,
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
     )
 
 
-def seed_of(prompt_hash: str, index: int, seed: int) -> int:
+def seed_of(prompt_hash: str, seed: int) -> int:
     mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
-    return finalise(mixed + (index + 1) * INCREMENT) >> 64 - SEED_BITS
+    return finalise(mixed + INCREMENT) >> 64 - SEED_BITS
 
 
 def draft_writer(
@@ -320,3 +309,154 @@ def draft_writer(
         eos_token_ids=target.eos_token_ids,
     )
     return engine, ResponseStore(folder, origin)
+
+
+_FINISH_REASONS = ("stop", "length")
+_MAX_TOKEN_CHARACTERS = 1024
+"""Of one token, generously: the longest in use are runs of some hundred spaces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResponseServer:
+    """A server that answers prompts in place of the target; several threads may use it at once.
+
+    Attributes:
+        num_logprobs: most likely tokens to report with every token, 0 for none.
+    """
+
+    client: Client
+    tokenizer: Tokenizer
+    num_logprobs: int = 0
+
+    def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
+        """Request one response from the server, with retries.
+
+        An address that ends in /chat/completions is asked to answer the conversation, through the
+        server's own template; any other is asked to complete the tokens.
+        """
+        is_chat = self.client.config.is_chat
+        if is_chat and not prompt.messages:
+            raise InvalidRequest(
+                f"{prompt.where} is no conversation; /chat/completions takes nothing else: give "
+                "the server's address without it"
+            )
+        ask = (
+            partial(self.client.chat, prompt.messages)
+            if is_chat
+            else partial(self.client.complete, prompt.prompt_ids)
+        )
+        try:
+            answer = ask(
+                sampling_fields(params),
+                logprobs=self.num_logprobs or None,
+                seed=seed_of(prompt.prompt_hash, params.seed or 0),
+                check=partial(_check_answer, params=params),
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{prompt.where}: {error}") from error
+        token_ids, tops = _tokens(answer, params, self.tokenizer)
+        return Response(
+            prompt_hash=prompt.prompt_hash,
+            token_ids=tuple(token_ids),
+            finish_reason=str(answer.finish_reason),
+            top_logprobs=tops if tops and len(tops) == len(token_ids) and all(tops) else None,
+        )
+
+
+def _check_answer(answer: ServerAnswer, params: SamplingParams) -> None:
+    """Refuse an answer without a response, or one that is too long (BrokenReply)."""
+    text, reason = answer.text, answer.finish_reason
+    if text is None or reason not in _FINISH_REASONS:
+        raise BrokenReply(f"a response of {text!r:.60} that ended by {reason!r:.60}")
+    num_tokens, most = len(answer.token_ids or ()), params.max_tokens or 0
+    if len(text) > _MAX_TOKEN_CHARACTERS * (most + 1) or num_tokens > 2 * most + 16:
+        raise BrokenReply(
+            f"a response of {len(text)} characters and {num_tokens or 'unknown'} tokens, where "
+            f"{most} tokens were asked for"
+        )
+
+
+def _tokens(
+    answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
+) -> tuple[Sequence[int], TopLogprobs | None]:
+    text, positions = answer.text or "", answer.logprobs
+    ids = answer.token_ids
+    tops = None if positions is None else [_ranked(position.top) for position in positions]
+    if ids is None and positions is not None:
+        named = [position.token_id for position in positions]
+        ids = tuple(token for token in named if token is not None)
+        ids = ids if len(ids) == len(named) else None
+    if ids is None:
+        return _encoded(text, answer, params, tokenizer), None
+    for token in (*ids, *(token for top in tops or () for token, _ in top or ())):
+        if token not in tokenizer.vocabulary:
+            raise InvalidRequest(
+                f"the server names the token {printable(token, max_length=40)}, which is not in "
+                "the target's vocabulary: it serves a model with another tokenizer"
+            )
+    # Servers differ in how they write spaces at the ends and characters that are cut off, and a
+    # stop string may have been removed.
+    if not _squeezed(tokenizer.decode(ids)).startswith(_squeezed(text)):
+        raise InvalidRequest(
+            f"the server's tokens {list(ids[:8])} are not this tokenizer's way to write "
+            f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
+        )
+    known = [top for top in tops or () if top is not None]
+    return ids, tuple(known) if tops is not None and len(known) == len(tops) else None
+
+
+def _ranked(
+    top: Sequence[tuple[str, int | None, float]],
+) -> tuple[tuple[int, float], ...] | None:
+    """Return unique token ids with log-probabilities, the most likely first; None without ids."""
+    found = {token: value for _, token, value in top if token is not None}
+    if any(token is None for _, token, _ in top):
+        return None
+    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def _encoded(
+    text: str, answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
+) -> Sequence[int]:
+    """Tokenise a text, and append the end token if the text must have ended with it."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    by_itself = answer.finish_reason == "stop" and answer.stop_reason is None
+    if by_itself and not params.stop and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
+
+
+def write_responses_from(
+    server: ResponseServer,
+    prompts: Sequence[PromptRecord],
+    store: ResponseStore,
+    on_progress: OnProgress = lambda num_done, num_all: None,
+) -> None:
+    params = store.origin.params
+    sampling_fields(params)  # refuses what no server takes, before any is asked
+    missing = store.missing(prompts)
+    num_all = len(prompts)
+    num_done = num_all - len(missing)
+    on_progress(num_done, num_all)
+    executor = ThreadPoolExecutor(server.client.config.max_connections)
+    asked = [executor.submit(server.respond, prompt, params) for prompt in missing]
+    try:
+        for response in as_completed(asked):
+            store.add(response.result())
+            num_done += 1
+            on_progress(num_done, num_all)
+    except (InvalidRequest, ServerUnavailable, KeyboardInterrupt) as error:
+        for finished in asked:
+            if finished.done() and not finished.cancelled() and finished.exception() is None:
+                store.add(finished.result())
+        kept = f"{len(store)} responses are kept in {store.path}: run again to go on"
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise type(error)(f"{error}; {kept}") from error
+    finally:
+        server.client.connection.closing.set()
+        executor.shutdown(wait=False, cancel_futures=True)
