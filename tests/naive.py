@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.noise import position_key, request_key

@@ -41,6 +41,7 @@ def profile_of(greedy: CostTable, sampled: CostTable) -> Profile:
         stable=True,
         greedy=greedy,
         sampled=sampled,
+        reading=None,
     )
 
 

@@ -52,8 +52,6 @@ REQUEST = RequestRecord(
 FULL = replace(
     STEP,
     acceptance_probability=0.7,
-    target_entropies=(0.5, 1.25),
-    draft_entropies=(),
     stop_reason="budget",
     drafter_hash="d0",
     graph_hit=False,

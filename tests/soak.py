@@ -29,6 +29,7 @@ import torch
 from tests import tiny
 from tests.faulty import Faulty
 from tests.naive import naive_tokens
+from tests.tabular import TabularModel
 
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.draft_model import DraftModel
@@ -37,7 +38,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.engine.sequence import Sequence as Sample
 from forerun.errors import QueueFull
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from tests.tabular import TabularModel
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedModel, TokenizersBackend
@@ -20,7 +21,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import TokenStops
 from forerun.engine.sequence import Sequence
 from forerun.models.huggingface import HuggingFaceModel, adapt
-from forerun.models.tabular import TabularModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal, Verdict

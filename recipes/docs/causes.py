@@ -13,7 +13,7 @@ from pathlib import Path
 
 from facts_schema import SCHEMA_PATH, described, schema
 
-from forerun.diagnose.causes import CAUSES, EXPERIMENTS, Cause, Sign
+from forerun.diagnose.diagnosis import CAUSES, EXPERIMENTS, Cause, Sign
 from forerun.diagnose.evidence import GROUPS
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"

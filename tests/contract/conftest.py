@@ -11,6 +11,7 @@ import torch
 from tests import tiny
 from tests.natives import native_model
 from tests.recorders import Again, Traced, torch_model
+from tests.tabular import TabularModel, tabular_features
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -26,7 +27,6 @@ from transformers import (
 
 from forerun.models.base import LanguageModel
 from forerun.models.huggingface import adapt
-from forerun.models.tabular import TabularModel, tabular_features
 
 VOCAB_SIZE = 61
 SIZES = {

@@ -8,11 +8,11 @@ from tests import tiny
 from tests.contract.conftest import EAGER_ONLY, NETWORKS, RUNNERS, VOCAB_SIZE, random_network
 from tests.contract.test_language_model import feed, score, text
 from tests.natives import native_model
+from tests.tabular import TabularModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from forerun.models.base import Context, Span
-from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree
 
 BLOCKS = [

@@ -14,11 +14,11 @@ from tests.contract.test_language_model import (
     mixed_pass,
     text,
 )
+from tests.tabular import TabularModel
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.base import Context, ModelOutput, Span, pack
-from forerun.models.tabular import TabularModel
 
 
 def run(

@@ -7,11 +7,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from tests.tabular import TabularModel, TokenStore
 from torch import Tensor
 
 from forerun.models.base import Context, LanguageModel, Span, pack
 from forerun.models.kv_store import KVStore
-from forerun.models.tabular import TabularModel, TokenStore
 from forerun.theory.tree import TokenTree
 
 VOCAB_SIZE = 61

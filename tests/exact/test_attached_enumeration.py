@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from tests import heads, tiny
+from tests.tabular import TabularModel, tabular_features
 from torch import Tensor
 
 from forerun.control.base import Plan
 from forerun.drafters import levels
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
-from forerun.models.tabular import TabularModel, tabular_features
 from forerun.sampling.chain import accept_probs, final_weights, num_accepted
 from forerun.sampling.config import SamplingParams
 

@@ -11,13 +11,13 @@ from typing import TypeVar
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel, TokenStore
 from torch import Tensor
 
 from forerun.control.base import Chain, Plan, Tree
 from forerun.drafters import tree_growth
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
-from forerun.models.tabular import TabularModel, TokenStore
 from forerun.sampling.config import Choice, SamplingParams, TokenSource, resolve_verification
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.sampling.tree_rules import tree_weights

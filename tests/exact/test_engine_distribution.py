@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests import foreign, tiny
 from tests.automaton import Automaton
+from tests.tabular import TabularModel
 
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
@@ -28,7 +29,6 @@ from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine import drafting
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.noise import Purpose, draw, step_key, uniform

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel, TokenStore, tabular_features
 from torch import Tensor
 
 from forerun.control.base import Capacity, Plan, RequestState, Tree
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.engine import verification
 from forerun.engine.engine import Engine
-from forerun.models.tabular import TabularModel, TokenStore, tabular_features
 from forerun.sampling import tree_rules
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.noise import Purpose, step_key

@@ -16,8 +16,8 @@ from tests.fuzz.harness import fuzz_test
 
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
 from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.golden import GOLDEN_FILE, read_golden
 from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.load import GOLDEN_FILE, read_golden
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
 from forerun.errors import InvalidModel
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.diagnose.causes import CAUSES, score_causes
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import CAUSES, diagnose, score_causes
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.documents import read_facts
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 from tests import tiny
 from tests.naive import naive_tokens
+from tests.tabular import TabularModel
 
 from forerun.control.base import Capacity, Plan, RequestState, Tree
 from forerun.drafters.config import SuffixConfig
@@ -25,7 +26,6 @@ from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import finalise

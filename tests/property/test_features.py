@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests import tiny
 from tests.natives import native_model
+from tests.tabular import TabularModel
 from torch import Tensor
 
 from forerun.models.base import Context, LanguageModel, Span, pack
 from forerun.models.slots import MIN_SHARED_TOKENS
-from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree
 
 NUM_SLOTS = 3

@@ -12,12 +12,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.tabular import TokenStore
 
 from forerun.errors import NotEnoughMemory
 from forerun.models.kv_store import ContiguousKVStore, KVPrefix, KVStore
 from forerun.models.memory import KVGeometry
 from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
-from forerun.models.tabular import TokenStore
 
 NUM_SLOTS = 3
 CAPACITY = 12

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
@@ -17,7 +18,6 @@ from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
 VOCAB = 6

@@ -14,8 +14,8 @@ from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.load import write_golden
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.measure.profile.profile import load_profile
 from forerun.models.base import Span, pack

@@ -10,9 +10,8 @@ from tests.lab.dice import Dice
 from tests.lab.laboratory import Lab
 from tests.lab.run import run_fault
 
-from forerun.diagnose.causes import CAUSES
 from forerun.diagnose.derive import derive
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import CAUSES, diagnose
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.theory.record import RequestRecord, StepRecord
 from forerun.trace.files import read_trace

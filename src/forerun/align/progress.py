@@ -31,7 +31,6 @@ class StepMetrics:
     """Metrics of one optimiser step, over all processes.
 
     Attributes:
-        step: steps done, this one included.
         loss: mean over learned rows, as the objective counts.
         acceptance_probability: alpha, mean over learned rows; None without a teacher.
         num_learned: rows both are means over.

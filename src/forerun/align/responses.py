@@ -89,7 +89,6 @@ class Response:
 
     Attributes:
         token_ids: of the response, the token that ended it included.
-        top_logprobs: of every token, where a server offers them.
     """
 
     prompt_hash: str

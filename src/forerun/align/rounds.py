@@ -48,9 +48,7 @@ class TeacherSource:
     """The target, its deployment settings, and the devices and folder available to a teacher.
 
     Attributes:
-        target: folder, name or shipped model.
         device: as for the engine, or "sharded" to spread the target over all GPUs.
-        on_progress: called while a cache is filled.
         share: this process's part of filling it. With several processes all must then prepare the
             teacher together; or one fills it first, alone, and the others find it filled.
     """
@@ -100,7 +98,6 @@ def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Tea
 
 
 def _sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
-    """Build the teacher over cached token ids."""
     sampling = source.sampling
     num_ids = 1 if sampling.greedy else config.num_sampled_ids
     settings = {

@@ -146,7 +146,6 @@ class Alignment:
             return content_hash(self.config.target)
 
     def _told_again(self, report: AlignReport) -> AlignReport:
-        """Return the report of a finished alignment, and write the serving files again."""
         export(self.config, self.workspace, report)
         path = self.workspace.report
         self.phases.console.print(
@@ -195,7 +194,6 @@ class Alignment:
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
     def _trainer(self, draft: TrainedDraft, identity: Mapping[str, str]) -> Trainer:
-        """Build the trainer and resume from its checkpoint if there is one."""
         config = self.config
         trainer = Trainer(
             config=config.training,
@@ -285,7 +283,6 @@ class Alignment:
             trainer.run(packing, until, on_step)
 
     def _snapshot(self, draft: TrainedDraft, trainer: Trainer, step: int) -> None:
-        """Save the draft after a step, unless a snapshot of that step exists."""
         if self.workspace.snapshot(step).exists() or trainer.step != step:
             return
         weights = trainer.weights()

@@ -71,8 +71,6 @@ class PackedBatch:
     sample, which is how transformers recognises packed rows (no mask is passed).
 
     Attributes:
-        ids: tokens; padding holds any valid id.
-        positions: of each token within its sample.
         samples: index of the sample in the data set, -1 at padding.
         predicts: whether the token AFTER a place is learned: these places have a loss, and "learned
             rows" everywhere are these places in row-major order.

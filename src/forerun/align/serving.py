@@ -73,7 +73,6 @@ class EngineSettings:
     """Settings that start one engine with the target and its draft.
 
     Attributes:
-        settings: its own options by their own names.
         command: what starts it, for a shell or for Python.
         notes: what the user has to know, one sentence each.
     """

@@ -68,7 +68,6 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def _unknown_names(given: Any, known: Any) -> set[str]:
-    """Return the names in `given` that have a value and do not occur in `known`, at any depth."""
     if isinstance(given, Mapping) and isinstance(known, Mapping):
         inner = (_unknown_names(given[name], known[name]) for name in given.keys() & known.keys())
         extra = {name for name in given.keys() - known.keys() if given[name] is not None}
@@ -252,9 +251,6 @@ def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
     Args:
         folder: of the alignment, or of its draft wherever that has been copied: the draft's card
             repeats the settings.
-
-    Raises:
-        InvalidRequest: the folder is neither, or was written by another version of forerun.
     """
     workspace = Workspace(root=folder)
     if workspace.manifest.exists():

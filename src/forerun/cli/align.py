@@ -265,7 +265,6 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
 
 
 def _print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
-    """Print the drafts that were evaluated under the same settings."""
     table = table_of(Column("draft", overflow="fold"), *HEADINGS, title=title)
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
     for name, figures in drafts.items():

@@ -84,7 +84,6 @@ class EndpointRun:
 
     Args:
         model: name of the model on the servers; None takes the first one.
-        num_blocks: blocks of each endpoint and number of clients.
     """
 
     def __init__(

@@ -44,9 +44,7 @@ class Command(Generic[OptionsT]):
     """One subcommand; its flags are the fields of its options.
 
     Attributes:
-        options: frozen dataclass that the flags are generated from.
         run: does the work and returns the exit code; heavy imports belong inside.
-        description: what the command does, shown by `--help`.
         lists: flags that take several values, each with the separator that is allowed within one
             word ("" for none). `--rows 1,2`, `--rows 1 2` and `--rows 1 --rows 2` are the same.
         has_positional: whether words without a flag have a meaning of their own; a list then takes
@@ -112,7 +110,6 @@ SAME_FLAGS = (("--model", "--target"), ("--num-speculative-tokens", "--k"))
 
 
 def _flags_of(arguments: Sequence[str]) -> set[str]:
-    """Return the flags before a lone "--", without their values."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return {word.partition("=")[0] for word in arguments[:end] if is_flag(word)}
 

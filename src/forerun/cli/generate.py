@@ -174,9 +174,6 @@ class DraftedTree:
     """The draft of one step and its outcome.
 
     Attributes:
-        step: number of the step within the request.
-        last_token: the last committed token before the step.
-        verdict: what was accepted, and the token that followed.
         target_probs: of every node, the target's probability of its token after its path, before
             the request's sampling parameters are applied.
         draft_probs: of every node, the draft's; None where it has none.

@@ -33,10 +33,8 @@ class ModelDescription:
 
     Attributes:
         dtype: of weights and KV, as memory was worked out.
-        num_slots: sequences the KV store has room for.
         memory: bytes by purpose.
         kv_bytes_per_token: keys and values of one token over all layers.
-        weights_hash: short content hash of the weight files.
         num_tokens: entries of the tokenizer; the logits may be wider.
         card: what it was aligned to; None for a model that is no aligned draft.
     """

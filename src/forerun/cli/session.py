@@ -34,7 +34,6 @@ class Figures:
     """Counts and times of one request, all its samples together.
 
     Attributes:
-        total_s: from the request to the last token.
         ttft_s: from the request to the first token; None where there was none.
     """
 

@@ -36,15 +36,7 @@ class AcceptanceCurve(NamedTuple):
 
 
 class Positions:
-    """Estimates P(position i passed given that i - 1 is passed and i allowed), for every i.
-
-    Args:
-        config: the memory, and the weight of priors.
-
-    Attributes:
-        trials: discounted number of steps that reached each position.
-        wins: discounted number of those that passed it.
-    """
+    """Estimates P(position i passed given that i - 1 is passed and i allowed), for every i."""
 
     __slots__ = ("config", "trials", "wins")
 
@@ -120,11 +112,7 @@ RequestClass = tuple[tuple[str, ...], float]
 
 
 class RequestHistory:
-    """Outcomes of the drafts of one request.
-
-    Attributes:
-        num_read: tokens of the request when it drafted last.
-    """
+    """Outcomes of the drafts of one request."""
 
     __slots__ = ("drafts", "kind", "num_read")
 

@@ -59,7 +59,6 @@ class Tree:
     width: int
 
     def __post_init__(self) -> None:
-        """Refuse shapes without a node."""
         for name in ("num_nodes", "depth", "width"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(

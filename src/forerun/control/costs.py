@@ -34,7 +34,6 @@ class OperatingPoint(NamedTuple):
 
     Attributes:
         context_bits: binary digits of their mean context, in tokens.
-        greedy: whether the temperature of all requests is 0.
     """
 
     batch: int
@@ -163,7 +162,6 @@ class BatchCosts:
         passes: of target passes, by drafted rows per sequence.
         overheads: of what a step takes beyond drafting and the pass, by method.
         trees: of trees beyond the ratios of chains, by method.
-        deepest: the deepest draft so far, by method.
     """
 
     def __init__(self, config: GoodputConfig) -> None:

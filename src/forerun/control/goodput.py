@@ -49,12 +49,10 @@ class ActivePlan:
         best: the plans that are expected to be the fastest, one per request.
         plans: the same, or plans that measure others; this very list is returned in every step.
         max_rows: rows of the pass that there was room for.
-        point: operating point at which the plans were decided.
         allocation: expected outcome of a step with the best plans.
         expected_gain: expected accepted tokens of a request in place of its probe.
         reuse: steps for which plans that draft are reused; it doubles while the best plans of these
             requests stay the same.
-        steps_left: steps that these plans are still used for.
     """
 
     names: list[str]

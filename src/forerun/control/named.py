@@ -72,11 +72,7 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
 
 
 def check_controller(controller: object) -> None:
-    """Refuse an object that is not a controller; None is allowed.
-
-    Raises:
-        InvalidRequest: it is the name of a controller, a class, or lacks a method of `Controller`.
-    """
+    """Refuse an object that is not a controller; None is allowed."""
     if controller is None:
         return
     if isinstance(controller, str):

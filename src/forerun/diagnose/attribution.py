@@ -11,13 +11,15 @@ since K + 1 - tau = sum over i of (1 - beta_i), summed by parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Literal
 
 from forerun.diagnose.evidence import Evidence
+from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
-from forerun.theory.speedup import constant_survival
+from forerun.theory.speedup import best_k, constant_acceptance_length, constant_survival
 
 TOLERANCE = 1e-9
 
@@ -27,7 +29,6 @@ class Part:
     """One part of the time per emitted token.
 
     Attributes:
-        kind: ideal, rejection, draft, verify, overhead or unsplit.
         cost: plain steps per emitted token; a pass cheaper than a plain step is negative.
     """
 
@@ -187,3 +188,219 @@ def counterfactuals(
             if kappa - saved > TOLERANCE:
                 found.append(Counterfactual(name=name, speedup=tau / (kappa - saved)))
     return tuple(sorted(found, key=lambda other: -other.speedup))
+
+
+MAX_K = 16
+Effect = Literal[
+    "best_k",
+    "off",
+    "reference_acceptance",
+    "as_before",
+    "fewer_rejections",
+    "cheaper_draft",
+    "parallel_verify",
+    "no_overhead",
+    "all_accepted",
+    "none",
+]
+"""What a remedy does to the step, as far as speed goes."""
+
+TYPICAL_DRAFT_COST = {"ngram": 0.005, "eagle": 0.05, "mtp": 0.06, "block": 0.03}
+DEFAULT_DRAFT_COST = 0.1
+TYPICAL_VERIFY_SLOPE = 0.03
+TYPICAL_OVERHEAD = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """Model for predictions: acceptance by position, and step costs at any K.
+
+    Attributes:
+        survival: P(accepted through i), beyond the drafted K by its last conditional acceptance.
+        verify_slope: what one more row adds to the pass.
+    """
+
+    survival: tuple[float, ...]
+    draft_cost: float
+    verify_slope: float
+    overhead: float
+    basis: str
+    table: CostTable | None = None
+    batch: int = 1
+    context: int = 0
+
+    def cycle_cost(self, k: int) -> float:
+        if self.table is not None:
+            return self.table.cycle_cost(k, self.context, self.batch)
+        return k * self.draft_cost + 1.0 + k * self.verify_slope + self.overhead
+
+    def acceptance_length(self, k: int) -> float:
+        return 1.0 + sum(self.survival[:k])
+
+    def speedup(self, k: int) -> float:
+        """Return the speedup at K; 1 for K = 0."""
+        return self.acceptance_length(k) / self.cycle_cost(k) if k else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The predicted speedup after a remedy.
+
+    Attributes:
+        num_speculative_tokens: K that it is reached at, where the remedy chooses one.
+    """
+
+    speedup: float
+    gain: float
+    basis: str
+    num_speculative_tokens: int | None = None
+
+
+def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None = None) -> Outlook:
+    """Build the prediction model from measured costs; typical costs replace unknown ones."""
+    k, tau = found.num_speculative_tokens, found.acceptance_length
+    c, v, o = found.draft_cost, found.verify_cost, found.overhead
+    batch, context = evidence.number("batch"), evidence.number("context_tokens")
+    if c is not None and v is not None and o is not None:
+        slope, basis = max(0.0, v - 1.0) / k, "costs measured in steps"
+        o = o + min(0.0, v - 1.0)
+    else:
+        c = _typical_draft_cost(evidence)
+        slope, o = TYPICAL_VERIFY_SLOPE, TYPICAL_OVERHEAD
+        basis = f"assumed costs c = {c:.3g}, {slope:g} per row, o = {o:g}"
+        if found.cycle_cost is not None:
+            share = (found.cycle_cost - 1.0) / (k * c + k * slope + o)
+            c, slope, o = max(0.0, share) * c, max(0.0, share) * slope, max(0.0, share) * o
+            basis = "kappa measured, split as is typical"
+    return Outlook(
+        survival=longer(survival_of(evidence, k, tau), MAX_K),
+        draft_cost=c,
+        verify_slope=slope,
+        overhead=o,
+        basis="cost table" if table is not None else basis,
+        table=table,
+        batch=max(1, round(batch or 1)),
+        context=round(context or 0),
+    )
+
+
+def _typical_draft_cost(evidence: Evidence) -> float:
+    """Return c computed from the sizes of both models, or the typical c for this kind of draft."""
+    if (ratio := evidence.number("draft_size_ratio")) is not None:
+        return max(0.01, ratio)
+    kinds = evidence.words("method")
+    return TYPICAL_DRAFT_COST.get(kinds[0] if kinds else "", DEFAULT_DRAFT_COST)
+
+
+def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
+    """Extend survival to K positions with the last known conditional acceptance."""
+    found = list(survival)
+    before = found[-2] if len(found) > 1 else 1.0
+    last = found[-1] / before if before > 0.0 else 0.0
+    while len(found) < k:
+        found.append(found[-1] * last)
+    return tuple(found)
+
+
+def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
+    """Add the best K at these costs, and the gains from a smaller and from a larger K.
+
+    Facts only where costs were measured: what an assumption implies is no evidence.
+    """
+    if found.draft_cost is None and outlook.table is None:
+        return
+    now = outlook.speedup(found.num_speculative_tokens)
+    source = f"acceptance profile and {outlook.basis}"
+    best = best_k(outlook.survival, outlook.cycle_cost)
+    evidence.note("best_k", best.num_speculative_tokens, source)
+    evidence.note("gain_of_best_k", best.speedup / now, source)
+    k = found.num_speculative_tokens
+    lower = max((outlook.speedup(i) for i in range(1, min(k, MAX_K + 1))), default=now)
+    higher = max((outlook.speedup(i) for i in range(k + 1, MAX_K + 1)), default=now)
+    evidence.note("speedup_of_best_k", max(lower, now, higher), source)
+    evidence.note("gain_of_lower_k", lower / now, source)
+    evidence.note("gain_of_higher_k", higher / now, source)
+
+
+def predict(
+    effect: Effect, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
+) -> Prediction | None:
+    """Predict the speedup after a remedy; None if tau is unknown or speed is not affected."""
+    if found is None or outlook is None or effect == "none":
+        return None
+    after = EFFECTS[effect](evidence, found, outlook)
+    if after is None:
+        return None
+    now = found.speedup or outlook.speedup(found.num_speculative_tokens)
+    measured = effect == "as_before" and "reference_speedup" in evidence
+    return Prediction(
+        speedup=after,
+        gain=after / now,
+        basis="measured before" if measured else outlook.basis,
+        num_speculative_tokens=_best_drafting_k(outlook) if effect == "best_k" else None,
+    )
+
+
+Rule = Callable[[Evidence, Attribution, Outlook], float | None]
+
+
+def _best_drafting_k(outlook: Outlook) -> int:
+    return max(range(1, MAX_K + 1), key=outlook.speedup)
+
+
+def _with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    """Predict the speedup with the reference run's tau, at the current cost of its K."""
+    k = int(evidence.number("reference_k") or found.num_speculative_tokens)
+    rate = evidence.number("reference_acceptance_rate")
+    tau = evidence.number("reference_acceptance_length") or (1 + rate * k if rate else None)
+    if tau is None:
+        return None
+    same = k == found.num_speculative_tokens
+    return tau / (_kappa_now(found, outlook) if same else outlook.cycle_cost(k))
+
+
+def as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    known = evidence.number("reference_speedup")
+    return _with_reference(evidence, found, outlook) if known is None else known
+
+
+def _halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    """Predict the speedup with the reference's tau, or with half the rejections without one."""
+    if (known := _with_reference(evidence, found, outlook)) is not None:
+        return known
+    alpha, k = evidence.number("alpha"), found.num_speculative_tokens
+    if alpha is None:
+        return None
+    return constant_acceptance_length((1.0 + alpha) / 2.0, k) / _kappa_now(found, outlook)
+
+
+def _kappa_now(found: Attribution, outlook: Outlook) -> float:
+    return found.cycle_cost or outlook.cycle_cost(found.num_speculative_tokens)
+
+
+def less(saved: Callable[[int, Outlook], float]) -> Rule:
+    """Return a rule that predicts the speedup after `saved` is subtracted from the step cost."""
+
+    def rule(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+        k = found.num_speculative_tokens
+        cost = _kappa_now(found, outlook) - saved(k, outlook)
+        return found.acceptance_length / cost if cost > 0.0 else None
+
+    return rule
+
+
+EFFECTS: dict[Effect, Rule] = {
+    "best_k": lambda evidence, found, outlook: outlook.speedup(_best_drafting_k(outlook)),
+    "off": lambda evidence, found, outlook: 1.0,
+    "reference_acceptance": _with_reference,
+    "as_before": as_before,
+    "fewer_rejections": _halved_rejections,
+    "cheaper_draft": less(lambda k, outlook: k * outlook.draft_cost / 2.0),
+    "parallel_verify": less(
+        lambda k, outlook: k * max(0.0, outlook.verify_slope - TYPICAL_VERIFY_SLOPE)
+    ),
+    "no_overhead": less(lambda k, outlook: max(0.0, outlook.overhead)),
+    "all_accepted": lambda evidence, found, outlook: (
+        (found.num_speculative_tokens + 1) / _kappa_now(found, outlook)
+    ),
+}

@@ -2,26 +2,270 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from typing import Literal
 
-from forerun.diagnose.attribution import Attribution, attribute
-from forerun.diagnose.causes import (
-    CAUSES,
-    MIN_ALSO,
-    Experiment,
-    Remedy,
-    ScoredCause,
-    best_experiment,
-    experiment_for,
-    score_causes,
+import msgspec
+
+from forerun.diagnose.attribution import (
+    Attribution,
+    Effect,
+    Outlook,
+    Prediction,
+    add_predictions,
+    attribute,
+    outlook_of,
+    predict,
 )
 from forerun.diagnose.derive import NO_GAIN, derive
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
+from forerun.diagnose.evidence import FACTS, Evidence, Fact, load_table
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Evidence for or against a cause from one fact, with its weight.
+
+    Attributes:
+        weight: log of how much likelier it is under this cause than without it.
+    """
+
+    fact: Fact
+    weight: float
+
+    @property
+    def words(self) -> str:
+        value = self.fact.value
+        if isinstance(value, bool):
+            text = self.fact.definition if value else f"not: {self.fact.definition}"
+        elif isinstance(value, float | int):
+            unit = FACTS[self.fact.name].unit
+            text = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
+        else:
+            listed = value if isinstance(value, str) else ", ".join(map(str, value))
+            text = f"{self.fact.name}: {listed}"
+        return f"{text} ({self.fact.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """Weight of one kind of fact for one cause, as the log of a likelihood ratio.
+
+    Attributes:
+        yes: weight where an observation is yes, or a figure is at or beyond the end of its ramp.
+        no: weight where it is no, or at or before the start of the ramp.
+        ramp: start and end for a figure, in between linear; the start may be the larger one.
+        word: the word that counts as yes, for words.
+    """
+
+    fact: str
+    yes: float
+    no: float = 0.0
+    ramp: tuple[float, float] | None = None
+    word: str | None = None
+
+    def finding(self, evidence: Evidence) -> Finding | None:
+        """Weigh a fact of the evidence; None if the fact is not known."""
+        fact = evidence.facts.get(self.fact)
+        if fact is None:
+            return None
+        if self.word is not None:
+            weight = self.yes if self.word in evidence.words(self.fact) else self.no
+        elif self.ramp is not None:
+            weight = self._on_ramp(fact)
+        else:
+            weight = self.yes if fact.value is True else self.no
+        return Finding(fact=fact, weight=weight) if weight else None
+
+    def _on_ramp(self, fact: Fact) -> float:
+        """Return the weight of a figure, averaged over its value and the ends of its interval."""
+        assert self.ramp is not None and isinstance(fact.value, float | int)
+        points = [float(fact.value)]
+        if fact.interval is not None:
+            points += [fact.interval.low, fact.interval.high]
+        start, end = self.ramp
+        places = [min(1.0, max(0.0, (point - start) / (end - start))) for point in points]
+        return self.no + (self.yes - self.no) * sum(places) / len(places)
+
+    @property
+    def spread(self) -> float:
+        """Largest difference that the fact could make to the cause's score."""
+        return abs(self.yes - self.no)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change that improves speculation if the cause is present.
+
+    Attributes:
+        effect: what it does to a step, for the prediction.
+    """
+
+    change: str
+    price: str
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A possible reason why speculation is slow, wrong, or only appears so.
+
+    Attributes:
+        family: which part of the system it is of.
+        prior: log of how common it is among complaints, against the others.
+    """
+
+    label: str
+    family: str
+    what: str
+    why: str
+    prior: float = 0.0
+    signs: tuple[Sign, ...]
+    remedies: tuple[Remedy, ...]
+
+
+CAUSES: Mapping[str, Cause] = {
+    cause.label: cause
+    for cause in msgspec.convert(load_table("causes")["cause"], tuple[Cause, ...])
+}
+"""Every cause by its label, in the order of the documentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """A test that distinguishes causes and that an operator can run.
+
+    Attributes:
+        minutes: what it takes a person who has the machine; an order of magnitude.
+    """
+
+    name: str
+    how: str
+    minutes: float
+    yields: tuple[str, ...]
+
+
+EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Experiment, ...])
+"""Every experiment, in the order of the documentation."""
+
+
+def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
+    spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
+    return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
+
+
+def best_experiment(
+    weights: Mapping[str, float], causes: Iterable[Cause], evidence: Evidence
+) -> Experiment | None:
+    """Return the test that distinguishes the causes best for the time it takes.
+
+    A fact is worth the spread between causes of what it would say of them, weighted by how likely
+    they are.
+    """
+    if not weights:
+        return None
+    signs = {
+        cause.label: {sign.fact: sign.yes - sign.no for sign in cause.signs} for cause in causes
+    }
+
+    def worth(item: Experiment) -> float:
+        total = 0.0
+        for fact in item.yields:
+            if fact not in evidence:
+                moves = [(share, signs[label].get(fact, 0.0)) for label, share in weights.items()]
+                mean = sum(share * move for share, move in moves)
+                total += sqrt(sum(share * (move - mean) ** 2 for share, move in moves))
+        return total
+
+    return best_of(worth)
+
+
+def best_of(worth: Callable[[Experiment], float]) -> Experiment | None:
+    """Return the test with the most information per square root of its time."""
+    ranked = [(worth(item) / sqrt(item.minutes), item) for item in EXPERIMENTS]
+    value, item = max(ranked, key=lambda pair: pair[0])
+    return item if value > 0.0 else None
+
+
+MIN_SUPPORT = 1.3
+"""Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
+ANY_OTHER = 2.0
+"""Log weight of all causes that are not in the list: two nats of evidence leave it even."""
+MIN_ALSO = 0.5
+"""The same for a cause beside one that is supported: what else it may be is worth naming sooner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCause:
+    """A cause with its score and the evidence for and against it.
+
+    Attributes:
+        score: its share of the likelihood of all causes, unlisted ones included.
+        evidence_for: facts that speak for it, the strongest first.
+        evidence_against: facts that speak against it.
+    """
+
+    cause: Cause
+    score: float
+    evidence_for: tuple[Finding, ...]
+    evidence_against: tuple[Finding, ...]
+
+    @property
+    def support(self) -> float:
+        """Summed weight of the evidence for the cause, in nats."""
+        return sum(finding.weight for finding in self.evidence_for)
+
+    @property
+    def is_supported(self) -> bool:
+        return self.reaches(MIN_SUPPORT)
+
+    @property
+    def penalty(self) -> float:
+        """What a cause loses, in nats, for having little or hardly any evidence in its favour."""
+        return 0.0 if self.is_supported else 6.0 if self.reaches(MIN_ALSO) else 12.0
+
+    def reaches(self, support: float) -> bool:
+        """Whether support plus a negative prior reaches a threshold and exceeds the opposition."""
+        against = -sum(finding.weight for finding in self.evidence_against)
+        return self.support + min(0.0, self.cause.prior) >= support and self.support > against
+
+
+def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCause, ...]:
+    """Score every cause, the likeliest first.
+
+    The weights of facts add up as if facts were independent given the cause, which they are not
+    quite: scores rank causes, and overstate their probabilities. A cause with little in its favour
+    may have little against it either; it is no finding, so its share is cut.
+    """
+    found = []
+    for cause in causes:
+        findings = [
+            finding for sign in cause.signs if (finding := sign.finding(evidence)) is not None
+        ]
+        findings.sort(key=lambda finding: -abs(finding.weight))
+        found.append((cause.prior + sum(f.weight for f in findings), cause, findings))
+    unweighted = [
+        ScoredCause(
+            cause=cause,
+            score=log,
+            evidence_for=tuple(f for f in findings if f.weight > 0.0),
+            evidence_against=tuple(f for f in findings if f.weight < 0.0),
+        )
+        for log, cause, findings in found
+    ]
+    logs = [item.score - item.penalty for item in unweighted]
+    highest = max(logs)
+    shares = [math.exp(log - highest) for log in logs]
+    total = sum(shares) + math.exp(ANY_OTHER - highest)
+    scored = [
+        replace(item, score=share / total) for item, share in zip(unweighted, shares, strict=True)
+    ]
+    return tuple(sorted(scored, key=lambda item: -item.score))
+
 
 Verdict = Literal["healthy", "problem", "insufficient evidence"]
 MAX_CAUSES = 5
@@ -49,7 +293,6 @@ class RankedCause:
 
     Attributes:
         next_test: what would confirm or clear it; None where all it depends on is known.
-        changes: what helps if it is the cause.
     """
 
     scored: ScoredCause
@@ -115,10 +358,6 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
 
     Every figure of the result is a fact of the evidence: readers add those that a source states,
     `derive`, `_add_gap_shares` and `add_predictions` those that follow.
-
-    Args:
-        evidence: facts of all sources; derived facts are added to it.
-        costs: a measured cost table, for predictions at other K.
     """
     derive(evidence)
     attribution = attribute(evidence)

@@ -31,7 +31,6 @@ class FactKind:
         type: number, list of numbers, yes or no, word, or list of words.
         definition: what it is; readers convert figures that an engine defines otherwise.
         unit: of numbers; empty for shares, counts and ratios.
-        low: least value that makes sense.
         high: largest value that makes sense; None where there is none.
         choices: words that are understood; empty where any are.
     """
@@ -140,7 +139,6 @@ class Evidence:
 
     Attributes:
         disagreements: facts that lost against one of another value.
-        readings: sources, as they were read.
         series: figures over time, by tag and by K, for the report.
         notes: figures of impossible values, which were left out.
     """
@@ -152,11 +150,7 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
-        """Add a fact; a value of None is ignored.
-
-        Raises:
-            ValueError: there is no such fact, or no such value of it; the message says so.
-        """
+        """Add a fact; a value of None is ignored."""
         if value is None:
             return
         name = FORMER_NAMES.get(name, name)
@@ -256,7 +250,6 @@ def _checked_value(name: str, value: object) -> Value:
 
 
 def _similar_facts(name: str) -> str:
-    """Return a hint that lists facts with similar names, or how to list all facts."""
     words = {word for word in name.lower().split("_") if len(word) > 3}
     near = get_close_matches(name.lower(), FACTS, n=4, cutoff=0.6)
     near += [known for known in FACTS if any(w[:4] in known for w in words) and known not in near]

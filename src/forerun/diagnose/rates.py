@@ -73,7 +73,6 @@ def _add_length(evidence: Evidence) -> None:
 
 
 def _length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
-    """Return the 95% interval of tau, assuming that steps are independent."""
     if not rates or drafts < 2:
         return None
     square = sum((2 * i - 1) * rate for i, rate in enumerate(rates, start=1))
@@ -119,7 +118,6 @@ def mean_drafted(evidence: Evidence) -> float | None:
 
 
 def _add_first_position(evidence: Evidence) -> None:
-    """Add alpha_1, the acceptance at the first drafted position."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
     drafts = evidence.number("num_drafts")

@@ -13,11 +13,7 @@ DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDrafter:
-    """A drafter in its command-line form: `NAME` or `NAME:ARGUMENT`.
-
-    Attributes:
-        argument: the text after the colon, empty without one.
-    """
+    """A drafter in its command-line form: `NAME` or `NAME:ARGUMENT`."""
 
     name: DrafterName
     argument: str = ""

@@ -81,7 +81,6 @@ class DraftModel:
         return [proposals.get(request.request_id) for request in requests]
 
     def _sequence(self, request: DraftRequest) -> DraftSequence:
-        """Return the state of a request, which is created on first use."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             sequence = DraftSequence.begin(request, self._open(request))

@@ -23,17 +23,14 @@ class DraftSequence:
 
     Attributes:
         context: its committed tokens and their rows in the draft's own KV cache.
-        params: the request's sampling parameters at the draft's temperature.
         tree_params: of the distributions that a tree's nodes are chosen by.
         budget: the number of tokens to draft in this step.
         stop_reason: what set the budget: "budget" (the plan), "context" (the draft's own context),
             "stop_rule" or "invalid_probs".
         stop: the plan's rule for ending the draft before its budget.
         stop_values: what the rule measured before every node; None without a rule.
-        num_chain: pending committed tokens fed by the first pass.
         num_fed: draft tokens of a chain that were fed; their rows are staged in the cache.
         tree_shape: the largest tree to draft; a chain is the tree of width 1.
-        tree_choice: how the nodes of a tree are chosen.
         tree_rows: the draft tokens of a tree that were fed, as paths, in the order of their rows.
         num_tried: nodes on accepted paths of drawn trees that had children, the last committed
             token included, and a few to begin with.

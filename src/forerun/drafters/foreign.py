@@ -34,11 +34,7 @@ logger = logging.getLogger("forerun.loading")
 def foreign_drafter(
     model: LanguageModel, draft: Tokenizer, target: Tokenizer, vocab_size: int
 ) -> Drafter:
-    """Return the drafter for a model with another tokenizer than the target's.
-
-    Raises:
-        IncompatibleDraft: the tokens of the two cannot be matched; see `map_vocabularies`.
-    """
+    """Return the drafter for a model with another tokenizer than the target's."""
     vocabulary = map_vocabularies(target, draft)
     logger.info("the draft has another tokenizer: %s", vocabulary.reason)
     if vocabulary.way == "tli":
@@ -99,13 +95,7 @@ def restricted(
     columns: Int64[Tensor, " target_vocab"],
     is_missing: Bool[Tensor, " target_vocab"],
 ) -> Float[Tensor, "*rows target_vocab"]:
-    """Return draft logits over the target's ids; ids that the draft lacks become impossible.
-
-    Args:
-        logits: over the draft's ids.
-        columns: the draft's id of every id of the target, any where there is none.
-        is_missing: where there is none.
-    """
+    """Return draft logits over the target's ids; ids that the draft lacks become impossible."""
     return logits.index_select(-1, columns).masked_fill_(is_missing, -math.inf)
 
 
@@ -115,7 +105,6 @@ class SharedTokenModel(WrappedModel):
     It reads ids of the target, and its own ids counted from `vocab_size` on.
 
     Args:
-        vocabulary: of the target and the draft.
         vocab_size: number of token ids of the target.
     """
 
@@ -154,7 +143,6 @@ class SharedTokenDraft(OwnTokenDraft):
 
     Args:
         model: a SharedTokenModel, or a wrapper around one.
-        vocabulary: of the target and the draft.
         vocab_size: number of token ids of the target.
     """
 
@@ -195,9 +183,6 @@ class TextDraft:
     The draft continues the text greedily in its own tokens: as many as it has for the planned
     number of the target's tokens in the text so far, and one more. Chains are drafted for plans of
     trees too, and stop rules are not followed.
-
-    Args:
-        vocabulary: of the target and the draft.
     """
 
     method = "slem"

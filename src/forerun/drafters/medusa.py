@@ -37,7 +37,6 @@ class MedusaConfig:
     """Sizes of Medusa heads on a frozen target.
 
     Attributes:
-        hidden_size: width of the target's residual stream.
         vocab_size: width of the target's logits.
         num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 after the
             row it reads.
@@ -51,7 +50,6 @@ class MedusaConfig:
     own_heads: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a checkpoint without heads."""
         if min(self.hidden_size, self.vocab_size, self.num_heads, self.num_blocks) < 1:
             raise InvalidModel(f"Medusa heads need positive sizes, not {self}")
 
@@ -96,12 +94,7 @@ class MedusaHeads(nn.Module):
     def states(
         self, hidden: Float[Tensor, "rows width"], num_heads: int | None = None
     ) -> list[Float[Tensor, "rows width"]]:
-        """Return the input of every head's output matrix.
-
-        Args:
-            hidden: the target's states after its final norm.
-            num_heads: the first so many; None: all.
-        """
+        """Return the input of every head's output matrix."""
         return [head[: self.config.num_blocks](hidden) for head in self.heads[:num_heads]]
 
     def forward(
@@ -110,13 +103,7 @@ class MedusaHeads(nn.Module):
         shared: SharedHead | None = None,
         num_heads: int | None = None,
     ) -> Float[Tensor, "heads rows vocab"]:
-        """Return the logits of every head.
-
-        Args:
-            hidden: the target's states after its final norm.
-            shared: the target's output head; needed unless heads have their own.
-            num_heads: the first so many; None: all.
-        """
+        """Return the logits of every head."""
         states = self.states(hidden, num_heads)
         if not self.config.own_heads:
             assert shared is not None
@@ -138,15 +125,7 @@ LINEAR = re.compile(r"(\d{1,9})\.(\d{1,9})\.linear\.(weight|bias)")
 
 
 def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
-    """Read Medusa heads in either form, in fp32.
-
-    Args:
-        folder: with config.json and the weights.
-        vocab_size: of the target, for heads that use its output matrix.
-
-    Raises:
-        InvalidModel: a file is missing or damaged, or tensors are missing, unknown or misshapen.
-    """
+    """Read Medusa heads in either form, in fp32."""
     settings = read_object(folder / "config.json")
     tensors = _read_heads(folder)
     linear = {match for name in tensors if (match := LINEAR.fullmatch(name))}
@@ -263,7 +242,6 @@ class MedusaDrafter:
     """Drafts chains and trees with Medusa heads.
 
     Args:
-        heads: on the target's device and in its dtype.
         target: gives its last hidden states, its final norm and its output matrix.
     """
 
@@ -374,13 +352,7 @@ def proposal_of(
 
 
 def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:
-    """Load the Medusa heads in a folder for a loaded target.
-
-    Raises:
-        InvalidModel: the folder is damaged or of an unsupported kind.
-        IncompatibleDraft: the heads were made for another target.
-        UnsupportedFeatures: the target has no final norm or output matrix that they could use.
-    """
+    """Load the Medusa heads in a folder for a loaded target."""
     heads = read_medusa(folder, vocab_size=target.vocab_size)
     sizes = {
         "hidden size": (heads.config.hidden_size, target.hidden_size),

@@ -30,11 +30,7 @@ More than these end at one place in periodic text only; the short ones are then 
 
 
 class SuffixAutomaton:
-    """All substrings of a text to which tokens are only appended.
-
-    Attributes:
-        last: state of the whole text.
-    """
+    """All substrings of a text to which tokens are only appended."""
 
     __slots__ = (
         "_branches",
@@ -162,7 +158,6 @@ class SuffixAutomaton:
             self._token[state], self._child[state] = token, child
 
     def _count_ends(self) -> None:
-        """Increase the number of occurrences of the suffixes of the text by one."""
         state, count, link = self.last, self._count, self._link
         for _ in range(MAX_UPDATES):
             if state == ROOT:

@@ -160,10 +160,6 @@ def map_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyMap:
 
     Ordinary tokens match by their bytes. Special tokens match special tokens written the same, and
     the token that ends a text matches the other's where neither has one written the same.
-
-    Raises:
-        IncompatibleDraft: a tokenizer changes texts, the special tokens cannot be told from text,
-            or there is nothing that both can spell.
     """
     target, draft = target.with_plain_specials(), draft.with_plain_specials()
     for role, tokenizer in (("target", target), ("draft", draft)):
@@ -315,7 +311,6 @@ class ReencodedText:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a text after the ids so far."""
         self._start = len(self.ids)
         self._text = bytearray()
         self._ends: list[int] = []
@@ -347,7 +342,6 @@ class ReencodedText:
         return piece
 
     def _add_special(self, token: int | None) -> None:
-        """Add a special token of the draft, unless its text begins with this one anyway."""
         is_repeated = token in self._map.first_ids and len(self.ids) == len(self._map.first_ids)
         if token is not None and not is_repeated:
             self.ids += self._own([token])

@@ -14,7 +14,7 @@ from forerun.control.named import ControllerInputs, FixedController, build_contr
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.eagle3.golden import GOLDEN_FILE
+from forerun.drafters.eagle3.load import GOLDEN_FILE
 from forerun.drafters.foreign import foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,

@@ -58,9 +58,7 @@ class PromptEntry:
     """One record of a prompt file: a text or a conversation.
 
     Attributes:
-        where: file and line, for error messages.
         text: a text to continue as it is, None for a conversation.
-        messages: a conversation for the chat template.
     """
 
     where: str
@@ -84,10 +82,6 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
     there are none, every line is one. A path that does not exist is taken for the name of a
     dataset on the Hugging Face hub, with its split after a colon, if the package `datasets` is
     installed.
-
-    Raises:
-        InvalidRequest: something cannot be read within the limits, has an unknown suffix, or is
-            malformed; file and line are named.
     """
     num_characters = 0
     try:

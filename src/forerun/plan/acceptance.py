@@ -90,9 +90,6 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
             acceptance of each position given all before it.
         conditional: what several figures are.
         max_k: how deep a constant goes.
-
-    Raises:
-        InvalidRequest: there is none, one is no probability, or beta rises.
     """
     if not figures:
         raise InvalidRequest("acceptance is empty; give alpha, or one figure per drafted position")

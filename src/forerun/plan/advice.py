@@ -46,7 +46,6 @@ class Advice:
         per_batch: the best at every batch size, whatever the latency.
         curves: every K by drafter, at the batch of `best`.
         break_even: by drafter that could be used, at its own best K there.
-        remarks: assumptions and limits of the plan.
     """
 
     best: Option
@@ -67,11 +66,7 @@ class Advice:
 
 
 def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
-    """Compare every drafter at every K and batch, and choose the best.
-
-    Raises:
-        InvalidRequest: no drafter is given, or no option is within the latency limit.
-    """
+    """Compare every drafter at every K and batch, and choose the best."""
     if not candidates:
         raise InvalidRequest("a plan compares drafters, and none is given")
     measured = candidates[0].table.batches[-1]

@@ -24,7 +24,6 @@ class PlanConfig:
         batches: sequences at once that are considered, ascending.
         context: committed tokens of every sequence, about halfway through its output.
         temperature: 0 for greedy drafts, above for sampled ones.
-        max_k: most drafted tokens per step.
         slo_tpot_s: most seconds per output token (None: no limit).
         sibling_acceptance: P(a further child of a node of a draft tree is accepted | those before
             it are not); None plans chains only.

@@ -14,7 +14,6 @@ class DraftCosts:
     """Cost tables of one target and drafter, for greedy and for sampled drafts.
 
     Attributes:
-        greedy: costs where every draft is greedy.
         sampled: costs where drafts are drawn.
         reading: cost of reading prompts, where it was measured.
     """

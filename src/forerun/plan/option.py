@@ -21,7 +21,6 @@ class DraftCandidate:
 
     Attributes:
         table: its costs at the temperature of the plan.
-        acceptance: its acceptance at that temperature.
     """
 
     name: str

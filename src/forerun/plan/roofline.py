@@ -129,11 +129,7 @@ def cost_table(
     batches: Collection[int],
     contexts: Collection[int],
 ) -> CostTable:
-    """Return the cost table of a roofline; without a draft model drafting costs nothing.
-
-    Raises:
-        InvalidRequest: the models do not fit into the memory of the machine.
-    """
+    """Return the cost table of a roofline; without a draft model drafting costs nothing."""
     _check_memory(machine, target, draft, batch=min(batches), context=min(contexts))
 
     def line(batch: int, context: int) -> CostLine:

@@ -30,11 +30,7 @@ class Drafts:
     steps: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
     def add(self, allowed: int, depth: int, num_accepted: int) -> None:
-        """Count one step.
-
-        Raises:
-            ValueError: more was accepted than drafted, or drafted than allowed.
-        """
+        """Count one step."""
         if not 0 <= num_accepted <= depth <= allowed:
             raise ValueError(
                 f"step that accepted {num_accepted} of {depth} where {allowed} were allowed; they "
@@ -86,7 +82,6 @@ class TracedDraft:
 
     Attributes:
         header: header of its runs, with the names and hashes of target and draft.
-        requests: the outcomes of its drafts, by request.
         most_allowed: largest K of any step, by request.
         draft_s: seconds of drafting, in cycles that read no prompt.
         other_s: seconds beyond drafting and the pass, in those of these cycles that drafted.
@@ -169,11 +164,7 @@ class TracedDrafts:
 
 
 def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
-    """Count the drafts of a trace by drafter and request.
-
-    Raises:
-        InvalidTrace: it has no step that drafted, or no header that says with what.
-    """
+    """Count the drafts of a trace by drafter and request."""
     found = TracedDrafts()
     headers: list[TraceHeader] = []
     drafters: dict[str, TracedDraft] = {}

@@ -46,7 +46,6 @@ class GreedyTally:
     Attributes:
         noise: by how much rounding moves the gap between two logits.
         margins: per text that parts from plain decoding, the gap there in noise widths.
-        num_parted: those of them by more than a tie.
         num_after_partial: those of them right after a step that rejected something.
         num_agreeing: those of them where the replayed draft agrees with the target.
         alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position

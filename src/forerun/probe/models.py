@@ -64,7 +64,6 @@ def _add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
 
 
 def _add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
-    """Add whether the draft was made for this target and its prompt format."""
     changed = card.made_for.differences(identify(target))
     words = f"the card names {card.target}; not the same: {', '.join(changed) or 'nothing'}"
     evidence.add("draft_of_other_target", "weights" in changed, words)

@@ -110,7 +110,6 @@ class Replay:
 
     Attributes:
         target_logits: the target's, raw, in fp32.
-        target_probs: the target's distribution under the request's parameters.
         draft_logits: the draft's, over the target's ids; of as many rows as the draft can read.
         draft_probs: the draft's distribution under the parameters it drafts with; as many rows.
         near_probs: the same where the draft sees the output and the last `NEAR` tokens of the

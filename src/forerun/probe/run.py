@@ -60,7 +60,6 @@ class ProbedEngine:
         self_drafting: an engine built like this one but with the target, loaded once more, as its
             draft; None drafts with the target's own layers in the target's own KV.
         target_folder: files of the target, None where there are none to look at.
-        draft_folder: files of the draft, likewise.
     """
 
     engine: Engine
@@ -284,7 +283,6 @@ class PairNames:
     """Names of the models to load, in the form that `Engine.load` accepts.
 
     Attributes:
-        target: folder, hub name or "zoo:" name.
         draft: the same, or a drafter by its name.
     """
 
@@ -301,11 +299,6 @@ class PairNames:
 
 def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
     """Load target and draft, and load the target again as its own draft.
-
-    Args:
-        names: of the models.
-        config: of the engine.
-        twice: whether to; where the memory does not suffice, it is left out with a warning.
 
     Raises:
         InvalidModel: a model is missing, damaged or of an unsupported kind.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -58,10 +59,9 @@ class CostLine:
     plain_error_s: float = 0.0
     draft_error_s: float = 0.0
     overhead_error_s: tuple[float, ...] = ()
-    _fitted: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the measurements and fit monotone times to them."""
+        """Refuse measurements that contradict each other or are no times."""
         if self.batch < 1 or self.context < 0:
             raise ValueError(
                 f"batch is {self.batch} and context {self.context}; they start at 1 and 0"
@@ -78,12 +78,12 @@ class CostLine:
             _check_times(name, getattr(self, name))
         for name in _SCALARS:
             _check_times(name, [getattr(self, name)])
-        object.__setattr__(self, "_fitted", _fit(self.verify_s, self.verify_error_s))
 
     def verify(self, num_rows: int) -> CostReading:
         """Return the time of a target pass over `num_rows` rows of each sequence."""
         measured_rows = min(num_rows, self.rows[-1])
-        fitted = interpolate(self.rows, self._fitted, measured_rows)
+        readings = _fit(self.verify_s, self.verify_error_s)
+        fitted = interpolate(self.rows, readings, measured_rows)
         return fitted.times(num_rows / measured_rows)
 
     @property
@@ -102,33 +102,6 @@ class CostLine:
         measured = tuple(map(CostReading, self.overhead_s, errors_s))
         return interpolate(self.overhead_ks, measured, num_speculative_tokens)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the measured fields by name, ready for JSON."""
-        return {name: value for name, value in asdict(self).items() if name in _names()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> CostLine:
-        """Return the line that `to_dict` wrote; sequences may be tuples or lists.
-
-        Raises:
-            ValueError: a field is missing, unknown or not of numbers, or the line is malformed.
-        """
-        if missing := _names() - values.keys():
-            raise ValueError(f"a cost line lacks {', '.join(sorted(missing))}")
-        if unknown := values.keys() - _names():
-            raise ValueError(f"a cost line has unknown fields {', '.join(sorted(unknown))}")
-        return cls(
-            batch=_integers("batch", [values["batch"]])[0],
-            context=_integers("context", [values["context"]])[0],
-            rows=_integers("rows", values["rows"]),
-            verify_s=numbers("verify_s", values["verify_s"]),
-            verify_error_s=numbers("verify_error_s", values["verify_error_s"]),
-            overhead_ks=_integers("overhead_ks", values["overhead_ks"]),
-            overhead_s=numbers("overhead_s", values["overhead_s"]),
-            overhead_error_s=numbers("overhead_error_s", values["overhead_error_s"]),
-            **{name: numbers(name, [values[name]])[0] for name in _SCALARS},
-        )
-
     def _check_lengths(self, sizes: str, times: str, errors: str) -> None:
         wanted = len(getattr(self, sizes))
         for name in (times, errors) if getattr(self, errors) else (times,):
@@ -139,10 +112,6 @@ class CostLine:
 
 
 _SCALARS = ("plain_s", "draft_s", "plain_error_s", "draft_error_s")
-
-
-def _names() -> set[str]:
-    return {entry.name for entry in fields(CostLine) if entry.init}
 
 
 def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: float) -> CostReading:
@@ -160,15 +129,6 @@ def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: float) ->
     )
 
 
-def numbers(name: str, values: object) -> tuple[float, ...]:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} is {values!r}; it must be a list")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} contains {value!r}; it must be a number")
-    return tuple(map(float, values))
-
-
 def isotonic(values: Sequence[float]) -> tuple[float, ...]:
     """Return the nearest non-decreasing sequence in least squares, by averaging neighbours."""
     pools: list[tuple[float, int]] = []
@@ -182,7 +142,8 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, size in pools for _ in range(size))
 
 
-def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[CostReading, ...]:
+@lru_cache(maxsize=1024)
+def _fit(values: tuple[float, ...], errors: tuple[float, ...]) -> tuple[CostReading, ...]:
     """Return monotone readings; each error is at least the adjustment of its value.
 
     Without errors the readings have none: the size of the noise is not known then.
@@ -210,13 +171,6 @@ def _check_times(name: str, values: Iterable[float], *, allow_zero: bool = True)
             raise ValueError(f"{name} contains {value} s; times are finite and {bound}")
 
 
-def _integers(name: str, values: object) -> tuple[int, ...]:
-    found = numbers(name, values)
-    if any(number != int(number) for number in found):
-        raise ValueError(f"{name} is {values!r}; it must hold whole numbers")
-    return tuple(map(int, found))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingCost:
     """Seconds of passes that read a prompt, by number of tokens and for both models.
@@ -233,8 +187,6 @@ class ReadingCost:
     tokens: tuple[int, ...]
     target_s: tuple[float, ...]
     draft_s: tuple[float, ...]
-    _target: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
-    _draft: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse unequal lengths, unordered numbers and impossible times."""
@@ -246,12 +198,10 @@ class ReadingCost:
                 raise ValueError(f"{name} has {len(times)} entries for {len(self.tokens)} numbers")
             if not all(0.0 <= seconds < math.inf for seconds in times):
                 raise ValueError(f"{name} is {list(times)}; times are finite and 0 or more")
-        object.__setattr__(self, "_target", tuple(map(CostReading, self.target_s)))
-        object.__setattr__(self, "_draft", tuple(map(CostReading, self.draft_s)))
 
     def target_pass_s(self, num_tokens: int) -> float:
         """Return the seconds of a target pass that only reads a prompt."""
-        return interpolate(self.tokens, self._target, num_tokens).s
+        return interpolate(self.tokens, [*map(CostReading, self.target_s)], num_tokens).s
 
     def target_more_s(self, num_tokens: int) -> float:
         """Return the seconds that reading adds to a target pass with other rows."""
@@ -259,29 +209,8 @@ class ReadingCost:
 
     def draft_more_s(self, num_tokens: int) -> float:
         """Return the seconds that reading these tokens adds to drafting."""
-        read_s = interpolate(self.tokens, self._draft, num_tokens).s
+        read_s = interpolate(self.tokens, [*map(CostReading, self.draft_s)], num_tokens).s
         return max(0.0, read_s - self.draft_s[0])
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields by name, ready for JSON."""
-        return {"tokens": self.tokens, "target_s": self.target_s, "draft_s": self.draft_s}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> ReadingCost:
-        """Return the object that `to_dict` wrote; sequences may be tuples or lists.
-
-        Raises:
-            ValueError: a field is missing, unknown or not of numbers, or a value is impossible.
-        """
-        names = ("draft_s", "target_s", "tokens")
-        if values.keys() != set(names):
-            raise ValueError(f"a reading cost has {', '.join(names)}; this one {', '.join(values)}")
-        found = {name: numbers(name, values[name]) for name in names}
-        return cls(
-            tokens=tuple(map(int, found["tokens"])),
-            target_s=found["target_s"],
-            draft_s=found["draft_s"],
-        )
 
 
 Pick = Callable[[CostLine], CostReading]
@@ -306,7 +235,6 @@ class CostTable:
     lines: tuple[CostLine, ...]
 
     def __post_init__(self) -> None:
-        """Check that the lines make a grid."""
         found = [(line.batch, line.context) for line in self.lines]
         wanted = [(batch, context) for batch in self.batches for context in self.contexts]
         if not found or sorted(found) != wanted:
@@ -404,24 +332,6 @@ class CostTable:
             error_s=math.hypot(*(part.error_s for part in parts)),
         )
         return _ratio(cycle, self._plain(context, batch))
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the measured values, ready for JSON."""
-        return {"lines": [line.to_dict() for line in self.lines]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> CostTable:
-        """Return the table that `to_dict` wrote.
-
-        Raises:
-            ValueError: a field is missing, unknown or not of numbers, or the table is malformed.
-        """
-        if values.keys() != {"lines"}:
-            raise ValueError(f"a cost table holds lines; this one has {', '.join(values)}")
-        lines = values["lines"]
-        if not isinstance(lines, list | tuple) or not all(isinstance(x, Mapping) for x in lines):
-            raise ValueError("lines of a cost table must be a list of objects")
-        return cls(lines=tuple(map(CostLine.from_dict, lines)))
 
     def _plain(self, context: int, batch: int) -> CostReading:
         return self._at(lambda line: line.plain, context, batch)

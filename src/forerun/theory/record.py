@@ -110,13 +110,8 @@ class StepRecord(
         expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
         acceptance_probability: mean over verified positions of sum(min(target, draft)); None where
             the draft has no probabilities or the figure was not asked for.
-        target_entropies: nats per verified position, None unless asked for.
-        draft_entropies: nats per drafted position, None unless asked for.
         stop_reason: why drafting ended: "budget" of the plan, "stop_rule", or the drafter's own.
         stop_values: what the plan's stop rule measured before each drafted node; None without one.
-        hindsight: always None now; the field stays so that traces of earlier versions can be read.
-            There it has 1 for each of the last committed tokens that the drafter would have
-            proposed, and 0 for each other.
         path_ranks: of every accepted node, its place among its siblings from 1 on, which names the
             accepted path; None where no tree was planned.
         path_children: how many children were drafted below the last committed token and below each
@@ -145,11 +140,8 @@ class StepRecord(
     last_token_source: str
     expected_accepted: float
     acceptance_probability: float | None = None
-    target_entropies: tuple[float, ...] | None = None
-    draft_entropies: tuple[float, ...] | None = None
     stop_reason: str | None = None
     stop_values: tuple[float, ...] | None = None
-    hindsight: tuple[int, ...] | None = None
     path_ranks: tuple[int, ...] | None = None
     path_children: tuple[int, ...] | None = None
     drafter_hash: str | None = None

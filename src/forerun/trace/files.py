@@ -66,7 +66,6 @@ def checked(record: Record) -> Record:
 
 
 def _check_request(record: RequestRecord) -> None:
-    """Refuse impossible lengths and times in a request record."""
     for name in ("num_prompt_tokens", "num_output_tokens", "ttft_s", "prefill_s"):
         value = getattr(record, name)
         if value is not None and not 0 <= value <= MAX_SECONDS:

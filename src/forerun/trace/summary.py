@@ -121,10 +121,7 @@ class GroupSummary:
 
     Attributes:
         num_steps: their steps, plain ones and those that ended a prefill included.
-        num_tokens: emitted tokens, after stop truncation.
         expected_accepted: sum over drafting steps of what the verifier was expected to accept.
-        acceptance: counts over the steps that drafted.
-        costs: durations of their decode steps.
     """
 
     num_requests: int = 0
@@ -200,11 +197,7 @@ class GroupSummary:
 
 @dataclass(slots=True, kw_only=True)
 class TimeSplit:
-    """Seconds of drafting, target pass and rest, with every engine cycle counted once.
-
-    Attributes:
-        num_prefill_cycles: those of them that also read prompts.
-    """
+    """Seconds of drafting, target pass and rest, with every engine cycle counted once."""
 
     num_cycles: int = 0
     num_prefill_cycles: int = 0
@@ -233,9 +226,7 @@ class TraceSummary:
     Attributes:
         tags: steps by tag of their request; a request with several tags counts under each.
         num_unfinished: requests without a record of their end.
-        times: where the time went.
         ttft_s: seconds to the first token, one per finished request that had one.
-        num_damaged: places that could not be read.
     """
 
     headers: list[TraceHeader] = field(default_factory=list)

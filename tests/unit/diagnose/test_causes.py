@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from forerun.diagnose.causes import CAUSES, EXPERIMENTS, Cause, Sign, experiment_for, score_causes
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import (
+    CAUSES,
+    EXPERIMENTS,
+    Cause,
+    Sign,
+    diagnose,
+    experiment_for,
+    score_causes,
+)
 from forerun.diagnose.evidence import FACTS, GROUPS, Evidence
 
 ROOT = Path(__file__).parents[3]

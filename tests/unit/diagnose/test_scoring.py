@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from forerun.diagnose.causes import (
+from forerun.diagnose.diagnosis import (
     ANY_OTHER,
     CAUSES,
     EXPERIMENTS,

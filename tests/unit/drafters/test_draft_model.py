@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
 from forerun.models.base import Context
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform

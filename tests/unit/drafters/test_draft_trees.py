@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.drafters.draft_model import SelfDraft
 from forerun.engine.observing import ObservedStep
 from forerun.models.base import ModelOutput, RowBatch
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.record import StepRecord

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import tiny
 from tests.natives import native_model
+from tests.tabular import TabularModel
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.models.tabular import TabularModel
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 from tests import tiny
-
-from forerun.models.tabular import TabularModel
+from tests.tabular import TabularModel
 
 
 @pytest.fixture

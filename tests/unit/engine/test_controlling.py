@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests import tiny
 from tests.stopping import StopBelow
+from tests.tabular import TabularModel
 
 from forerun.control.base import Plan, Tree
 from forerun.control.goodput import GoodputController
@@ -17,7 +18,6 @@ from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.tree import TokenTree

@@ -27,10 +27,10 @@ from tests.faulty import (
     no_draft_probs,
     too_many_nodes,
 )
+from tests.tabular import TabularModel
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import tabular_features
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.registry import SeveralDrafters
 from forerun.errors import UnsupportedFeatures
-from forerun.models.tabular import tabular_features
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.tree import TokenTree

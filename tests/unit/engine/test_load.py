@@ -6,13 +6,13 @@ import time
 
 import pytest
 from tests import tiny
+from tests.tabular import TabularModel, TokenStore
 
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import Scheduler
 from forerun.errors import InvalidRequest, QueueFull
 from forerun.models.base import Context
-from forerun.models.tabular import TabularModel, TokenStore
 from forerun.sampling.config import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import NumericalError
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 

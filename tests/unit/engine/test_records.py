@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.engine import step
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords, ObservedStep
 from forerun.models.base import ModelOutput, RowBatch
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts

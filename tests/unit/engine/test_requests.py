@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
 PARAMS = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)

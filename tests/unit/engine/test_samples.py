@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.drafters.base import Drafter
 from forerun.engine.config import RequestTerms
@@ -11,7 +12,6 @@ from forerun.engine.engine import Engine
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.slots import MIN_SHARED_TOKENS
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests import tiny
 from tests.natives import native_model
+from tests.tabular import TabularModel
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
 SHARED = [1, 2, 3, 4, 5, 6, 7, 0] * 5

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal, TokenSource
 from forerun.theory.tree import TokenTree

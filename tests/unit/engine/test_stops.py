@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion, RequestOutput
-from forerun.models.tabular import TabularModel
 from forerun.models.tokenizers import Detokenizer
 from forerun.sampling.config import SamplingParams
 

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest, NumericalError, QueueFull
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
 PARAMS = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)

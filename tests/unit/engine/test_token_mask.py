@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests import tiny
 from tests.automaton import Automaton
+from tests.tabular import TabularModel
 from torch import Tensor
 
 from forerun.control.base import Plan
@@ -15,7 +16,6 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.errors import MaskError
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.sampling.proposal import Proposal
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests import tiny
+from tests.tabular import TabularModel
 
 from forerun.cli.generate import TreeView
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
@@ -21,7 +22,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.record import StepRecord

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
+from tests.tabular import TabularModel
 from transformers import PreTrainedModel
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
-from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal, TokenSource
 from forerun.theory.record import StepRecord

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.tabular import TokenStore
 
 from forerun.models.base import Context, Span
 from forerun.models.slots import MIN_SHARED_TOKENS, common_length
-from forerun.models.tabular import TokenStore
 
 LONG = list(range(100, 140))
 

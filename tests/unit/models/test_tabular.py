@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.tabular import TabularModel
 
 from forerun.models.base import Context, pack
-from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.tabular import TabularModel, TokenStore
 from tests.tiny import MAX_CONTEXT, tokenizer
 
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile.config import ProfileConfig
 from forerun.measure.profile.rigs import LoadedPair, ModelFacts
-from forerun.models.tabular import TabularModel, TokenStore
 
 SMALL = ProfileConfig(
     rows=(1, 2, 4, 8),

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tabular import TabularModel
 from tests.tiny import cousin, drafting, engine_over, tabular
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.engine import step as engine_step
 from forerun.models.catalog import zoo_path
-from forerun.models.tabular import TabularModel
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.models import add_files
 from forerun.probe.run import ProbedEngine, probe_engine

@@ -9,8 +9,7 @@ import pytest
 import torch
 from tests import heads, tiny
 
-from forerun.diagnose.causes import CAUSES
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import CAUSES, diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.drafter import Eagle3Drafter

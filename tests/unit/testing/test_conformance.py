@@ -19,10 +19,10 @@ from tests.faulty import (
     id_past_the_vocabulary,
     too_many_nodes,
 )
+from tests.tabular import TabularModel
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.models.tabular import TabularModel
 from forerun.sampling.proposal import Proposal
 from forerun.testing.conformance import check_drafter
 from forerun.theory.tree import TokenTree

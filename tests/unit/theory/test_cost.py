@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import product
 
+import msgspec
 import pytest
 
 from forerun.theory.cost import CostLine, CostTable
@@ -184,12 +184,7 @@ def test_without_errors_intervals_have_no_width():
     "table", [FLAT, DEEP, WIDE, CostTable(lines=(BARS,)), CostTable(lines=(BENT,))]
 )
 def test_tables_survive_json(table):
-    assert CostTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
-
-
-def test_what_is_written_is_what_was_measured():
-    noisy = replace(LINE, verify_s=(0.010, 0.014, 0.012, 0.020))
-    assert noisy.to_dict()["verify_s"] == (0.010, 0.014, 0.012, 0.020)
+    assert msgspec.json.decode(msgspec.json.encode(table), type=CostTable) == table
 
 
 @pytest.mark.parametrize(
@@ -239,31 +234,12 @@ def test_the_order_of_lines_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": None}, "lacks rows"),
-        ({"speed": 3}, "unknown fields speed"),
-        ({"rows": 5}, "rows is 5; it must be a list"),
-        ({"rows": [1, 2.5, 4, 8]}, "whole numbers"),
-        ({"draft_s": "fast"}, "draft_s contains 'fast'"),
-        ({"overhead_s": [True]}, "overhead_s contains True"),
-        ({"overhead_s": 0.0005}, "overhead_s is 0.0005; it must be a list"),
-        ({"overhead_ks": [1.5]}, "overhead_ks .*whole numbers"),
-        ({"overhead_ks": None}, "lacks overhead_ks"),
-        ({"verify_s": 0.1}, "verify_s is 0.1"),
-    ],
+    "changes",
+    [{"rows": 5}, {"rows": [1, 2.5, 4, 8]}, {"draft_s": "fast"}, {"overhead_s": [True]}],
 )
-def test_malformed_dictionaries_are_refused(changes, message):
-    values = {**LINE.to_dict(), **changes}
-    line = {name: value for name, value in values.items() if value is not None}
-    with pytest.raises(ValueError, match=message):
-        CostTable.from_dict({"lines": [line]})
-
-
-@pytest.mark.parametrize("values", [{}, {"lines": 3}, {"lines": [3]}, {"lines": [], "speed": 1}])
-def test_dictionaries_of_another_shape_are_refused(values):
-    with pytest.raises(ValueError, match="lines"):
-        CostTable.from_dict(values)
+def test_lines_of_other_values_are_refused(changes):
+    with pytest.raises(msgspec.ValidationError, match=next(iter(changes))):
+        msgspec.convert({**msgspec.to_builtins(LINE), **changes}, CostLine)
 
 
 def test_a_pass_has_rows_and_sequences():

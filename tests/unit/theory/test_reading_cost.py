@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from forerun.theory.cost import ReadingCost
@@ -31,7 +32,7 @@ def test_noise_cannot_make_reading_pay():
 
 
 def test_it_survives_json():
-    assert ReadingCost.from_dict(json.loads(json.dumps(COST.to_dict()))) == COST
+    assert msgspec.json.decode(msgspec.json.encode(COST), type=ReadingCost) == COST
 
 
 @pytest.mark.parametrize(
@@ -47,13 +48,4 @@ def test_it_survives_json():
 )
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        ReadingCost(**(COST.to_dict() | changes))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"tokens": [1]}, COST.to_dict() | {"more": 1}, COST.to_dict() | {"target_s": [True, 1, 2]}],
-)
-def test_other_objects_are_refused(values):
-    with pytest.raises(ValueError, match=r"reading cost|number"):
-        ReadingCost.from_dict(values)
+        replace(COST, **changes)

@@ -34,7 +34,7 @@ def test_fields_with_defaults_may_be_missing():
         ({"request_id": 3}, "Expected `str`, got `int` - at `$.request_id`"),
         ({"graph_hit": 1}, "Expected `bool | null`, got `int` - at `$.graph_hit`"),
         ({"token_ids": [1, "x"]}, "at `$.token_ids[1]`"),
-        ({"target_entropies": 0.5}, "at `$.target_entropies`"),
+        ({"stop_values": 0.5}, "at `$.stop_values`"),
         ({"num_accepted": 5}, "5 accepted of 4 nodes, 4 deep"),
         ({"num_accepted": -1}, "-1 accepted"),
         ({"depth_drafted": 6}, "6 deep"),

@@ -237,7 +237,6 @@ class CacheFiller:
         load: gives the target; called only if something is lacking.
         max_bytes: most bytes to write; None: nine tenths of what the disk has free.
         on_progress: called after every pass with the learned rows done, of this process's share.
-        share: of the samples; all processes fill together.
     """
 
     cache: RowCache

@@ -31,7 +31,6 @@ class TargetModel:
         body: token ids and positions to hidden states after the final norm; rows of several samples
             are recognised by their positions, which begin at 0 with each.
         head: hidden states to logits.
-        max_positions: longest text the target was made for.
     """
 
     body: nn.Module
@@ -146,7 +145,6 @@ class TargetHead:
 
     Attributes:
         weight: one row per token.
-        bias: of each token, if there is one.
         divisor: logits are divided by it (Granite).
         cap: logits are bent to stay within plus and minus this (Gemma); None: they are not.
     """

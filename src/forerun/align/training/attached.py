@@ -45,8 +45,8 @@ from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
 from forerun.drafters.eagle3.formats import Eagle3Config, default_feature_layers
-from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.load import write_golden
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
@@ -485,7 +485,6 @@ def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
-    """Read a trained EAGLE-3 head to continue training."""
     sizes = target.architecture
     head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
     found = head.config.target_hidden_size, head.config.target_vocab_size

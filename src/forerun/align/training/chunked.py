@@ -45,7 +45,6 @@ class LearnedRows:
     """Hidden states, labels and teacher of the learned rows of one pass.
 
     Attributes:
-        hidden: the draft's, after its final norm.
         teacher: the target's distribution at these rows; None for objectives that need none.
         weights: of each row in the sum; None weighs all 1.
     """

@@ -55,7 +55,6 @@ class DraftLoss(nn.Module):
     also why this class has no `get_output_embeddings`: Accelerate would shard the head by itself.
 
     Args:
-        model: the draft, a decoder of transformers.
         temperature: the one the draft is deployed at; decides which acceptance is reported.
         weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
             length; None weighs all alike.
@@ -129,7 +128,6 @@ class DraftConfig:
         target: folder of the target: its tokenizer and vocabulary are the draft's.
         draft: folder of the draft to begin with; or see `init`.
         init: config.json of a draft to make from nothing.
-        seed: of fresh weights.
     """
 
     target: Path

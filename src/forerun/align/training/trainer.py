@@ -259,7 +259,6 @@ class Trainer:
 
     Args:
         module: draft and objective, weights in fp32: loss and acceptance of a batch, summed.
-        teacher: for objectives that need one.
         accelerator: which devices and processes, and in what precision.
         identity: what else the run is a function of, such as hashes of data and target.
     """
@@ -299,12 +298,7 @@ class Trainer:
         return self.step
 
     def run(self, rows: Packing, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
-        """Train until the given number of steps is done, and write a checkpoint.
-
-        Raises:
-            TrainingDiverged: loss or gradient is no number; the last checkpoint is left as it was.
-            KeyboardInterrupt: a signal came; the step was finished and a checkpoint kept.
-        """
+        """Train until the given number of steps is done, and write a checkpoint."""
         if self.step >= until_step:  # nothing has changed since the checkpoint
             return
         self._wrapped.train()

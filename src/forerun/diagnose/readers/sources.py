@@ -205,11 +205,7 @@ FIRST_DATA_S = 20.0
 
 
 def read_source(name: str, *, interval_s: float) -> Evidence:
-    """Return the evidence of one source; a name with blanks that is no file is a complaint.
-
-    Raises:
-        InvalidRequest: it cannot be read, or nothing in it is understood.
-    """
+    """Return the evidence of one source; a name with blanks that is no file is a complaint."""
     if name.startswith(("http://", "https://")):
         return read_live(name, interval_s=interval_s)
     try:

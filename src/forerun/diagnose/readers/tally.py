@@ -34,7 +34,6 @@ class Tally:
 
     Attributes:
         facts: other values by fact name; the first value stays.
-        notes: how lines were used, for the report.
     """
 
     counts: dict[str, float] = field(default_factory=dict)

@@ -166,11 +166,7 @@ class PartialSource:
 
 
 def read_text(file: Readable, name: str) -> Evidence:
-    """Return the evidence of a log, metrics, a benchmark's output, a JSON document or a facts file.
-
-    Raises:
-        InvalidRequest: it is binary, or a facts file that is malformed.
-    """
+    """Return the evidence of a log, metrics, a benchmark's output, JSON or a facts file."""
     source = PartialSource(file)
     evidence = _read_source_text(source, name)
     if source.stopped is not None:

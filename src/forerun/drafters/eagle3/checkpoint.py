@@ -40,16 +40,7 @@ MAX_TARGET_VOCAB = 1 << 24
 
 
 def read_eagle3_head(folder: Path, *, num_target_layers: int | None = None) -> Eagle3Head:
-    """Read an EAGLE-3 head in speculators' form or in the raw form, with weights in fp32.
-
-    Args:
-        folder: with config.json and model.safetensors.
-        num_target_layers: of the target, for files that name no layers.
-
-    Raises:
-        InvalidModel: a file is missing or damaged, the head is of an unsupported kind, or its
-            tensors do not fit its configuration.
-    """
+    """Read an EAGLE-3 head in speculators' form or in the raw form, with weights in fp32."""
     config, tensors = read_parts(folder, num_target_layers=num_target_layers)
     return build_head(config, tensors, str(folder)).float()
 
@@ -68,7 +59,6 @@ def read_parts(
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a head under the names of the speculators form."""
     tensors: dict[str, Tensor] = {}
     stored = [(path, *item) for path in weight_files(folder) for item in read_tensors(path).items()]
     for path, name, tensor in stored:

@@ -233,11 +233,7 @@ class Eagle3Drafter(DraftModel):
         self._warned = False
 
     def through(self, model: LanguageModel) -> Eagle3Drafter:
-        """Return a drafter with the same head whose passes go through a wrapper of its model.
-
-        Args:
-            model: the wrapper, which may time or change passes.
-        """
+        """Return a drafter with the same head whose passes go through a wrapper of its model."""
         drafter = Eagle3Drafter(self.attached, self.feature_layers, self.vocab_size)
         drafter.use(model)
         return drafter
@@ -256,7 +252,6 @@ class Eagle3Drafter(DraftModel):
         return proposals
 
     def _sequence(self, request: DraftRequest) -> AttachedSequence:
-        """Return the state of a request, created on first use."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             sequence = AttachedSequence.begin(request, self._open(request))

@@ -22,12 +22,6 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     """Return the feature layers of checkpoints that name none: layers 2, L/2 and L - 3.
 
     Source: EAGLE-3 (arXiv 2503.01840), as vLLM and speculators read it.
-
-    Args:
-        num_layers: of the target, L; at least 5.
-
-    Raises:
-        InvalidModel: the target has too few layers for three of them.
     """
     layers = (2, num_layers // 2, num_layers - 3)
     if not 0 < layers[0] <= layers[1] <= layers[2]:
@@ -42,13 +36,10 @@ class Eagle3Config:
     """Sizes and flags of an EAGLE-3 head.
 
     Attributes:
-        target_hidden_size: width of the target's residual stream.
         target_vocab_size: width of the target's logits.
         feature_layers: layers of the target whose input is concatenated, in this order; layer 0
             stands for the embeddings, the number of layers for what leaves the last one.
-        draft_vocab_size: tokens that can be drafted.
         hidden_size: width of the head; with the target's embedding it is that of the target.
-        intermediate_size: width of the gated feed-forward.
         norm_eps: added to the mean square in every norm.
         rope: rotary positions as transformers writes them (`rope_parameters`).
         max_positions: longest context the head was made for.

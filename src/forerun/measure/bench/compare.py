@@ -83,9 +83,7 @@ class Measurement:
     """Times and outputs of one arm on one batch of prompts.
 
     Attributes:
-        total_s: wall time of the call, prefill included.
         decode_s: time after the first token, prefill excluded; mean over the batch.
-        acceptance: drafted and accepted counts of all prompts.
     """
 
     arm: BenchArm
@@ -277,15 +275,6 @@ def on_best_threads(
 
     A runner may fix its threads when it loads; torch has its own number, which is set for the whole
     process and which a runner may lower while it loads.
-
-    Args:
-        load: an engine that decodes plainly, for a number of threads.
-        text: what it continues.
-        clock: seconds.
-        num_threads: the only number to use; None tries one thread and all.
-
-    Returns:
-        The engine, and its seconds per token, prefill included.
     """
     found: list[tuple[float, int, Loaded]] = []
     candidates = {1, torch.get_num_threads()} if num_threads is None else {num_threads}

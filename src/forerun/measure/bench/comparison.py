@@ -132,12 +132,7 @@ class BenchTrace:
 
 
 def read_prompts(path: Path, tag: str | None = None) -> list[str]:
-    """Read the prompts of a comparison from a file or a folder.
-
-    Raises:
-        InvalidRequest: something cannot be read, a record is malformed or a conversation, or there
-            is no such prompt.
-    """
+    """Read the prompts of a comparison from a file or a folder."""
     if tag is not None and not path.is_dir() and path.suffix not in TAGGED:
         raise InvalidRequest(f"{path} is plain text, which has no tags; --tag needs a .jsonl file")
     prompts = [text_of(entry) for entry in read_entries(path) if tag in (None, entry.tag)]
@@ -196,11 +191,7 @@ class BenchComparison:
         }
 
     def load(self) -> None:
-        """Load all models, choose the number of threads, and warm up every arm.
-
-        Raises:
-            InvalidRequest: there are too few prompts for one block of the largest batch.
-        """
+        """Load all models, choose the number of threads, and warm up every arm."""
         largest = max(self.config.batches)
         if len(self.prompts) < largest:
             raise InvalidRequest(

@@ -27,7 +27,6 @@ class DraftArms:
     Attributes:
         draft: folder, hub name or zoo: name of the draft model, or the name of a drafter.
         ks: every K to measure, ascending.
-        trees: every shape of a draft tree to measure.
     """
 
     name: str
@@ -45,9 +44,6 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
 
     The form is `[NAME=]DRAFT@K[,K...][,tree:NODES[,DEPTH,WIDTH]]`; arms of one draft and name are
     joined. "plain" is allowed and changes nothing: plain decoding is always the baseline.
-
-    Raises:
-        InvalidRequest: an arm is malformed, or two of different drafts have one name.
     """
     found: dict[str, DraftArms] = {}
     for text in texts:

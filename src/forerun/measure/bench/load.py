@@ -123,13 +123,6 @@ def run_load(
     """Yield measured blocks: of every number of clients all endpoints in turn, then again.
 
     The order of the endpoints rotates. One block with few tokens warms up each endpoint.
-
-    Args:
-        backends: endpoints by name.
-        prompts_of: returns the prompts from a first number on, and how many.
-        params: of every request.
-        num_requests: requests of a block, by the number of clients.
-        num_blocks: blocks of each endpoint and number of clients.
     """
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS))
     names, place = list(backends), 0
@@ -189,10 +182,6 @@ def load_figures(
 
     Intervals are by bootstrap over the blocks, paired for a ratio; with a single block an interval
     reaches from 0 to infinity.
-
-    Args:
-        blocks: of one endpoint and number of clients.
-        other: of the other endpoint, paired with `blocks`.
     """
     found = {}
     for name, (taken, combined) in LOAD_FIGURES.items():

@@ -37,9 +37,7 @@ class ExactnessReport:
     """Number of outputs that an exactness check compared, and the mismatches.
 
     Attributes:
-        num_tokens: tokens of plain decoding compared, per case.
         num_accepted: draft tokens accepted on the way; without any, nothing was put to the test.
-        mismatches: the first difference of every output that differs.
     """
 
     num_tokens: dict[str, int]
@@ -121,7 +119,6 @@ class BenchPrediction:
         cycle_cost: kappa by the table, at the arm's K, batch and mean context.
         reading_cost: the draft's reading of the prompt, in plain steps per cycle; 0 where it is not
             known. It comes after the first token, so decoding pays for it.
-        decode_speedup: measured tau over the two together; the interval is the table's alone.
     """
 
     cycle_cost: Interval
@@ -265,11 +262,7 @@ class CellReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """Results of a comparison.
-
-    Attributes:
-        cells: one per temperature and batch size.
-    """
+    """Results of a comparison."""
 
     cells: tuple[CellReport, ...]
     provenance: Provenance
@@ -295,7 +288,6 @@ def _as_row(summary: ArmSummary) -> dict[str, object]:
 
 
 def _as_sample(measurement: Measurement) -> dict[str, object]:
-    """Return one measurement for JSON with all inputs of the derived figures."""
     return {
         "arm": measurement.arm.name,
         "total_s": measurement.total_s,

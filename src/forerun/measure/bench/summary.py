@@ -34,8 +34,6 @@ class ArmSummary:
         num_blocks: batches measured; batches of one prompt are prompts.
         decode_tokens_per_s: without the prefill and the token it yields.
         speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
-        decode_speedup: the same without the prefill.
-        acceptance: counts over the steps that drafted.
         step_s: mean seconds of a decode step.
         cycle_cost: kappa, the same in plain decode steps.
         break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
@@ -102,13 +100,7 @@ class ArmSummary:
 def summarise(
     blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
 ) -> list[ArmSummary]:
-    """Compute the figures of every arm, compared with the first arm.
-
-    Args:
-        blocks: complete blocks, at least two that are `measurable`; others are left out.
-        seed: decides the resamples of the intervals.
-        num_resamples: of every interval; more give steadier ends.
-    """
+    """Compute the figures of every arm, compared with the first arm."""
     columns = _columns_of(measurable(blocks))
     interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
     return [_summarise_arm(column, columns[0], interval) for column in columns]
@@ -194,11 +186,7 @@ def ends(interval: Interval) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestOfSeveral:
-    """Best arm, chosen on one half of the blocks, with its figures on the other half.
-
-    Attributes:
-        num_candidates: arms it was chosen from.
-    """
+    """Best arm, chosen on one half of the blocks, with its figures on the other half."""
 
     num_candidates: int
     num_chosen_on: int
@@ -285,13 +273,7 @@ ARM_COLOURS = (BASELINE, *COLOURS)
 
 
 def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence[Path]) -> None:
-    """Draw the arms and write the plot to every path, whose suffix selects the format.
-
-    Args:
-        panels: arms by what they have in common, the baseline first; one line of axes each.
-        title: above the picture.
-        paths: for example a .png and a .svg.
-    """
+    """Draw the arms and write the plot to every path, whose suffix selects the format."""
     with picture(paths, width=9.0, height=3.6 * len(panels)) as figure:
         lines = figure.subplots(len(panels), 2, width_ratios=[3, 2], squeeze=False)
         figure.suptitle(title, fontsize=11)

@@ -21,7 +21,6 @@ class EvaluationPrompt:
     """A prompt that no draft is trained on.
 
     Attributes:
-        prompt_ids: its tokens, chat template included.
         tag: its label, such as a domain; figures are given by it.
         response_ids: what the target itself answered under the judge's parameters; None where it
             has not been asked yet.
@@ -41,8 +40,6 @@ class JudgedPrompt:
     does any step after the first repeated 32-gram of its text.
 
     Attributes:
-        num_context_tokens: tokens before each of those steps, summed.
-        num_tokens: emitted tokens, up to the first repeated 32-gram.
         alphas: acceptance probability at every position of the target's own response, the draft
             reading what the target wrote; empty for drafters without a model.
     """
@@ -343,11 +340,7 @@ def finding(before: Interval, after: Interval) -> Finding:
 
 
 def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ...]:
-    """Compare tau, alpha and predicted speedup of two drafts, over all prompts and by tag.
-
-    Raises:
-        ValueError: they were judged at another temperature or K, or over other prompts.
-    """
+    """Compare tau, alpha and predicted speedup of two drafts, over all prompts and by tag."""
     for name in ("temperature", "num_speculative_tokens"):
         if getattr(before, name) != getattr(after, name):
             raise ValueError(

@@ -289,13 +289,7 @@ class Judge:
         name: str | None = None,
         max_prompts: int | None = None,
     ) -> DraftFigures:
-        """Decode the held-out prompts with a draft and return its figures.
-
-        Args:
-            draft: a folder or a name, loaded here, or a drafter.
-            name: how figures call it; by default the folder or the drafter's method.
-            max_prompts: judge on so many, evenly spread over all.
-        """
+        """Decode the held-out prompts with a draft and return its figures."""
         steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         engine = alone(self.engine).with_draft(draft, self.num_speculative_tokens)
         engine.observers[:] = [EmittedRecords(lambda r: steps[r.request_id].append(r))]

@@ -17,7 +17,6 @@ class ProfileConfig:
 
     Attributes:
         rows: rows per sequence of a target pass; a verify pass at K has K + 1.
-        contexts: committed tokens of every sequence.
         drafted: K of the greedy chains and of the engine steps; a straight line through them gives
             what a drafted token adds, and what is left what else a cycle takes at each.
         read: tokens of one sequence in a pass that reads them; fewer than two sizes: reading is not
@@ -25,7 +24,6 @@ class ProfileConfig:
         max_pass_rows: passes of more rows, over all sequences, are left out.
         target_error: done when half of every 95% interval is below this share of its estimate,
             which takes at least six samples of each.
-        min_rounds: rounds measured whatever the time.
         budget_s: no new round is begun after so many seconds of measuring.
     """
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FORMAT = 3
 """Raised whenever an older program could misread a file."""
 DIGITS = 5
+COST_FIELDS = {item.name for item in fields(CostLine)}
 MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
@@ -108,7 +109,7 @@ class Profile:
         setup: what must be the same for this to hold.
         left_out: cells that did not fit into memory.
         stable: whether every interval is as narrow as asked.
-        reading: of prompts; None where it was not measured, as in profiles of format 1.
+        reading: of prompts; None where it was not measured.
     """
 
     target: str
@@ -121,7 +122,7 @@ class Profile:
     stable: bool
     greedy: CostTable
     sampled: CostTable
-    reading: ReadingCost | None = None
+    reading: ReadingCost | None
 
     @property
     def costs(self) -> DraftCosts:
@@ -147,48 +148,17 @@ class Profile:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON-ready values by name."""
-        return {
-            "format": FORMAT,
-            "target": self.target,
-            "draft": self.draft,
-            "setup": asdict(self.setup),
-            "provenance": dict(self.provenance),
-            "limit": asdict(self.limit),
-            "stable": self.stable,
-            "greedy": self.greedy.to_dict(),
-            "sampled": self.sampled.to_dict(),
-            "reading": None if self.reading is None else self.reading.to_dict(),
-            "left_out": [asdict(cell) for cell in self.left_out],
-            "measured": [measured.to_dict() for measured in self.measured],
-        }
+        measured = [measured.to_dict() for measured in self.measured]
+        return {"format": FORMAT, **msgspec.to_builtins(self), "measured": measured}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """Build a profile from the values that `to_dict` returned, now or in an earlier format."""
-        tables = {name: values[name] for name in ("greedy", "sampled")}
-        if values["format"] < 3:  # overhead did not depend on K
-            for name, table in tables.items():
-                tables[name] = {"lines": [_with_one_overhead(line) for line in table["lines"]]}
-        reading = values["reading"] if values["format"] > 1 else None
+        """Build a profile from the values that `to_dict` returned."""
+        for line in (line for name in ("greedy", "sampled") for line in values[name]["lines"]):
+            if lacking := COST_FIELDS - line.keys():
+                raise ValueError(f"a cost line lacks {', '.join(sorted(lacking))}")
         measured = [{"cell": entry, **entry} for entry in values["measured"]]
-        return cls(
-            target=str(values["target"]),
-            draft=str(values["draft"]),
-            setup=msgspec.convert(values["setup"], ProfileSetup),
-            provenance=dict(values["provenance"]),
-            limit=msgspec.convert(values["limit"], ReadLimit),
-            measured=msgspec.convert(measured, tuple[MeasuredCell, ...]),
-            left_out=msgspec.convert(values["left_out"], tuple[ProfileCell, ...]),
-            stable=bool(values["stable"]),
-            greedy=CostTable.from_dict(tables["greedy"]),
-            sampled=CostTable.from_dict(tables["sampled"]),
-            reading=None if reading is None else ReadingCost.from_dict(reading),
-        )
-
-
-def _with_one_overhead(line: Mapping[str, Any]) -> dict[str, Any]:
-    names = "overhead_s", "overhead_error_s"
-    return {**line, "overhead_ks": [1], **{name: [line[name]] for name in names}}
+        return msgspec.convert({**values, "measured": measured}, cls)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -211,10 +181,10 @@ def load_profile(path: Path) -> Profile:
         raise InvalidProfile(f"the profile cannot be read: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("format"), int):
         raise InvalidProfile(f"{path} is no profile: it names no format")
-    if values["format"] > FORMAT:
+    if values["format"] != FORMAT:
         raise InvalidProfile(
-            f"the profile {path} has format {values['format']}, this forerun reads up to {FORMAT}; "
-            "upgrade forerun, or profile again"
+            f"the profile {path} has format {values['format']}, this forerun reads {FORMAT}; "
+            "profile again with it"
         )
     try:
         return Profile.from_dict(values)

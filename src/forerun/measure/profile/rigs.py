@@ -41,7 +41,6 @@ class ModelFacts:
     Attributes:
         dtype: of weights and logits.
         pass_bytes: weights read by a pass; of an embedding that is not also the head only rows are.
-        kv_token_bytes: keys and values of one token.
     """
 
     name: str
@@ -57,7 +56,6 @@ class LoadedPair:
 
     Attributes:
         drafter: the draft, a model or an EAGLE-3 head.
-        engine: settings with room for every measurement.
     """
 
     target: LanguageModel
@@ -79,11 +77,6 @@ def load_pair(
     Returns:
         The pair, and the settings less the contexts it cannot hold and the batches whose KV does
         not fit into memory.
-
-    Raises:
-        InvalidModel: a model is missing, damaged or of an unsupported kind.
-        InvalidRequest: no context fits, or the draft has no passes to measure.
-        IncompatibleDraft: the tokenizers differ, or a head was trained for another target.
     """
     check_card(draft, target)
     config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)

@@ -172,7 +172,6 @@ class Rounds:
 
     Attributes:
         samples: seconds per cell and round; the warm-up is not among them.
-        left_out: cells that did not fit into memory.
         stable: whether every interval is as narrow as `target_error`.
     """
 

@@ -155,13 +155,7 @@ class ControllerComparison:
 
 
 def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
-    """Draw seconds per token by phase beside mean K by phase, a line per controller.
-
-    Args:
-        results: results on the same workload.
-        oracle: the best fixed K of every phase, where it was computed.
-        path: output file; its suffix names the format.
-    """
+    """Draw seconds per token by phase beside mean K by phase, a line per controller."""
     with picture([path], width=9.6, height=4.0) as figure:
         left, right = figure.subplots(1, 2)
         _draw_latency(left, results, oracle)

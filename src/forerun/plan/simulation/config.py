@@ -51,7 +51,6 @@ class Lognormal(Settings, frozen=True, tag_field="kind", tag="lognormal"):
     most: int
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         check_ranges(
             self, Range("median", 1), Range("sigma", 0, high=5), Range("most", 1, integer=True)
         )
@@ -140,7 +139,6 @@ class SimulatedServerConfig(Settings, frozen=True):
         max_step_rows: most rows of one pass.
         max_prefill_rows: most prompt tokens in one pass (None: what max_step_rows leaves).
         max_k: most tokens of a drafted chain, and most levels of a tree.
-        max_tree_nodes: most nodes of a draft tree.
     """
 
     max_batch: int = 8
@@ -182,7 +180,6 @@ class Slo(Settings, frozen=True):
     tpot_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse limits that are not above 0."""
         check_ranges(
             self,
             Range("ttft_s", 0, above_low=True, optional=True),
@@ -199,7 +196,6 @@ class Workload(Settings, frozen=True):
         sibling_acceptance: P(a further likely token is accepted | those before it at the same
             place are not), for draft trees; 0 means that branches are never accepted.
         temperature: of all requests; it decides between greedy and sampled drafts.
-        slo: latency limits of the requests.
     """
 
     requests: int

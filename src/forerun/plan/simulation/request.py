@@ -41,26 +41,15 @@ PLAIN = Plan()
 class SimulatedRequest:
     """The state of one simulated sequence from its arrival to its last token.
 
-    Args:
-        traffic: the requests of the workload.
-
     Attributes:
         alphas: P(accepted | all before it accepted) by drafted position.
         tpot_target_s: most seconds per token it should take; None: no target.
         text: one number per output token; see `Traffic.text`.
         num_unread: prompt tokens the target has not read.
-        num_read: tokens the draft has read.
-        depth: levels drafted in the current step.
         num_nodes: tokens drafted in the current step, more than levels in a tree.
         tree: topology of the current draft where it is a tree; None for a chain.
-        path: accepted nodes of the tree.
         sibling_acceptance: P(a further child is accepted | those before it are not).
-        plan: plan of the current step.
         num_tested: drafted tokens verified in the current step.
-        num_accepted: how many of those were accepted.
-        num_new: tokens emitted in the current step.
-        first_s: time of its first token.
-        finished_s: time of its last token.
     """
 
     __slots__ = (
@@ -185,12 +174,10 @@ class SimulatedCycle:
     """Holds the figures that all requests of a cycle share.
 
     Attributes:
-        started_s: simulated time at its start.
         draft_s: seconds of drafting.
         verify_s: seconds of the target pass.
         other_s: seconds of everything else.
         num_rows: rows of the pass.
-        num_prefill_rows: those of them that fed prompts.
     """
 
     __slots__ = (

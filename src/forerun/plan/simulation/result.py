@@ -17,16 +17,10 @@ class SimulationTally:
     """Holds counts by phase, and the times of every request.
 
     Attributes:
-        num_phases: number of phases of the workload.
-        tokens: emitted by decode steps, by phase.
         decode_s: request-seconds of decode steps, by phase.
         depths: decode steps by phase and tokens drafted.
-        accepted: drafted tokens accepted, by phase.
         busy_s: seconds of cycles.
-        num_decoding: requests that decoded, summed over cycles.
         arrival_s: arrivals of finished requests, in the order they finished.
-        first_s: times of their first tokens.
-        finished_s: times of their last tokens.
     """
 
     num_phases: int
@@ -91,7 +85,6 @@ class PhaseResult:
     Attributes:
         decode_s: request-seconds of the steps, summed over the requests that waited for them.
         num_accepted: number of drafted tokens that were accepted.
-        depths: number of steps by tokens drafted.
     """
 
     num_steps: int
@@ -117,13 +110,10 @@ class Result:
     """The result of one controller on one workload.
 
     Attributes:
-        num_tokens: number of tokens they received.
         total_s: seconds from the first arrival to the last token.
         busy_s: seconds of that in cycles.
-        mean_batch: requests that decode, per cycle.
         ttft_s: seconds to the first token, waiting included.
         tpot_s: seconds per token after it, mean of each request.
-        num_in_slo: requests within the latency limits.
     """
 
     controller: str

@@ -26,11 +26,7 @@ CONTEXT_BUCKET = 64
 
 
 class CycleTimes:
-    """Times of a cost table at one batch size and context, as plain numbers.
-
-    Args:
-        table: cost table of drafter and target.
-    """
+    """Times of a cost table at one batch size and context, as plain numbers."""
 
     __slots__ = (
         "_batch", "_context", "_most_rows", "_overheads_s", "_rows_s", "_table", "draft_s",
@@ -79,7 +75,6 @@ class Times:
     """Holds cycle times by batch size and bucket of contexts.
 
     Args:
-        table: cost table of drafter and target.
         reading: cost of reading prompts; None: estimated from the table.
     """
 
@@ -112,7 +107,6 @@ def _reading_as_verified(table: CostTable) -> ReadingCost:
 
 
 def _num_rows(decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]) -> int:
-    """Return the rows of the pass: one pending token per request, and the drafted tokens."""
     return len(decoding) + sum([request.num_nodes for request in drafting])
 
 

@@ -74,8 +74,6 @@ class Traffic:
     Attributes:
         arrival_s: seconds from the start.
         alphas: P(accepted | all before it accepted) by position, shared between requests alike.
-        phases: number of the phase they come in.
-        sibling_acceptance: of further children in draft trees; see `Workload`.
         tpot_target_s: most seconds per token they should take; None: no target.
     """
 

@@ -31,7 +31,6 @@ class Seen:
     """Figures of one request of a trace.
 
     Attributes:
-        first_token_s: end of the cycle of its first record.
         record: record of its end; None where it did not end.
     """
 
@@ -110,10 +109,6 @@ def load_workload(path: Path) -> Workload:
     """Read a workload file, which describes a workload or names a trace to repeat.
 
     The path of the trace is relative to the folder of the workload file.
-
-    Raises:
-        InvalidRequest: the file cannot be read, is no TOML, or describes no workload.
-        InvalidTrace: the trace it names cannot be read, or no request of it ended.
     """
     try:
         content = tomllib.loads(read_bytes(path).decode())

@@ -83,7 +83,6 @@ def penalised(params: SamplingParams, logits: Tensor, output: Text) -> Tensor:
 
 
 def _without_repeats(logits: Tensor, output: Text) -> Tensor:
-    """Set the logit of the last output token to -inf."""
     logits = logits.clone()
     if output:
         logits[:, output[-1]] = -torch.inf
@@ -384,7 +383,6 @@ def _sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
 
 
 def _most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Bug: propose the most likely tokens and declare them as drawn."""
     probs = torch.ones_like(trees.probs)
     for row, parent in enumerate(expanded(tree)):
         top = trees.draft[..., row, :].argsort(dim=-1, descending=True, stable=True)

@@ -336,7 +336,6 @@ def _shaped_sets(
     shape: Shape,
     view: View = History.at,
 ) -> PairSets:
-    """Return `num_pairs` random pairs over all settings, with penalties and masks on the target."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
         share = (num_pairs + index) // len(settings)

@@ -160,7 +160,6 @@ def reach_probs(
 def _coupled_reach_probs(
     tree: TokenTree, accept: Tensor, final: Tensor, tokens: Tensor
 ) -> dict[int, Tensor]:
-    """Return the probability that greedy coupling draws its final token at each node."""
     arrived = {-1: torch.ones_like(accept[:, 0])}
     found: dict[int, Tensor] = {}
     for node in (-1, *range(len(tree.parents))):

@@ -18,8 +18,8 @@ from forerun.align.rounds import TeacherSource, feature_teacher
 from forerun.align.training.attached import AttachedDraft, PassLoss, UnrolledEagle3, load_attached
 from forerun.align.training.trainer import Trainer
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
-from forerun.drafters.eagle3.golden import read_golden
 from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.load import read_golden
 from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
 from forerun.provenance import content_hash
 

@@ -252,7 +252,6 @@ def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Split a table before its last cycle, which may continue in the next table."""
     last = table.slice(len(table) - 1)
     same = pc.and_(
         pc.equal(table["cycle_id"], last["cycle_id"][0]), pc.equal(table["t_s"], last["t_s"][0])

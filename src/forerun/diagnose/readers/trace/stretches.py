@@ -34,8 +34,6 @@ class StretchCounts:
 
     Attributes:
         stretch: index of the stretch.
-        place: what the steps are like, as a number.
-        num_first: those that accepted at least one token.
         total: sum over them of the share of their draft that the verifier expected to accept.
         squares: sum of its squares.
     """
@@ -121,7 +119,6 @@ def bucket(values: Ints) -> Ints:
 
 
 def _stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
-    """Return the number of the stretch of every row, and the first row of every stretch."""
     names = drafting["request_id"].combine_chunks().dictionary_encode()
     request = names.indices.to_numpy()
     part = column(drafting, "step") // STRETCH_STEPS
@@ -199,7 +196,6 @@ class Side:
 
     Attributes:
         mean: of their shares; of what they exceed others by, where those are compared.
-        num_first: those that accepted at least one token.
     """
 
     num_steps: int
@@ -210,11 +206,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The difference of acceptance between two groups of steps.
-
-    Attributes:
-        error: standard error of the difference of their means.
-    """
+    """The difference of acceptance between two groups of steps."""
 
     high: Side
     low: Side

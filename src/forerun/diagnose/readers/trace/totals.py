@@ -60,14 +60,12 @@ class TraceTotals:
         far: of plain and drafting cycles by requests, rows per request and logarithm of context.
         texts: the first tokens of the trace by request, where it has them.
         stretches: acceptance of drafting steps by what they are like.
-        request_steps: decode steps of each request, plain ones included.
         num_off: decode steps for which nothing was to be drafted (K = 0).
         over_time: mean time of slices of the trace, their drafting steps, and how many of these
             accepted at least one token.
         num_k_changes: those of them whose K differs.
         k_swing: sum over them of the change of K, and of K.
         num_k_rises: those of them whose K is larger; at the end of a request K only falls.
-        graph_hits: passes by whether they replayed a graph.
         expected: sum of expected_accepted over drafting steps.
         squares: sum over them of (accepted - expected) squared.
         overlap: sum of acceptance_probability, and of how many steps.
