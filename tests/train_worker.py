@@ -23,9 +23,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
+from forerun.align.draft import TrainedDraft
 from forerun.align.progress import MetricsLog, StepMetrics
-from forerun.align.training.draft import TrainedDraft
-from forerun.align.training.trainer import configure_sharding
+from forerun.align.trainer import configure_sharding
 
 METRICS = "metrics.jsonl"
 

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from tests import tiny
 from torch import Tensor
 
+from forerun.align.attached import AttachedDraft, load_attached
 from forerun.align.config import (
     AlignConfig,
     AttachedConfig,
@@ -19,6 +20,7 @@ from forerun.align.config import (
     ObjectiveConfig,
     TrainingConfig,
 )
+from forerun.align.draft import Draft, DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import (
     DenseDistribution,
     TargetDistribution,
@@ -29,9 +31,7 @@ from forerun.align.packing import Packing
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.teachers.hidden import OnlineFeatures
 from forerun.align.teachers.target import load_target
-from forerun.align.training.attached import AttachedDraft, load_attached
-from forerun.align.training.draft import Draft, DraftConfig, DraftLoss, load_draft
-from forerun.align.training.trainer import Trainer, make_accelerator
+from forerun.align.trainer import Trainer, make_accelerator
 
 WINDOW = 24
 

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.train_worker import METRICS, train
 
 from forerun.align.progress import StepMetrics, read_metrics
-from forerun.align.training.trainer import CHECKPOINT
+from forerun.align.trainer import CHECKPOINT
 
 NUM_STEPS = 8
 HALF_WAY = 4

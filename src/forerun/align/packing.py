@@ -22,11 +22,7 @@ HASH_BITS = 64
 
 
 def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
-    """Return whether a prompt is held out: its hash, as a number in [0, 1), is below the share.
-
-    So a prompt stays on its side whatever else the data holds, and whatever is done to make its
-    responses; a larger share adds prompts to those held out and takes none away.
-    """
+    """Return whether a prompt is held out: its hash, as a number in [0, 1), is below the share."""
     return int(prompt_hash, 16) < held_out_share * 2.0**HASH_BITS
 
 

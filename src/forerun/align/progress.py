@@ -48,11 +48,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Writes the metrics of a run to one file, which resumed runs continue.
-
-    What a killed process had logged after its last checkpoint is done again when the run goes on,
-    so those lines are dropped and every step is there once.
-    """
+    """Writes the metrics of a run to one file, which resumed runs continue."""
 
     def __init__(self, path: Path, events: Path | None = None) -> None:
         self.path = path

@@ -186,11 +186,7 @@ def hand_over(
 
 
 def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Write the settings that serve the draft, and upload it if a repository is set.
-
-    Where every K was predicted to be slower than decoding without the draft, the files say so and
-    do not use it.
-    """
+    """Write the settings that serve the draft, and upload it if a repository is set."""
     k = config.evaluation.num_speculative_tokens if report.best_k is None else report.best_k
     serving = describe_pair(config.target, workspace.draft, k, config.sampling, config.method)
     export_draft(config.export, serving)

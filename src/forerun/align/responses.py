@@ -328,11 +328,7 @@ class ResponseServer:
     num_logprobs: int = 0
 
     def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
-        """Request one response from the server, with retries.
-
-        An address that ends in /chat/completions is asked to answer the conversation, through the
-        server's own template; any other is asked to complete the tokens.
-        """
+        """Request one response from the server, with retries."""
         is_chat = self.client.config.is_chat
         if is_chat and not prompt.messages:
             raise InvalidRequest(

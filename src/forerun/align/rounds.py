@@ -28,7 +28,7 @@ from forerun.align.teachers.hidden import (
 from forerun.align.teachers.sampled import SampledTeacher, TopKTeacher
 from forerun.align.teachers.target import TargetModel, load_sharded, load_target
 from forerun.align.texts import TrainingTexts
-from forerun.align.training.trainer import from_main
+from forerun.align.trainer import from_main
 from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
 from forerun.atomic_write import atomic_folder
 from forerun.measure.judge.figures import DraftFigures
@@ -64,11 +64,7 @@ class TeacherSource:
 
 
 def make_teacher(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Teacher:
-    """Build the teacher; "auto" selects the cheapest exact teacher whose cache fits the disk.
-
-    A greedy distribution is one id, which is cached; else last hidden states are cached if they fit
-    the disk, and where they do not the target is rerun.
-    """
+    """Build the teacher; "auto" selects the cheapest exact teacher whose cache fits the disk."""
     kind = config.teacher
     if kind == "auto":
         kind = cheapest(config, source, num_rows)
@@ -119,11 +115,7 @@ def feature_teacher(
     source: TeacherSource,
     samples: Sequence[Sample],
 ) -> OnlineFeatures | CachedFeatures:
-    """Build the teacher of a head that reads the target's features.
-
-    A head learns the distribution at the deployed temperature, and at 1 where that is 0: it tells
-    more than the one most likely token.
-    """
+    """Build the teacher of a head that reads the target's features."""
     if source.sampling.greedy:
         source = replace(source, sampling=replace(source.sampling, temperature=1.0))
     sizes = _state_sizes(source, len(layers))

@@ -19,7 +19,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from rich.console import Console
 
+from forerun.align.attached import load_attached
 from forerun.align.config import AlignConfig
+from forerun.align.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.objectives import objective_of
 from forerun.align.packing import Packing
 from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
@@ -35,9 +37,7 @@ from forerun.align.report import (
 from forerun.align.rounds import DraftSelector, RoundData
 from forerun.align.serving import check_repo
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
-from forerun.align.training.attached import load_attached
-from forerun.align.training.draft import DraftConfig, TrainedDraft, load_draft
-from forerun.align.training.trainer import Trainer, from_main, make_accelerator
+from forerun.align.trainer import Trainer, from_main, make_accelerator
 from forerun.align.workspace import (
     Workspace,
     check_folder,

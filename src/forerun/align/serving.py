@@ -357,10 +357,7 @@ def describe_pair(
 
 
 def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...]:
-    """Write the settings of some engines and a page that explains them.
-
-    Engines of an earlier export to the same folder are written again, so that the page has all.
-    """
+    """Write the settings of some engines and a page that explains them."""
     folder = serving.draft / SERVING_FOLDER
     earlier = [engine for engine in ENGINES if (folder / f"{engine}.json").exists()]
     chosen = engines_of((*engines, *earlier), serving)

@@ -78,11 +78,7 @@ def _unknown_names(given: Any, known: Any) -> set[str]:
 
 
 def read_lines(path: Path, kind: type[KindT]) -> list[KindT]:
-    """Return the objects of a JSON lines file; an empty list if the file does not exist.
-
-    A process that is killed leaves part of a line at the end, which is ignored. Any other damaged
-    line is left out with a warning that names it.
-    """
+    """Return the objects of a JSON lines file; an empty list if the file does not exist."""
     if not path.exists():
         return []
     found = []
@@ -184,10 +180,7 @@ def write_hashes(folder: Path) -> None:
 
 
 def check_hashes(folder: Path) -> None:
-    """Refuse a snapshot whose files differ from their recorded hashes.
-
-    Snapshots of earlier versions have no hashes and pass.
-    """
+    """Refuse a snapshot whose files differ from their recorded hashes."""
     path = folder / HASHES
     if not path.exists():
         return

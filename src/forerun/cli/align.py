@@ -25,7 +25,7 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.workspace import read_settings
+from forerun.align.workspace import LEFT_OUT, read_settings
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
@@ -46,6 +46,8 @@ logger = logging.getLogger("forerun.align")
 EXPORTS: tuple[Export, ...] = ("hf",)
 NO_PROMPTS = Path()
 """This very object: the folder one is in, as "." names it, may well hold prompts."""
+REPEATED = tuple(item.name for item in fields(AlignConfig) if item.name not in LEFT_OUT)
+"""Settings that an alignment from an earlier one repeats, unless a flag changes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +111,16 @@ class AlignOptions:
 
     @classmethod
     def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:
-        return cls(
-            target=config.target,
-            method=config.method,
-            draft=str(draft),
-            refresh=refresh,
-            data=DataFlags(**values_of(config.data, DataConfig)),
-            sampling=SamplingFlags(**values_of(config.sampling, SamplingParams)),
-            teacher=config.teacher,
-            objective=config.objective,
-            attached=config.attached,
-            training=config.training,
-            evaluation=EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
-            dtype=config.dtype,
-            device=config.device,
-        )
+        """Return the options of an earlier alignment, to be continued from its aligned draft."""
+        changed = {
+            "draft": str(draft),
+            "init": None,
+            "data": DataFlags(**values_of(config.data, DataConfig)),
+            "sampling": SamplingFlags(**values_of(config.sampling, SamplingParams)),
+            "evaluation": EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
+        }
+        known = {name: getattr(config, name) for name in REPEATED}
+        return cls(**{**known, **changed, "refresh": refresh})
 
     @property
     def config(self) -> AlignConfig:
@@ -132,24 +129,9 @@ class AlignOptions:
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):
             raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
-        return AlignConfig(
-            target=self.target,
-            method=self.method,
-            draft=self.draft,
-            init=self.init,
-            out=self.out,
-            dtype=self.dtype,
-            device=self.device,
-            sampling=self.sampling.params,
-            data=self.data,
-            teacher=self.teacher,
-            objective=self.objective,
-            attached=self.attached,
-            training=self.training,
-            evaluation=self.evaluation,
-            export=self.export or EXPORTS,
-            push_to_hub=self.push_to_hub,
-        )
+        known = {name: getattr(self, name) for name in (*REPEATED, "out", "push_to_hub")}
+        changed = {"sampling": self.sampling.params, "export": self.export or EXPORTS}
+        return AlignConfig(**{**known, **changed})
 
 
 def run(options: AlignOptions) -> int:

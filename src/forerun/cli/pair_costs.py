@@ -66,10 +66,7 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
 
 
 def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
-    """Return the first arm of every draft that is a model or an EAGLE-3 head.
-
-    Others have no passes of their own that could be measured.
-    """
+    """Return the first arm of every draft that is a model or an EAGLE-3 head."""
     arms: dict[str, BenchArm] = {}
     for arm in comparison.arms:
         if arm.draft is None or parse_drafter(arm.draft) is not None:

@@ -146,11 +146,7 @@ VLLM_ARGUMENTS = "--vllm-args"
 
 
 def rewritten(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with --model inserted before a first word that is not a flag.
-
-    The options of vLLM begin with dashes, so they are joined to their flag: a word of its own would
-    be taken as the next flag.
-    """
+    """Return the arguments with --model inserted before a first word that is not a flag."""
     found = list(arguments)
     if found and not is_flag(found[0]):
         found.insert(0, "--model")

@@ -22,11 +22,7 @@ WIDEST = 4096
 
 
 class SafeConsole(Console):
-    """A console that removes control characters from printed text of files and models.
-
-    Tables are printed as wide as their content, so that nothing is cut off in a narrow terminal or
-    a file.
-    """
+    """A console that removes control characters from printed text of files and models."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, **options)

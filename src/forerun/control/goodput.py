@@ -356,10 +356,7 @@ def _plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) ->
 
 
 def tpot_limit_s(state: RequestState) -> float | None:
-    """Return the seconds per token a request must stay below; None without a time target.
-
-    A deadline is met if every token that may still be emitted comes in time.
-    """
+    """Return the seconds per token a request must stay below; None without a time target."""
     target_s, left_s = state.tpot_target_s, state.time_left_s
     if left_s is None or state.max_new <= 0:
         return target_s

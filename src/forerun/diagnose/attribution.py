@@ -121,11 +121,7 @@ def attribute(evidence: Evidence) -> Attribution | None:
 
 
 def survival_of(evidence: Evidence, k: int, tau: float) -> tuple[float, ...]:
-    """Return P(accepted through i) for i = 1..K, scaled so that its sum is tau - 1.
-
-    The measured profile, scaled where its sum is another one because not every step drafted K; the
-    constant acceptance of this tau where no profile is known.
-    """
+    """Return P(accepted through i) for i = 1..K, scaled so that its sum is tau - 1."""
     rates = evidence.numbers("acceptance_rate_per_position")[:k]
     alpha = evidence.number("alpha")
     if len(rates) == k and sum(rates) > 0.0:
@@ -303,10 +299,7 @@ def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
 
 
 def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
-    """Add the best K at these costs, and the gains from a smaller and from a larger K.
-
-    Facts only where costs were measured: what an assumption implies is no evidence.
-    """
+    """Add the best K at these costs, and the gains from a smaller and from a larger K."""
     if found.draft_cost is None and outlook.table is None:
         return
     now = outlook.speedup(found.num_speculative_tokens)

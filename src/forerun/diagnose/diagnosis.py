@@ -161,11 +161,7 @@ def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
 def best_experiment(
     weights: Mapping[str, float], causes: Iterable[Cause], evidence: Evidence
 ) -> Experiment | None:
-    """Return the test that distinguishes the causes best for the time it takes.
-
-    A fact is worth the spread between causes of what it would say of them, weighted by how likely
-    they are.
-    """
+    """Return the test that distinguishes the causes best for the time it takes."""
     if not weights:
         return None
     signs = {

@@ -167,10 +167,7 @@ class Evidence:
             self.notes.append(f"not used: {error} ({source})")
 
     def include(self, other: Evidence) -> None:
-        """Add the facts of another source, except facts that are already known.
-
-        Where any count of drafts or tokens is known, no further count of them is taken.
-        """
+        """Add the facts of another source, except facts that are already known."""
         is_counted = not COUNTS.isdisjoint(self.facts)
         for fact in other.facts.values():
             if is_counted and fact.name in COUNTS:

@@ -48,10 +48,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Returned by a drafter that proposes nothing until `num_tokens` more are committed.
-
-    Until then the sequence is decoded plainly and `propose` is not called for it.
-    """
+    """Returned by a drafter that proposes nothing until `num_tokens` more are committed."""
 
     num_tokens: int
 

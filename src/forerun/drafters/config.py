@@ -32,8 +32,6 @@ def parse_drafter(text: str) -> NamedDrafter | None:
 class SuffixConfig:
     """Settings of the suffix drafter: length and assumed costs of copies, and size of the store.
 
-    Costs are in plain steps; see docs/performance.md for what they are on a machine.
-
     Attributes:
         tokens_per_match: budget per token of the match, the alpha of SuffixDecoding's
             MAX_SPEC = alpha x p (Oliaro et al. 2024, arXiv:2411.04975): a match of p tokens is

@@ -80,10 +80,7 @@ class DraftSequence:
         return len(self.request.ids)
 
     def begin_step(self, plan: Plan, max_context: int) -> None:
-        """Set this step's budget, cut to the draft's context, and its stop rule.
-
-        A tree of width 1 is drafted as a chain. A stop rule ends chains alone.
-        """
+        """Set this step's budget, cut to the draft's context, and its stop rule."""
         shape = plan.shape
         planned = min(shape.num_nodes, shape.depth)
         room = max(0, max_context - len(self.context.ids))
@@ -129,10 +126,7 @@ class DraftSequence:
         self.stop_values = tuple(values[: self.budget])
 
     def fits_one_call(self, num_tokens: int, max_context: int) -> bool:
-        """Whether `num_tokens` tokens, which may exceed the budget, can be drafted in one call.
-
-        The chain must fit the context, and only the temperature may shape its distributions.
-        """
+        """Whether `num_tokens` tokens, which may exceed the budget, can be drafted in one call."""
         fits = len(self.context.ids) + num_tokens - 1 <= max_context
         return fits and self.request.history is None and not self.params.has_processors
 
@@ -186,10 +180,7 @@ class DraftSequence:
 
 
 def _ranking_params(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of the distributions that rank the nodes of a tree.
-
-    For a greedy request these are the probabilities at temperature 1, which rank the paths.
-    """
+    """Return the sampling parameters of the distributions that rank the nodes of a tree."""
     if not params.greedy:
         return params
     return replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -76,8 +76,6 @@ def draft_levels(
 class Stopping:
     """Evaluates stop rules before each draw and notes which chains have ended.
 
-    Reading the measured values waits for the device once per level.
-
     Attributes:
         values: per chain, what its rule has measured so far; empty without a rule.
     """

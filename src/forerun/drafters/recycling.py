@@ -32,10 +32,7 @@ Table = dict[int, list[int]]
 
 
 class RecyclingDrafter:
-    """Drafts trees from tables of the target's most likely tokens, one table per scope.
-
-    A request without a scope has a table of its own, which is dropped with it.
-    """
+    """Drafts trees from tables of the target's most likely tokens, one table per scope."""
 
     method = "recycling"
     required_features: tuple[int, ...] = ()

@@ -122,10 +122,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """Create a state for the strings of `target` that are now suffixes of the text.
-
-        They occur at the end of the text now, where the longer ones do not.
-        """
+        """Create a state for the strings of `target` that are now suffixes of the text."""
         link = self._link
         short = self._new_state(self._length[state] + 1)
         link[short] = link[target]

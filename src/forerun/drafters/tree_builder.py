@@ -71,10 +71,7 @@ class BuiltTree:
 
 
 def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
-    """Return the best nodes of several deterministic trees as one.
-
-    A path that occurs in several of them has the largest of its probabilities.
-    """
+    """Return the best nodes of several deterministic trees as one."""
     best: dict[Path, float] = {}
     for proposal in proposals:
         paths: list[Path] = []
@@ -98,11 +95,7 @@ def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
 def build_tree(
     expand: Expand, shape: Tree, *, keeps_greedy: bool = False, min_gain: float = 0.0
 ) -> BuiltTree:
-    """Return the tree of the most probable paths within a shape.
-
-    Nodes enter in the order of their paths' probabilities, a parent before its children where they
-    are equal.
-    """
+    """Return the tree of the most probable paths within a shape."""
     lowest = math.log(min_gain) if min_gain > 0 else -sys.float_info.max
     most, depth, width = shape.num_nodes, shape.depth, shape.width
     parents: list[int] = []

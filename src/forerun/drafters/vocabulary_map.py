@@ -50,10 +50,7 @@ class SpelledText(NamedTuple):
 
 
 def cut_text(tokenizer: Tokenizer, text: str) -> SpelledText | None:
-    """Encode a text without special tokens; None if the tokens do not spell it byte by byte.
-
-    A space that the tokenizer puts before every text counts for nothing.
-    """
+    """Encode a text without special tokens; None if the tokens do not spell it byte by byte."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = [tokenizer.token_bytes(token) for token in ids]
     spelled, wanted = b"".join(pieces), text.encode()

@@ -37,7 +37,6 @@ class TokenizerDefinition:
     """The serialised definition of a tokenizer.
 
     Attributes:
-        content: what the `tokenizers` library makes it from, as in tokenizer.json.
         eos_token_id: the token that ends a text, if there is one.
         splits_special_tokens: whether a special token written out in a text is ordinary text.
         chat_template: text of the template that renders conversations, if there is one.

@@ -141,8 +141,6 @@ def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
 def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]) -> float:
     """Return the standard error of tau; requests are independent, steps of one request are not.
 
-    The variance is therefore that of the requests' first-order influence on tau.
-
     Source: the delta method, clustered by request (Huber 1967).
     """
     num_requests, k = len(requests), len(alphas)
@@ -173,10 +171,7 @@ def improved(acceptance: Acceptance, share: float) -> Acceptance:
 
 
 def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
-    """Return the survival with `share` fewer rejections at every position.
-
-    A token that was not drafted was not rejected: a drafter that ends drafts keeps ending them.
-    """
+    """Return the survival with `share` fewer rejections at every position."""
     passed = conditional_acceptance(drafting.survival)
     reached = conditional_acceptance(drafting.drafted)
     return survival(

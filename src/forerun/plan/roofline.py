@@ -111,11 +111,7 @@ def preset(name: str) -> Machine:
 
 
 def pass_s(machine: Machine, model: ModelSize, num_rows: int, batch: int, context: int) -> float:
-    """Return the seconds of a pass over `num_rows` rows of each of `batch` sequences.
-
-    Two operations per parameter and row. The keys and values of a sequence are read once for all
-    its rows; their arithmetic is left out, since it is small beside reading them.
-    """
+    """Return the seconds of a pass over `num_rows` rows of each of `batch` sequences."""
     arithmetic_s = 2 * model.num_parameters * num_rows * batch / machine.flops_per_s
     read = model.weight_bytes + batch * context * model.kv_token_bytes
     return max(arithmetic_s, read / machine.bytes_per_s) + machine.launch_s

@@ -153,11 +153,7 @@ class GreedyTally:
 
 @torch.inference_mode()
 def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, rows: int) -> float:
-    """Return the largest change by rounding in the difference between the two largest logits.
-
-    The largest move over one text, between passes of many rows and of few; not less than what
-    adding up in fp32 does anyway.
-    """
+    """Return the largest change by rounding in the difference between the two largest logits."""
     few = torch.cat([*logits_of(model, request.ids, request.num_prompt - 1, rows)]).float()
     many = replayed.target_logits
     top = many.topk(2, dim=-1).indices

@@ -1,7 +1,4 @@
-"""Replays requests with new caches, and tests whether tokens follow their distributions.
-
-A checkpoint's head is run without caches for the comparison with the drafts of an engine.
-"""
+"""Replays requests with new caches, and tests whether tokens follow their distributions."""
 
 from __future__ import annotations
 

@@ -147,11 +147,7 @@ def probe_engine(
 def _add_both(
     evidence: Evidence, greedy: GreedyTally, sampled: SampledTally, *, reads_features: bool
 ) -> None:
-    """Add facts that follow from greedy and sampled requests together.
-
-    Distributions show more of the draft's state than single tokens do, provided the draft was drawn
-    from them.
-    """
+    """Add facts that follow from greedy and sampled requests together."""
     use_probs = sampled.state.onsets and evidence.flag("draft_probs_differ") is False
     state = (sampled if use_probs else greedy).state
     state.add_facts(evidence, reads_features=reads_features)

@@ -1,8 +1,4 @@
-"""Records the steps of an engine together with the proposals and their draft_probs.
-
-The recorded steps also show whether drafts are made from the right state: drafts after an accepted
-one, after a rejected one, and after a step without a draft, are compared.
-"""
+"""Records the steps of an engine together with the proposals and their draft_probs."""
 
 from __future__ import annotations
 

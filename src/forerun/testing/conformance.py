@@ -353,10 +353,7 @@ def _same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
 
 
 def _log_excess(proposal: Proposal) -> tuple[float, float]:
-    """Return how far the drawn tokens' log-probability exceeds its expectation, and its variance.
-
-    Of every node one child is looked at: the first, or the only one that was drawn.
-    """
+    """Return by how much the log-probability of the draws exceeds its mean, and its variance."""
     if not proposal.choice.is_drawn or proposal.draft_probs is None:
         return 0.0, 0.0
     tree = proposal.tree

@@ -144,10 +144,7 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def _fit(values: tuple[float, ...], errors: tuple[float, ...]) -> tuple[CostReading, ...]:
-    """Return monotone readings; each error is at least the adjustment of its value.
-
-    Without errors the readings have none: the size of the noise is not known then.
-    """
+    """Return monotone readings; each error is at least the adjustment of its value."""
     fitted = isotonic(values)
     if not errors:
         return tuple(map(CostReading, fitted))

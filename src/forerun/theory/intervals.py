@@ -25,10 +25,7 @@ class Interval:
     high: float
 
     def is_above(self, threshold: float) -> bool:
-        """Return whether the whole interval lies above `threshold`.
-
-        An interval that contains the threshold is neither above nor below: nothing is shown.
-        """
+        """Return whether the whole interval lies above `threshold`."""
         return self.low > threshold
 
     def is_below(self, threshold: float) -> bool:

@@ -1,7 +1,4 @@
-"""Measures of repetition in a text, because repeated text raises the acceptance of any drafter.
-
-Greedy text of small models often ends in a loop.
-"""
+"""Measures of repetition in a text, because repeated text raises the acceptance of any drafter."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
 
 
 def first_repeat(token_ids: Sequence[int], size: int = 32) -> int:
-    """Return the start of the first n-gram that occurred before, or the length if there is none.
-
-    The second occurrence may overlap the first, as it does in a short loop.
-    """
+    """Return the start of the first n-gram that occurred before, or the length if there is none."""
     seen: set[tuple[int, ...]] = set()
     for start, ngram in enumerate(ngrams(token_ids, size)):
         if ngram in seen:

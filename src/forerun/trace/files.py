@@ -123,10 +123,7 @@ class FlushRule:
 
 
 class JsonLines:
-    """Writes records as JSON lines.
-
-    What is written is handed to the system at once, so it outlives the process.
-    """
+    """Writes records as JSON lines."""
 
     flush_rule = FlushRule(num_records=256, seconds=1.0)
 

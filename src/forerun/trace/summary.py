@@ -276,11 +276,7 @@ class TraceSummary:
 
 
 def summarise(items: Iterable[Item]) -> TraceSummary:
-    """Compute the summary of a trace from its readable records.
-
-    A request is added to the totals as soon as its record was read, so memory grows neither with
-    steps nor with requests that have ended.
-    """
+    """Compute the summary of a trace from its readable records."""
     found = TraceSummary()
     running: dict[str, GroupSummary] = {}
     ended: dict[str, tuple[str, ...]] = {}  # records that were read, by request
@@ -339,10 +335,7 @@ def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
 
 
 def plot(summary: TraceSummary, title: str, path: Path) -> None:
-    """Draw survival by position for all steps and for the tags with the most steps.
-
-    For a single line also beta with its interval. The suffix of the path names the format.
-    """
+    """Draw survival by position for all steps and for the tags with the most steps."""
     lines = lines_of(summary)
     with picture([path], width=6.4, height=4.0) as figure:
         axes = figure.subplots()

@@ -45,9 +45,6 @@ class Teacher(Protocol):
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Prepare for batches that contain these samples, for example by filling a cache.
 
-        A cache computes and stores what it has not yet; what is there already is kept. Where
-        several processes share that work, all of them must call.
-
         Raises:
             CacheTooLarge: it would not fit, and nothing is written; or the disk filled up.
             InvalidCache: the folder holds the cache of something else.

@@ -213,10 +213,7 @@ def load_sharded(
 
 
 def split(model: Any, device: torch.device, number: int) -> TargetModel:
-    """Shard every decoder layer, and the modules outside of the layers, over all processes.
-
-    The head stays whole in every process: it is applied to chunks of any size.
-    """
+    """Shard every decoder layer, and the modules outside of the layers, over all processes."""
     target = adopt_target(model)
     weight = target.head.weight.to(device, copy=True)  # it may be the embedding, which is split
     mesh = init_device_mesh(device.type, (number,))

@@ -102,10 +102,7 @@ class Metrics:
             self.totals[name] = self.totals.get(name, 0.0) + value
 
     def since(self, earlier: Metrics) -> Metrics:
-        """Return the growth of counters since an earlier sample; gauges stay as they are.
-
-        A counter that went back was reset in between, and counts from zero.
-        """
+        """Return the growth of counters since an earlier sample; gauges stay as they are."""
         return Metrics(
             totals={
                 name: value if _is_gauge(name) else grown(value, earlier.totals.get(name, 0.0))

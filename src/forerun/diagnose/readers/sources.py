@@ -1,7 +1,4 @@
-"""Reads evidence from a named source: a trace, a text file, standard input or a URL.
-
-A page is read within limits on bytes and total time, because its server may never end it.
-"""
+"""Reads evidence from a named source: a trace, a text file, standard input or a URL."""
 
 from __future__ import annotations
 

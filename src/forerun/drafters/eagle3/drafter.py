@@ -273,10 +273,7 @@ class Eagle3Drafter(DraftModel):
         return HeadBatch.of(batch, self.attached.fuse(together))
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Receive the features of committed rows; many are fed at once, few with the next draft.
-
-        Rows of the last draft are kept only if they were computed from features.
-        """
+        """Receive the features of committed rows; many are fed at once, few with the next draft."""
         for outcome in outcomes:
             sequence = self._sequence(outcome.request)
             sequence.keep_rows(sequence.num_chain)

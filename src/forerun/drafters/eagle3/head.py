@@ -231,11 +231,7 @@ def over_target_vocabulary(
     target_ids: Int64[Tensor, " draft_vocab"],
     target_vocab_size: int,
 ) -> Float[Tensor, "rows target_vocab"]:
-    """Return logits over the target's tokens, with -inf at tokens outside the draft vocabulary.
-
-    A head that drafts the whole vocabulary has its tokens in the target's order: its logits are
-    returned as they are.
-    """
+    """Return logits over the target's tokens, with -inf at tokens outside the draft vocabulary."""
     if logits.shape[1] == target_vocab_size:
         return logits
     full = logits.new_full((len(logits), target_vocab_size), float("-inf"))

@@ -1,7 +1,4 @@
-"""An EAGLE-3 head as a LanguageModel with its own KV: in torch, and in kernels on a CPU.
-
-In kernels all passes of a draft are one call, with the threads and the embedding of the target.
-"""
+"""An EAGLE-3 head as a LanguageModel with its own KV: in torch, and in kernels on a CPU."""
 
 from __future__ import annotations
 

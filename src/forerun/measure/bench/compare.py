@@ -121,10 +121,7 @@ def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
 def run_blocks(
     arms: Sequence[BenchArm], batches: Iterable[Batch], clock: Callable[[], float]
 ) -> Iterator[Block]:
-    """Measure every arm on every batch, and yield one block of measurements per batch.
-
-    Nothing is warmed up here: let every arm generate something before.
-    """
+    """Measure every arm on every batch, and yield one block of measurements per batch."""
     for index, batch in enumerate(batches):
         shift = index % len(arms)
         order = [*arms[shift:], *arms[:shift]]
@@ -169,10 +166,7 @@ MIN_TOKENS = 16
 
 
 def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
-    """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram.
-
-    Lazy: a batch is decoded when its first prompt is asked for.
-    """
+    """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram."""
     for start in range(0, len(texts), SCOUT_BATCH):
         batch = texts[start : start + SCOUT_BATCH]
         for text, output in zip(batch, plain.generate(batch, params), strict=True):
@@ -217,10 +211,7 @@ def adaptive_arms(
     controllers: Sequence[ControllerName],
     costs: Mapping[str, DraftCosts],
 ) -> tuple[BenchArm, ...]:
-    """Return one arm per draft and controller, up to the draft's largest K.
-
-    It goes on learning from prompt to prompt and from cell to cell, as it would in service.
-    """
+    """Return one arm per draft and controller, up to the draft's largest K."""
     ascending = sorted(arms, key=lambda arm: arm.num_speculative_tokens)
     largest = {arm.draft: arm for arm in ascending if arm.draft is not None}
     return tuple(

@@ -120,10 +120,7 @@ def run_load(
     num_requests: Mapping[int, int],
     num_blocks: int,
 ) -> Iterator[LoadBlock]:
-    """Yield measured blocks: of every number of clients all endpoints in turn, then again.
-
-    The order of the endpoints rotates. One block with few tokens warms up each endpoint.
-    """
+    """Yield measured blocks: of every number of clients all endpoints in turn, then again."""
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS))
     names, place = list(backends), 0
     most = max(num_requests)

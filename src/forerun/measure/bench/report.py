@@ -129,10 +129,7 @@ class BenchPrediction:
 def predict(
     summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
 ) -> BenchPrediction | None:
-    """Predict the speedup of an arm from its acceptance and the cost table.
-
-    None where the table is too rough to bound kappa from below, and so the speedup from above.
-    """
+    """Predict the speedup of an arm from its acceptance and the cost table."""
     table, context = costs.at(temperature), round(summary.mean_context)
     kappa = table.cycle_cost_interval(summary.arm.num_speculative_tokens, context, batch)
     if kappa.low <= 0:

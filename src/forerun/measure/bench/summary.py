@@ -152,10 +152,7 @@ def _summarise_arm(
 
 
 def best_arm(blocks: Sequence[Block]) -> BenchArm:
-    """Return the arm that emitted most tokens per second over `blocks`.
-
-    The winner of several is flattered by the blocks it won on: score it on others.
-    """
+    """Return the arm that emitted most tokens per second over `blocks`."""
 
     def tokens_per_s(measurements: Sequence[Measurement]) -> float:
         return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)

@@ -92,10 +92,7 @@ class PredictedSpeedup:
 
     @property
     def best_drafting(self) -> float:
-        """Highest predicted speedup over all K above 0, by which drafts are ranked.
-
-        Not `best`, which is 1 of all drafts that do not pay yet.
-        """
+        """Highest predicted speedup over all K above 0, by which drafts are ranked."""
         return max(speedup.estimate for speedup in self.per_k)
 
 

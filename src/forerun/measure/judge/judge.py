@@ -58,11 +58,7 @@ def acceptance_probabilities(
     params: SamplingParams,
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> list[float]:
-    """Return the acceptance probability at every token of the target's response.
-
-    A greedy distribution has all its mass on one token, so a greedy draft is judged by the target's
-    probability of that token, and under greedy parameters by whether the two agree.
-    """
+    """Return the acceptance probability at every token of the target's response."""
     ids = [*prompt_ids, *response_ids]
     # The last token need not be read.
     reach = min(target.max_context, draft.max_context, num_known(draft, ids) + 1)

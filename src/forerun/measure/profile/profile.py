@@ -1,7 +1,4 @@
-"""Profiles: measured times, cost tables, machine and models, their file format and their picture.
-
-Torch-free: planning with a profile needs neither the machine nor the models of the profile.
-"""
+"""Profiles: measured times, cost tables, machine and models, their file format and picture."""
 
 from __future__ import annotations
 

@@ -302,11 +302,7 @@ FeatureShape = tuple[int, int]
 
 
 class HeadRig(PassRig):
-    """Measures passes and chains of a head after a committed prefix.
-
-    What a pass takes includes the projection of the target's features. Their values are arbitrary:
-    no time depends on them.
-    """
+    """Measures passes and chains of a head after a committed prefix."""
 
     def __init__(
         self,

@@ -160,10 +160,7 @@ class Rig(Protocol):
         """Prepare models and sequences for the measurements in the block."""
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Measure a cell once in a `ready` block; returns seconds by cell.
-
-        A cell that is measured together with several others has the seconds of all visits.
-        """
+        """Measure a cell once in a `ready` block; returns seconds by cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,10 +164,7 @@ def _draw_lengths(lengths: Lengths, count: int, key: int) -> list[int]:
 def _draw_alphas(
     acceptance: Acceptance, count: int, max_k: int, key: int
 ) -> list[tuple[float, ...]]:
-    """Return P(accepted | all before it accepted) by position for `count` requests.
-
-    Beyond the positions that are given, the last conditional probability holds.
-    """
+    """Return P(accepted | all before it accepted) by position for `count` requests."""
     if isinstance(acceptance, Constant):
         return [(acceptance.alpha,) * max_k] * count
     if isinstance(acceptance, Clustered):

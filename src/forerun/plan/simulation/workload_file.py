@@ -106,10 +106,7 @@ class _RepeatedTrace(Settings, frozen=True):
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload file, which describes a workload or names a trace to repeat.
-
-    The path of the trace is relative to the folder of the workload file.
-    """
+    """Read a workload file, which describes a workload or names a trace to repeat."""
     try:
         content = tomllib.loads(read_bytes(path).decode())
     except UnreadableInput as error:
@@ -129,10 +126,7 @@ def load_workload(path: Path) -> Workload:
 
 
 def workload_from(content: dict[str, object]) -> Workload:
-    """Return the workload that a TOML document describes.
-
-    "acceptance" may take the place of "phases": then there is one phase.
-    """
+    """Return the workload that a TOML document describes."""
     if "acceptance" in content and "phases" not in content:
         content = dict(content)
         content["phases"] = [{"share": 1.0, "acceptance": content.pop("acceptance")}]

@@ -1,7 +1,4 @@
-"""Enumerates the exact output distribution of two steps with sampled chains.
-
-Every draft, every acceptance and every final token is enumerated.
-"""
+"""Enumerates the exact output distribution of two steps with sampled chains."""
 
 from __future__ import annotations
 

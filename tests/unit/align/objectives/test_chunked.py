@@ -10,15 +10,15 @@ from tests.unit.align.objectives.distributions import (
 )
 from torch import Tensor
 
-from forerun.align.config import ObjectiveConfig, ObjectiveName
-from forerun.align.objectives import TargetDistribution, dense_probs, make_objective
-from forerun.align.training.chunked import (
+from forerun.align.chunked import (
     CHUNK_ROWS,
     DraftHead,
     LearnedRows,
     chunked_acceptance,
     chunked_loss,
 )
+from forerun.align.config import ObjectiveConfig, ObjectiveName
+from forerun.align.objectives import TargetDistribution, dense_probs, make_objective
 
 ROWS, WIDTH, VOCAB = 2 * CHUNK_ROWS + 3, 6, 29
 NAMES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla", "lk")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.unit.align.objectives.distributions import dense_distribution, normal
 
+from forerun.align.chunked import length_weights
 from forerun.align.config import ObjectiveConfig
 from forerun.align.objectives import make_objective
-from forerun.align.training.chunked import length_weights
 
 K = 4
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests import training
 
-from forerun.align.training.trainer import configure_sharding, make_accelerator
+from forerun.align.trainer import configure_sharding, make_accelerator
 
 
 def test_one_process_on_the_cpu() -> None:

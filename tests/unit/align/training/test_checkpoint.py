@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from forerun.align.training.trainer import save_checkpoint
+from forerun.align.trainer import save_checkpoint
 
 
 def test_the_next_checkpoint_removes_what_a_killed_process_left(tmp_path):

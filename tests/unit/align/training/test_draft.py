@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import tiny, training
 from transformers import AutoModelForCausalLM
 
-from forerun.align.training.draft import Draft, DraftConfig, load_draft
+from forerun.align.draft import Draft, DraftConfig, load_draft
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.load import load_tokenizer
 
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_draft_there_was(
     def full(target: Path, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("forerun.align.training.draft.copy_tokenizer", full)
+    monkeypatch.setattr("forerun.align.draft.copy_tokenizer", full)
     with pytest.raises(OSError, match="No space left"):
         draft.save(out, {name: tensor + 1 for name, tensor in weights.items()})
     assert (out / "model.safetensors").read_bytes() == kept

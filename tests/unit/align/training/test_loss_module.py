@@ -9,11 +9,11 @@ import torch
 from tests import tiny, training
 from torch import Tensor
 
+from forerun.align.chunked import length_weights
 from forerun.align.config import ObjectiveConfig
+from forerun.align.draft import DraftLoss
 from forerun.align.objectives import make_objective
 from forerun.align.samples import PackedBatch
-from forerun.align.training.chunked import length_weights
-from forerun.align.training.draft import DraftLoss
 
 TRAINED = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt-neox", "olmo2", "phi3"]
 

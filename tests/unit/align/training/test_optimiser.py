@@ -9,7 +9,7 @@ import torch
 from tests import training
 from torch import nn
 
-from forerun.align.training.trainer import learning_rate_at, make_optimiser, set_learning_rate
+from forerun.align.trainer import learning_rate_at, make_optimiser, set_learning_rate
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:

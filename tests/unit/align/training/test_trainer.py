@@ -13,7 +13,7 @@ from tests import training
 
 from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
-from forerun.align.training.trainer import Trainer
+from forerun.align.trainer import Trainer
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
 
 
@@ -112,7 +112,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("forerun.align.training.trainer.save_file", full)
+    monkeypatch.setattr("forerun.align.trainer.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         curve(trainer, 3)
     assert trainer.path.read_bytes() == kept

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.align.attached import PassLoss, UnrolledEagle3, learned_passes, unroll
 from forerun.align.config import ObjectiveConfig
 from forerun.align.objectives import DenseDistribution, make_objective
 from forerun.align.packing import Packing
 from forerun.align.samples import PackedBatch, Sample
-from forerun.align.training.attached import PassLoss, UnrolledEagle3, learned_passes, unroll
 from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.head import Eagle3Head
 

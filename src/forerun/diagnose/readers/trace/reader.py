@@ -71,10 +71,7 @@ def _add_off_share(
 
 
 def _add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
-    """Add that the target changed, if the headers of a trace name two targets and one draft.
-
-    Other combinations are a comparison of several arms, of which nothing is added.
-    """
+    """Add that the target changed, if the headers of a trace name two targets and one draft."""
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:

@@ -80,11 +80,7 @@ def chunked_loss(
     temperature: float,
     with_acceptance: bool = False,
 ) -> LossSum:
-    """Return the weighted sum of the objective over rows.
-
-    Under autocast products are in its dtype, and everything between logits and their gradient in
-    fp32 (in fp64 where the hidden rows are).
-    """
+    """Return the weighted sum of the objective over rows."""
     if rows.teacher is None and (objective.needs_teacher or with_acceptance):
         raise ValueError(f"{objective.name} and acceptance need a teacher, and there is none")
     asked = _Asked(

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from forerun.align.chunked import DraftHead, LearnedRows, chunked_loss
 from forerun.align.config import AlignConfig, AttachedConfig
 from forerun.align.objectives import DenseDistribution, Objective
 from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
@@ -40,7 +41,6 @@ from forerun.align.teachers.target import (
     check_layers,
     embedding_table,
 )
-from forerun.align.training.chunked import DraftHead, LearnedRows, chunked_loss
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
@@ -159,10 +159,7 @@ class PassLoss(nn.Module):
     def _labels(
         self, ids: Tensor, places: Tensor, target_ids: Tensor | None
     ) -> Int64[Tensor, " rows"]:
-        """Return the draft-vocabulary id of the token after each position.
-
-        Only objectives that read text alone use them, and heads have none of these.
-        """
+        """Return the draft-vocabulary id of the token after each position."""
         following = ids[(places + 1).clamp(max=len(ids) - 1)]
         if target_ids is None:
             return following

@@ -1,7 +1,4 @@
-"""Training loop in one process or several, whose steps do not depend on their number.
-
-Optimiser and learning rate are functions of settings and step, so there is no schedule to save.
-"""
+"""Training loop in one process or several, whose steps do not depend on their number."""
 
 from __future__ import annotations
 

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.align.config import AlignConfig
-from forerun.align.objectives import Objective
-from forerun.align.samples import PackedBatch
-from forerun.align.teachers.base import TeacherRows
-from forerun.align.training.chunked import (
+from forerun.align.chunked import (
     DraftHead,
     LearnedRows,
     chunked_acceptance,
     chunked_loss,
     length_weights,
 )
+from forerun.align.config import AlignConfig
+from forerun.align.objectives import Objective
+from forerun.align.samples import PackedBatch
+from forerun.align.teachers.base import TeacherRows
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.errors import IncompatibleDraft, InvalidModel
@@ -243,11 +243,7 @@ PROBE_TOKENS = 8
 
 
 def _check_trainable(model: Any) -> None:
-    """Refuse a model that packed training does not reproduce: extra logit steps or mixed texts.
-
-    Training reads hidden rows and the head's weights, and lays several texts in one row; whether
-    that is the same as the model itself is tried out on a few tokens.
-    """
+    """Refuse a model that packed training does not reproduce: extra logit steps or mixed texts."""
     name = type(model).__name__
     ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size
     positions = torch.arange(PROBE_TOKENS)[None]
