@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -32,7 +32,7 @@ from scipy import stats
 from forerun.control.base import Controller, Tree
 from forerun.control.named import FixedController
 from forerun.measure.profile.profile import load_profile
-from forerun.plan.costs import DraftCosts, with_draft_cost
+from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.config import (
     Constant,
     Phase,
@@ -46,6 +46,7 @@ from forerun.plan.simulation.result import Result, SimulationTally, result_of
 from forerun.plan.simulation.server import CycleTimes, Server, Times, levels
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.provenance import collect
+from forerun.theory.cost import CostTable
 
 HERE = Path(__file__).parent
 PROFILES = {
@@ -203,19 +204,25 @@ def requests_of(case: Case, workload: Workload, seed: int) -> list[SimulatedRequ
     return requests
 
 
+def with_drafting_times(table: CostTable, factor: float) -> CostTable:
+    """The table of a drafter whose tokens take `factor` times as long."""
+    lines = [replace(line, draft_s=factor * line.draft_s) for line in table.lines]
+    return CostTable(lines=tuple(lines))
+
+
 def costs_of(case: Case) -> dict[str, DraftCosts]:
     """What the controller is told."""
     costs = load_profile(PROFILES[case.profile]).costs
     if case.other_alphas is None:
         return {METHOD: costs}
-    cheap = with_draft_cost(costs.greedy, factor=0.1)
+    cheap = with_drafting_times(costs.greedy, 0.1)
     return {METHOD: costs, OTHER: DraftCosts(greedy=cheap, sampled=cheap)}
 
 
 def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed: int) -> Result:
     """One controller on one case."""
     costs = costs_of(case)
-    table = with_draft_cost(costs[METHOD].greedy, factor=case.draft_factor)
+    table = with_drafting_times(costs[METHOD].greedy, case.draft_factor)
     workload = workload_of(case, costs[METHOD])
     tally = SimulationTally(num_phases=len(workload.phases))
     times = NoisyTimes(table, costs[METHOD].reading, case.row_factor, seed)

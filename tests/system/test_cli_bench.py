@@ -98,21 +98,12 @@ def test_ctrl_c_shows_and_writes_what_was_measured(bench, tmp_path, capsys, monk
     assert [len(cell["blocks"]) for cell in cells] == [2, 1]
 
 
-def test_tags_choose_prompts(bench, capsys):
-    only = ("--tag", "odd", "--temperatures", "1", "--no-prediction", "--json", "-")
-    assert bench(*only, "--blocks", "4", ks="1") == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["config"]["num_prompts"] == 2
-    assert len(content["cells"][0]["blocks"]) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--batch", "5"), "do not fill a batch of 5"),
-        (("--tag", "none"), "no prompts tagged"),
         (("--plot", "picture.txt"), "must end in"),
-        (("--json", "no/such/folder/x.json"), "cannot be written"),
+        (("--out", "no/such/folder/x.json"), "cannot be written"),
         (("--arms", "draft"), "is not [NAME=]DRAFT@K"),
         (("--profile", "p.json", "--no-prediction"), "exclude each other"),
         (("--blocks", "1"), "num_blocks is 1"),

@@ -70,7 +70,7 @@ def test_tables_for_people(profile, tmp_path, capsys):
     code, out, _ = plan(capsys, "--profile", profile, "--acceptance", "0.8", "--plot", str(picture))
     assert code == 0
     text = " ".join(out.split())
-    for words in ("draft with draft, K=", "even at", "what if", "50% fewer rejections", "batch 8"):
+    for words in ("draft with draft, K=", "even at", "accepted / drafted"):
         assert words in text
     assert "<svg" in picture.read_text()
     assert max(map(len, out[out.index("batch  K") :].split("acceptance is")[0].splitlines())) <= 80

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +14,7 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
 from forerun.cli.bench_endpoints import EndpointFlags, EndpointRun
-from forerun.cli.command import Command, is_flag
+from forerun.cli.command import Command
 from forerun.cli.flags import TraceFlags, check_plot, check_threads, check_writable
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
@@ -45,11 +45,9 @@ class BenchOptions:
     Plain decoding is always the first arm.
     Default for a shipped target: its domain draft at K=1 to 4."""
     prompts: Path | None = None
-    """Texts to continue: a .jsonl, .json, .csv, .tsv or .parquet file with "prompt" and optionally
-    "tag", or .txt with one per line or between "---". Default: the shipped prompts, on which no
-    shipped model was trained."""
-    tag: str | None = None
-    """Only prompts with this tag."""
+    """Texts to continue: a .jsonl, .json, .csv, .tsv or .parquet file with "prompt", or .txt with
+    one per line or between "---". Default: the shipped prompts, on which no shipped model was
+    trained."""
     temperatures: Annotated[
         UseAppendAction[tuple[float, ...]], arg(name="temperature", aliases=("--temperatures",))
     ] = ()
@@ -166,7 +164,7 @@ def run(options: BenchOptions) -> int:
 
 
 FOR_ENDPOINTS = frozenset(
-    ("model", "prompts", "tag", "temperatures", "blocks", "max_tokens", "json", "out", "endpoints")
+    ("model", "prompts", "temperatures", "blocks", "max_tokens", "json", "out", "endpoints")
 )
 
 
@@ -204,9 +202,7 @@ def texts_of(options: BenchOptions) -> list[str]:
     from forerun.measure.bench.comparison import neighbours_apart, read_prompts
 
     if options.prompts is not None:
-        return read_prompts(options.prompts, options.tag)
-    if options.tag is not None:
-        raise InvalidRequest("--tag needs --prompts: the shipped prompts have no tags")
+        return read_prompts(options.prompts)
     from forerun.models.catalog import held_out_prompts
 
     return neighbours_apart([prompt.text for prompt in held_out_prompts()])
@@ -275,26 +271,10 @@ LISTS = {
 }
 
 
-def rewritten(arguments: Sequence[str]) -> list[str]:
-    """Rewrite flags of earlier releases: `--json PATH` to `--out PATH`, `--json -` to `--json`."""
-    found: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag == "--json" and (equals or (rest and (rest[0] == "-" or not is_flag(rest[0])))):
-            path = value if equals else rest.pop(0)
-            found += ["--json"] if path == "-" else ["--out", path]
-        else:
-            found.append(word)
-    return found
-
-
 COMMAND = Command(
     options=BenchOptions,
     run=run,
     lists=LISTS,
-    rewrite=rewritten,
     description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
     "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
     "of several arms is chosen on one half of the blocks and scored on the other half.\n"
@@ -304,7 +284,7 @@ COMMAND = Command(
         "forerun bench --arms zoo:code-2m@2,4 other=zoo:books-1m@2 --batch 1 8",
         "forerun bench --arms zoo:code-2m@3 suffix@8 self:2@3",
         "forerun bench --arms zoo:code-2m@2,4 zoo:code-2m@tree:7,3,4",
-        "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
+        "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl",
         "forerun bench --arms zoo:code-2m@2,4,8 --controller auto",
         "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",
         "forerun bench --url http://127.0.0.1:8000/v1 --concurrency 1 4",

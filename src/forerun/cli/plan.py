@@ -20,7 +20,6 @@ from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.measure.profile.profile import Profile, load_profile
 from forerun.plan.acceptance import Acceptance, counted, given
-from forerun.plan.advice import BATCH_FACTORS, CONTEXT_FACTORS
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_draft_cost
 from forerun.plan.option import DraftCandidate
@@ -29,7 +28,7 @@ from forerun.plan.traced import TracedDrafts, drafts_in
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:
-    from forerun.plan.advice import Advice, BreakEven, Scenario
+    from forerun.plan.advice import Advice, BreakEven
     from forerun.plan.option import DraftCandidate, Option
     from forerun.theory.cost import CostTable
 
@@ -267,12 +266,13 @@ def rooflines(
     machine: Machine, options: PlanOptions, profiles: Mapping[str, Profile], config: PlanConfig
 ) -> dict[str, CostTable]:
     """Return roofline costs by draft model on a machine that is described by flags."""
-    batches = {batch * factor for batch in config.batches for factor in (1, *BATCH_FACTORS)}
-    contexts = {config.context * factor for factor in (1, *CONTEXT_FACTORS)}
     sources: Mapping[str, Profile | None] = profiles or {_name_without_profile(options): None}
     return {
         name: cost_table(
-            machine, *options.machine.sizes(profile), batches=batches, contexts=contexts
+            machine,
+            *options.machine.sizes(profile),
+            batches=config.batches,
+            contexts=[config.context],
         )
         for name, profile in sources.items()
     }
@@ -369,15 +369,14 @@ def _acceptance_for(
 def run(options: PlanOptions) -> int:
     check_plot(options.plot)
 
-    from forerun.plan.advice import advise, scenarios
+    from forerun.plan.advice import advise
 
     found, config = candidates_of(options)
     advice = advise(found, config)
-    what_if = tuple(scenarios(found, config, advice.best.batch))
     if options.json:
-        print(json.dumps(content(advice, what_if, config, found, options)))
+        print(json.dumps(content(advice, config, found, options)))
     else:
-        _print_plan(advice, what_if, config, origin(options, found))
+        _print_plan(advice, config, origin(options, found))
     if options.plot is not None:
         from forerun.plan.advice import plot
 
@@ -403,7 +402,6 @@ def source(candidate: DraftCandidate, options: PlanOptions) -> str:
 
 def content(
     advice: Advice,
-    what_if: Sequence[Scenario],
     config: PlanConfig,
     candidates: Sequence[DraftCandidate],
     options: PlanOptions,
@@ -413,7 +411,6 @@ def content(
         "origin": origin(options, candidates),
         "acceptance": {c.name: list(c.acceptance.survival) for c in candidates},
         **advice.to_dict(),
-        "what_if": [scenario.to_dict() for scenario in what_if],
     }
 
 
@@ -444,15 +441,12 @@ LEGEND = (
 )
 
 
-def _print_plan(
-    advice: Advice, what_if: Sequence[Scenario], config: PlanConfig, origin: Sequence[str]
-) -> None:
-    """Print the plan, the best options by batch size, break-even points and alternatives."""
+def _print_plan(advice: Advice, config: PlanConfig, origin: Sequence[str]) -> None:
+    """Print the plan, the best options by batch size, and break-even points."""
     console = SafeConsole()
     console.print(f"[bold]{escape(sentence(advice, config))}[/]", "", soft_wrap=True, sep="\n")
     console.print(batches(advice, config), "")
     console.print(break_even(advice), "")
-    console.print(scenarios(what_if, advice), "")
     for remark in advice.remarks:
         console.print(f"[yellow]{escape(remark)}[/]", soft_wrap=True)
     console.print(f"[dim]{LEGEND}[/]", soft_wrap=True)
@@ -516,14 +510,6 @@ def limits(found: BreakEven) -> tuple[str, ...]:
         "never" if alpha is None else f"{alpha:.3f}",
         f"{found.draft_cost:.3f}" if found.draft_cost >= 0 else "never",
     )
-
-
-def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
-    """Return the table of changed conditions with the best option under each."""
-    table = table_of(Column("what if", no_wrap=True), *headings(advice))
-    for scenario in what_if:
-        table.add_row(escape(scenario.name), *cells(scenario.option, advice))
-    return table
 
 
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:

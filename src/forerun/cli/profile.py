@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.measure.profile.config import THOROUGH, ProfileConfig, Quantity
+from forerun.measure.profile.config import ProfileConfig, Quantity
 
 if TYPE_CHECKING:
     from forerun.measure.profile.profile import Profile
@@ -40,8 +40,6 @@ class ProfileOptions:
     """Draw v(n) into this .png, .svg or .pdf file."""
     json: bool = False
     """Print the profile as one JSON object instead of tables."""
-    thorough: bool = False
-    """Every row count, more batches and contexts: minutes instead of seconds."""
     budget_s: float | None = None
     """Seconds of measuring; a minimum of rounds is measured whatever the time."""
     rows: UseAppendAction[tuple[int, ...]] = ()
@@ -57,7 +55,6 @@ class ProfileOptions:
 
     @property
     def config(self) -> ProfileConfig:
-        config = THOROUGH if self.thorough else ProfileConfig()
         changes: dict[str, Any] = {
             name: found
             for name in ("rows", "batches", "contexts")
@@ -65,7 +62,7 @@ class ProfileOptions:
         }
         if self.budget_s is not None:
             changes["budget_s"] = self.budget_s
-        return replace(config, **changes)
+        return ProfileConfig(**changes)
 
 
 def run(options: ProfileOptions) -> int:
@@ -274,7 +271,7 @@ COMMAND = Command(
     "on this machine, beside the cost of reading the weights alone.",
     examples=(
         "forerun profile --model zoo:code-11m --draft zoo:code-2m --out profile.json",
-        "forerun profile --thorough --threads 2 --out profile.json --plot profile.svg",
+        "forerun profile --batch 1,8 --threads 2 --out profile.json --plot profile.svg",
         "forerun profile --json | jq '.greedy.lines[0]'",
     ),
 )

@@ -20,9 +20,8 @@ from forerun.bounded_documents import json_lines, parquet_batches, parse_json, r
 from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
 from forerun.errors import InvalidRequest, UnreadableInput
 
-TAGGED = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 """Suffixes of files whose records have fields."""
-SUFFIXES = (*TAGGED, ".txt")
+SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 """Suffixes of all files that are read."""
 SEPARATOR = "---"
 OWN_FIELDS = ("prompt", "text", "messages")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -14,7 +14,6 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, normal_interval
 from forerun.theory.speedup import (
     acceptance_length,
-    conditional_acceptance,
     constant_survival,
     survival,
 )
@@ -158,28 +157,6 @@ def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]
     ]
     spread = math.fsum(influence * influence for influence in influences)
     return math.sqrt(num_requests / (num_requests - 1) * spread)
-
-
-def improved(acceptance: Acceptance, share: float) -> Acceptance:
-    """Return the acceptance of a draft with `share` fewer rejections at every position."""
-    return Acceptance(
-        by_k=tuple(
-            replace(each, survival=fewer_rejections(each, share)) for each in acceptance.by_k
-        ),
-        is_constant=acceptance.is_constant,
-    )
-
-
-def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
-    """Return the survival with `share` fewer rejections at every position."""
-    passed = conditional_acceptance(drafting.survival)
-    reached = conditional_acceptance(drafting.drafted)
-    return survival(
-        [
-            alpha + share * max(0.0, drafted - alpha)
-            for alpha, drafted in zip(passed, reached, strict=True)
-        ]
-    )
 
 
 def padded(counts: Sequence[int], length: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from forerun.theory.cost import CostLine, CostTable, ReadingCost
 
@@ -27,38 +28,19 @@ class DraftCosts:
         return self.greedy if temperature == 0 else self.sampled
 
 
-def with_draft_cost(
-    table: CostTable,
-    *,
-    factor: float = 1.0,
-    draft_s: float | None = None,
-    overhead_s: float | None = None,
-) -> CostTable:
+def with_draft_cost(table: CostTable, draft_s: float, overhead_s: float | None = None) -> CostTable:
     """Return the cost tables of the same target with another drafter.
 
     Args:
         table: costs of the drafter that was measured.
-        factor: by which the time of every drafted token is multiplied.
-        draft_s: seconds of every drafted token instead, at every batch size.
-        overhead_s: seconds of a cycle beyond drafting and the pass instead, for every K and batch.
+        draft_s: seconds of every drafted token, at every batch size.
+        overhead_s: seconds of a cycle beyond drafting and the pass, for every K and batch; None
+            leaves those of the table.
     """
-
-    def changed(lines: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        if draft_s is not None:
-            return [(draft_s, 0.0) for _ in lines]
-        return [(factor * seconds, factor * error_s) for seconds, error_s in lines]
-
-    found = changed((line.draft_s, line.draft_error_s) for line in table.lines)
-    lines = [
-        replace(line, draft_s=seconds, draft_error_s=error_s)
-        for line, (seconds, error_s) in zip(table.lines, found, strict=True)
-    ]
+    changes: dict[str, Any] = {"draft_s": draft_s, "draft_error_s": 0.0}
     if overhead_s is not None:
-        lines = [
-            replace(line, overhead_ks=(1,), overhead_s=(overhead_s,), overhead_error_s=())
-            for line in lines
-        ]
-    return CostTable(lines=tuple(lines))
+        changes |= {"overhead_ks": (1,), "overhead_s": (overhead_s,), "overhead_error_s": ()}
+    return CostTable(lines=tuple(replace(line, **changes) for line in table.lines))
 
 
 def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:

@@ -88,19 +88,3 @@ def test_old_names_are_aliases(command, old, new, value):
         needed = ["--workload", "w", "--profile", "p"]
     found = [command.parse("name", [*needed, flag, value]) for flag in (old, new)]
     assert found[0] == found[1] != command.parse("name", needed)
-
-
-@pytest.mark.parametrize(
-    ("words", "out", "json"),
-    [
-        (["--json", "b.json"], Path("b.json"), False),
-        (["--json=b.json"], Path("b.json"), False),
-        (["--json", "-"], None, True),
-        (["--json", "--blocks", "3"], None, True),
-        (["--json"], None, True),
-        (["--out", "b.json", "--json"], Path("b.json"), True),
-    ],
-)
-def test_json_with_a_path_of_earlier_releases_is_out(words, out, json):
-    options = BENCH.parse("bench", words)
-    assert (options.out, options.json) == (out, json)

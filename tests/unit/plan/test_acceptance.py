@@ -9,11 +9,8 @@ import pytest
 from forerun.errors import InvalidRequest
 from forerun.plan.acceptance import (
     MIN_ALLOWED,
-    Acceptance,
-    Drafting,
     counted,
     given,
-    improved,
     slopes,
 )
 from forerun.plan.traced import Drafts
@@ -109,15 +106,3 @@ def test_positions_that_few_steps_reached_are_left_out():
     assert len(enough.survival) == 2
     with pytest.raises(InvalidRequest, match="19 steps drafted anything"):
         counted([request_of((2, 0, few)), request_of((0, 0, 40))])
-
-
-def test_what_a_drafter_does_not_draft_is_not_rejected():
-    ends = Drafting(survival=(0.3, 0.2), drafted=(0.4, 0.3))
-    (found,) = improved(Acceptance(by_k=(ends,)), 0.5).by_k
-    assert found.survival == pytest.approx((0.35, 0.35 * (2 / 3 + 0.5 * (3 / 4 - 2 / 3))))
-    assert found.drafted == ends.drafted
-
-
-def test_fewer_rejections():
-    found = improved(Acceptance.of((0.6, 0.3)), 0.5)
-    assert found.survival == pytest.approx((0.8, 0.8 * 0.75))

@@ -9,7 +9,7 @@ import pytest
 
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import given
-from forerun.plan.advice import advise, scenarios
+from forerun.plan.advice import advise
 from forerun.plan.config import PlanConfig
 from forerun.plan.option import DraftCandidate, option_at, tree_options
 from forerun.theory.cost import CostLine, CostTable
@@ -136,19 +136,6 @@ def test_a_plan_without_drafters_is_refused():
         advise([], CONFIG)
 
 
-def test_what_if_changes_one_thing_at_a_time():
-    config = PlanConfig(batches=(1,), context=0)
-    found = {s.name: s.option for s in scenarios([candidate(alpha=0.6)], config, 1)}
-    planned = found["as planned"]
-    assert planned == advise([candidate(alpha=0.6)], config).best
-    aligned = advise([candidate(alpha=0.8)], config).best
-    assert found["50% fewer rejections"].tpot_s == pytest.approx(aligned.tpot_s)
-    assert found["drafting 2x as fast"].tpot_s < planned.tpot_s
-    assert found["drafting free"].tpot_s < found["drafting 2x as fast"].tpot_s
-    assert found["batch 8"].is_plain
-    assert not any(name.startswith("context") for name in found)  # one context was measured
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -171,7 +158,6 @@ def test_beyond_the_measured_batch_what_is_planned_is_what_is_advised():
     ours = [candidate(alpha=0.6)]
     best = advise(ours, config).best
     assert best.batch == 64
-    assert next(scenarios(ours, config, best.batch)).option == best
 
 
 def test_too_rough_far_out_says_how_far_was_measured():

@@ -73,7 +73,6 @@ def test_larger_batches_cost_what_as_many_rows_do():
 
 def test_another_drafter_changes_drafting_only():
     table = CostTable(lines=(LINE,))
-    assert with_draft_cost(table, factor=0.5).draft_token_s(batch=2) == 0.0005
     other = with_draft_cost(table, draft_s=0.003)
     assert other.draft_token_s(batch=2) == 0.003
     assert other.overhead_s(1, batch=2) == table.overhead_s(1, batch=2)

@@ -33,7 +33,7 @@ from forerun.measure.bench.compare import (
 )
 from forerun.measure.bench.config import BenchConfig
 from forerun.measure.bench.report import BenchReport, CellReport
-from forerun.measure.prompt_files import TAGGED, PromptEntry, read_entries
+from forerun.measure.prompt_files import PromptEntry, read_entries
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
@@ -131,13 +131,11 @@ class BenchTrace:
             engine.write(self.trace, with_tokens=self.with_tokens)
 
 
-def read_prompts(path: Path, tag: str | None = None) -> list[str]:
+def read_prompts(path: Path) -> list[str]:
     """Read the prompts of a comparison from a file or a folder."""
-    if tag is not None and not path.is_dir() and path.suffix not in TAGGED:
-        raise InvalidRequest(f"{path} is plain text, which has no tags; --tag needs a .jsonl file")
-    prompts = [text_of(entry) for entry in read_entries(path) if tag in (None, entry.tag)]
+    prompts = [text_of(entry) for entry in read_entries(path)]
     if not prompts:
-        raise InvalidRequest(f"{path} has no prompts" + (f" tagged {tag!r}" if tag else ""))
+        raise InvalidRequest(f"{path} has no prompts")
     return prompts
 
 

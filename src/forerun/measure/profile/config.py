@@ -59,19 +59,6 @@ class ProfileConfig:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
-THOROUGH = ProfileConfig(
-    rows=tuple(range(1, 65)),
-    batches=(1, 2, 4, 8, 16),
-    contexts=(64, 256, 512, 896),
-    drafted=(1, 2, 4, 8),
-    max_pass_rows=256,
-    target_error=0.01,
-    min_rounds=6,
-    budget_s=300.0,
-)
-"""Every row count, more batches and contexts: minutes instead of seconds."""
-
-
 class Quantity(StrEnum):
     """Kind of time that a profile measures."""
 

@@ -25,30 +25,26 @@ def test_json_lines_with_tags(tmp_path):
     lines = '{"prompt": "a", "tag": "code"}\n\n{"prompt": "b"}\n{"prompt": "c", "tag": "chat"}\n'
     path = write(tmp_path, "p.jsonl", lines)
     assert read_prompts(path) == ["a", "b", "c"]
-    assert read_prompts(path, "chat") == ["c"]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "tag", "message"),
+    ("name", "content", "message"),
     [
-        ("p.txt", "\n \n", None, "has no prompts"),
-        ("p.txt", "a\n", "code", "has no tags"),
-        ("p.jsonl", '{"prompt": "a"}\n', "code", "no prompts tagged 'code'"),
-        ("p.jsonl", '{"prompt": "a"}\nnonsense\n', None, r"p\.jsonl line 2 is not JSON"),
-        ("p.jsonl", '{"words": "a"}\n', None, r'p\.jsonl:1 must have one of "prompt"'),
-        ("p.jsonl", '["a"]\n', None, r'p\.jsonl:1 is no object with a "prompt"'),
+        ("p.txt", "\n \n", "has no prompts"),
+        ("p.jsonl", '{"prompt": "a"}\nnonsense\n', r"p\.jsonl line 2 is not JSON"),
+        ("p.jsonl", '{"words": "a"}\n', r'p\.jsonl:1 must have one of "prompt"'),
+        ("p.jsonl", '["a"]\n', r'p\.jsonl:1 is no object with a "prompt"'),
         (
             "p.jsonl",
             '{"messages": [{"role": "user", "content": "a"}]}\n',
-            None,
             r"p\.jsonl:1 is a conversation",
         ),
-        ("p.jsonl", '{"prompt": ""}\n', None, r"p\.jsonl:1"),
+        ("p.jsonl", '{"prompt": ""}\n', r"p\.jsonl:1"),
     ],
 )
-def test_what_is_no_prompt_is_refused_where_it_stands(tmp_path, name, content, tag, message):
+def test_what_is_no_prompt_is_refused_where_it_stands(tmp_path, name, content, message):
     with pytest.raises(InvalidRequest, match=message):
-        read_prompts(write(tmp_path, name, content), tag)
+        read_prompts(write(tmp_path, name, content))
 
 
 def test_a_missing_file_is_refused(tmp_path):
