@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 import transformers
-from tests.tabular import TabularModel
+from tests.tabular import TabularModel, TokenStore
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedModel, TokenizersBackend
 
-from forerun.control.base import Controller
+from forerun.control.base import Controller, Plan
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import TokenStops
+from forerun.engine.scheduler import PLAIN, ScheduledSequence
 from forerun.engine.sequence import Sequence
+from forerun.models.base import Context
 from forerun.models.huggingface import HuggingFaceModel, adapt
 from forerun.models.tokenizers import Detokenizer, Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
@@ -217,6 +219,14 @@ def sequence(name: str = "r", num_prompt: int = 3) -> Sequence:
         history=None,
         arrived_at_s=0.0,
     )
+
+
+def scheduled(sequence: Sequence, plan: Plan = PLAIN) -> ScheduledSequence:
+    """A running sequence of which nothing is cached, with a slot of a store of its own."""
+    sequence.context = Context(TokenStore(1, 100, 64), sequence.ids)
+    entry = ScheduledSequence.of(sequence)
+    entry.plan = plan
+    return entry
 
 
 def outcome(request: DraftRequest, verdict: Verdict) -> StepOutcome:

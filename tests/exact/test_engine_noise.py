@@ -88,7 +88,10 @@ def of_acceptance(key: int, num_committed: int, node: int, purpose: Purpose) -> 
     "wrong", [position_only, without_node, without_step, without_sample, of_acceptance]
 )
 def test_wrong_draft_keys_would_show(keys_used, monkeypatch, wrong):
-    monkeypatch.setattr(levels, "step_key", wrong)
+    def step_keys(key: int, num_committed: int, nodes: range, purpose: Purpose) -> list[int]:
+        return [wrong(key, num_committed, node, purpose) for node in nodes]
+
+    monkeypatch.setattr(levels, "step_keys", step_keys)
     assert num_repeated(keys_used, "block") > 0
 
 

@@ -228,7 +228,7 @@ def num_levels(sequences: Sequence[DraftSequence], levels: Levels) -> int:
 
 def _greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
     """Return a chain of most likely tokens, cut to the budget."""
-    tokens = chain[: sequence.budget] if sequence.budget < len(chain) else chain
+    tokens = chain[: sequence.budget] if sequence.budget < chain.shape[0] else chain
     return Proposal(
         tokens=tokens,
         tree=TokenTree.chain(sequence.budget),

@@ -14,7 +14,7 @@ from forerun.models.base import LanguageModel, RowBatch
 from forerun.sampling.config import Choice
 from forerun.sampling.history import RowHistory
 from forerun.sampling.kernels import largest
-from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
+from forerun.sampling.noise import Purpose, draw, position_key, step_keys, uniform
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.walk import target_tokens
 
@@ -123,11 +123,11 @@ def draft_keys(
 
     By committed length and node: a rejected position is drawn afresh next step.
     """
+    levels = range(num_levels)
     keys = [
-        [step_key(b.request.noise_key, b.num_committed, level, Purpose.DRAFT) for b in sequences]
-        for level in range(num_levels)
+        step_keys(s.request.noise_key, s.num_committed, levels, Purpose.DRAFT) for s in sequences
     ]
-    return torch.tensor(keys, dtype=torch.int64)
+    return torch.tensor(keys, dtype=torch.int64).t()
 
 
 def race_keys(

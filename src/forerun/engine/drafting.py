@@ -86,7 +86,7 @@ class GuardedDrafter:
         proposals = [None if isinstance(answer, Pause) else answer for answer in answers]
         check_proposals(entries, proposals, self.vocab_size)
         for entry, proposal, answer in zip(entries, proposals, answers, strict=True):
-            entry.proposal = proposal
+            entry.draft(proposal)
             if isinstance(answer, Pause):
                 sequence = entry.sequence
                 sequence.draft.paused_until = len(sequence.ids) + answer.num_tokens

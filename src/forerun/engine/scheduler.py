@@ -53,7 +53,10 @@ class ScheduledSequence:
         num_cached: committed tokens whose KV the target held before the step.
         num_pending: committed tokens whose KV it did not hold; after the prompt the last token.
         plan: what the controller decided.
-        proposal: what was drafted; None is plain decoding.
+        proposal: what was drafted; None is plain decoding. `draft` sets it.
+        tree: of the draft nodes; empty for a plain step.
+        num_drafted: number of draft nodes, each of which is a row of the pass.
+        num_logit_rows: rows with logits: the last pending token's, and one per draft node.
         num_chain: pending tokens fed in this pass, before the draft nodes (a chain in the sense of
             `Span`, not of a draft); 0 where the pass had no room.
         verdict: the accepted path and the emitted tokens; None while a prompt is being read.
@@ -64,10 +67,14 @@ class ScheduledSequence:
     """
 
     sequence: Sequence
+    context: Context
     num_cached: int = 0
     num_pending: int
     plan: Plan = PLAIN
     proposal: Proposal | None = None
+    tree: TokenTree = NO_TREE
+    num_drafted: int = 0
+    num_logit_rows: int = 1
     num_chain: int = 0
     verdict: Verdict | None = None
     logits: Tensor | None = None
@@ -77,17 +84,22 @@ class ScheduledSequence:
     @classmethod
     def of(cls, sequence: Sequence) -> ScheduledSequence:
         """Create the entry of a running sequence for the next step."""
-        assert sequence.context is not None
-        num_cached = sequence.context.num_cached
-        num_pending = len(sequence.ids) - num_cached
-        return cls(sequence=sequence, num_cached=num_cached, num_pending=num_pending)
-
-    @property
-    def context(self) -> Context:
-        """The sequence's rows in the target's KV store."""
-        context = self.sequence.context
+        context = sequence.context
         assert context is not None
-        return context
+        num_cached = context.num_cached
+        return cls(
+            sequence=sequence,
+            context=context,
+            num_cached=num_cached,
+            num_pending=len(sequence.ids) - num_cached,
+        )
+
+    def draft(self, proposal: Proposal | None) -> None:
+        """Set the draft of this step; None decodes plainly."""
+        self.proposal = proposal
+        self.tree = NO_TREE if proposal is None else proposal.tree
+        self.num_drafted = len(self.tree.parents)
+        self.num_logit_rows = 1 + self.num_drafted
 
     @property
     def decodes(self) -> bool:
@@ -106,21 +118,6 @@ class ScheduledSequence:
     @property
     def completes(self) -> bool:
         return self.num_chain == self.num_pending
-
-    @property
-    def tree(self) -> TokenTree:
-        """Tree of the draft nodes; empty for a plain step."""
-        return NO_TREE if self.proposal is None else self.proposal.tree
-
-    @property
-    def num_drafted(self) -> int:
-        """Number of draft nodes, each of which is a row of the pass."""
-        return 0 if self.proposal is None else len(self.proposal.tree.parents)
-
-    @property
-    def num_logit_rows(self) -> int:
-        """Number of rows with logits: the last pending token's row and one row per draft node."""
-        return 1 + self.num_drafted
 
     @property
     def depth(self) -> int:
@@ -146,11 +143,13 @@ class ScheduledSequence:
 
     def pending(self) -> list[int]:
         """Return the pending tokens, whose rows precede those of the draft nodes."""
-        return self.context.pending(self.num_chain)
+        return self.sequence.ids[self.num_cached : self.num_cached + self.num_chain]
 
     def span(self) -> Span:
         """Return the rows of the sequence in the pass."""
-        return self.context.span(self.num_chain, self.tree)
+        return Span(
+            slot=self.context.slot, start=self.num_cached, num_chain=self.num_chain, tree=self.tree
+        )
 
     def row_histories(self, drafted: list[int], vocab_size: int) -> list[RowHistory | None]:
         """Return the history of every row, extended along its path in the tree of `drafted` ids.
@@ -191,7 +190,7 @@ class ScheduledSequence:
             self.num_emitted = sequence.append(verdict.tokens, verdict.sources)
             if sequence.params.logprobs is not None:
                 sequence.logprobs += self.token_logprobs()
-            sequence.acceptance.add(self.depth, verdict.num_accepted, num_drafted=self.num_drafted)
+            sequence.acceptance.add(self.depth, len(verdict.path), num_drafted=self.num_drafted)
             self._note_times()
             path = verdict.path if sequence.stop is None else ()
         if not path or path[-1] == len(path) - 1:

@@ -176,8 +176,9 @@ class Stepper:
             plan = entry.sequence.plan or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
-        is_plain = not any(entry.plan.num_speculative_tokens for entry in scheduled)
-        if self.resting is not None and is_plain and len(asked) == len(scheduled):
+        if self.resting is None or len(asked) < len(scheduled):
+            return
+        if not any(entry.plan.num_speculative_tokens for entry in scheduled):
             self._rest_left = self.resting.rest()
             self._rest_of = [entry.sequence for entry in scheduled]
 
@@ -203,7 +204,7 @@ class Stepper:
         if output.features is not None:
             self._stage_features(fed, output.features)
         tokens = batch.tokens
-        if len(output.logits) < len(tokens):  # otherwise all rows are wanted, in order
+        if output.logits.shape[0] < tokens.shape[0]:  # otherwise all rows are wanted, in order
             tokens = tokens.index_select(0, batch.logit_rows)
         verdicts = self.verify(emitting, output.logits, tokens)
         keeps_logits = any(observer.wants_logits for observer in self.observers)

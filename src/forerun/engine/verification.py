@@ -109,9 +109,8 @@ def _verify_by_rule(
     for index, entry in enumerate(entries):
         by_rule.setdefault(entry.rule, []).append(index)
     if len(by_rule) == 1:
-        return _verify_batch(
-            entries[0].rule, VerifyBatch(entries=entries, logits=logits, tokens=tokens)
-        )
+        (rule,) = by_rule
+        return _verify_batch(rule, VerifyBatch(entries=entries, logits=logits, tokens=tokens))
     ends = list(accumulate(entry.num_logit_rows for entry in entries))
     verdicts: dict[int, Verdict] = {}
     for rule, indices in by_rule.items():
@@ -175,12 +174,14 @@ def _verify_greedy(batch: VerifyBatch) -> list[Verdict]:
     """
     scores, best = largest(batch.logits)
     targets, fed, highest = on_host(best, batch.tokens, scores)
+    are_finite = all(map(math.isfinite, highest))
     verdicts = []
     for entry, rows in batch.rows():
         drafted = fed[rows][1:]
         path, final = walk(entry.tree, drafted, targets[rows])
-        _check_visited(entry, path, [not math.isfinite(score) for score in highest[rows]])
-        verdicts.append(verdict_of(entry, path, (*(drafted[n] for n in path), final), len(path)))
+        if not are_finite:
+            _check_visited(entry, path, [not math.isfinite(score) for score in highest[rows]])
+        verdicts.append(verdict_of(entry, path, (*[drafted[n] for n in path], final), len(path)))
     return verdicts
 
 
@@ -205,7 +206,7 @@ def _verify_walked(batch: VerifyBatch) -> list[Verdict]:
         path, final = walk(entry.tree, drafted, targets[rows])
         _check_visited(entry, path, failed[rows])
         expected = expected_accepted(entry.tree, matches[rows][1:])
-        verdicts.append(verdict_of(entry, path, (*(drafted[n] for n in path), final), expected))
+        verdicts.append(verdict_of(entry, path, (*[drafted[n] for n in path], final), expected))
     return verdicts
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +37,15 @@ def from_byte_level(piece: str) -> bytes:
         return bytes(BYTE_LEVEL[character] for character in piece)
     except KeyError:
         return piece.encode()
+
+
+@lru_cache(maxsize=1 << 16)
+def _whole_text(piece: str) -> str | None:
+    """Return the text of a byte-level token; None if its bytes are not whole characters."""
+    try:
+        return from_byte_level(piece).decode()
+    except UnicodeDecodeError:
+        return None
 
 
 @runtime_checkable
@@ -67,10 +77,15 @@ class ByteLevelStream:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_between_characters = True
 
     def append(self, piece: str) -> str:
         """Return the text that one more token completes."""
-        return self._decoder.decode(from_byte_level(piece))
+        if self._is_between_characters and (text := _whole_text(piece)) is not None:
+            return text
+        text = self._decoder.decode(from_byte_level(piece))
+        self._is_between_characters = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """Return U+FFFD for an unfinished character."""

@@ -190,13 +190,15 @@ class Detokenizer:
     def append(self, token: int) -> str:
         """Add one id and return the text it completed, which may be empty."""
         piece = self._tokenizer.piece(token)
-        return "" if piece is None else self._extend(self._stream.append(piece))
+        if piece is None:
+            return ""
+        text = self._stream.append(piece)
+        self.text += text
+        return text
 
     def finish(self) -> str:
         """End the text and return the rest; an unfinished character becomes U+FFFD."""
-        return self._extend(self._stream.finish())
-
-    def _extend(self, text: str) -> str:
+        text = self._stream.finish()
         self.text += text
         return text
 

@@ -64,15 +64,24 @@ def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) 
         node: node of the proposal the draw belongs to; 0 for the one final token of a step.
         purpose: what is drawn.
     """
+    (key,) = step_keys(request_key, num_committed, range(node, node + 1), purpose)
+    return key
+
+
+def step_keys(request_key: int, num_committed: int, nodes: range, purpose: Purpose) -> list[int]:
+    """Return `step_key` of several nodes, whose common beginning is mixed once."""
     step = _absorb(request_key, num_committed << PURPOSE_BITS | purpose)
-    return _signed(_absorb(step, node))
+    bits = [finalise(step + (node + 1) * INCREMENT) for node in nodes]
+    return [key - (1 << 64) if key >> 63 else key for key in bits]
 
 
 def chain_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int]:
     """Return all keys of `verify_chains` for one row: ACCEPT per node, RECOVERED, BONUS."""
-    accept = [step_key(request_key, num_committed, i, Purpose.ACCEPT) for i in range(num_nodes)]
-    last = [step_key(request_key, num_committed, 0, p) for p in (Purpose.RECOVERED, Purpose.BONUS)]
-    return accept + last
+    return [
+        *step_keys(request_key, num_committed, range(num_nodes), Purpose.ACCEPT),
+        step_key(request_key, num_committed, 0, Purpose.RECOVERED),
+        step_key(request_key, num_committed, 0, Purpose.BONUS),
+    ]
 
 
 def uniform(keys: Int64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:

@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from forerun.sampling.kernels import kernels_for, on_host
-from forerun.sampling.noise import Purpose, draw, step_key, uniform
+from forerun.sampling.noise import Purpose, draw, step_keys, uniform
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.tree_residuals import Forest, TreeRule, forest_of, residuals_of
 from forerun.theory.tree import TokenTree, post_order
@@ -265,10 +265,8 @@ def tree_keys(request_key: int, num_committed: int, num_nodes: int) -> tuple[lis
             next step, with other noise.
         num_nodes: draft nodes.
     """
-    tests = [step_key(request_key, num_committed, n, Purpose.ACCEPT) for n in range(num_nodes)]
-    finals = [
-        step_key(request_key, num_committed, row, Purpose.RECOVERED) for row in range(num_nodes + 1)
-    ]
+    tests = step_keys(request_key, num_committed, range(num_nodes), Purpose.ACCEPT)
+    finals = step_keys(request_key, num_committed, range(num_nodes + 1), Purpose.RECOVERED)
     return tests, finals
 
 

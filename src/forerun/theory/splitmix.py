@@ -15,9 +15,9 @@ SHIFTS = (30, 27, 31)
 def finalise(bits: int) -> int:
     """Apply two rounds of xor-shift and multiplication and a last xor-shift to the low 64 bits."""
     bits &= MASK
-    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        bits = ((bits ^ bits >> shift) * factor) & MASK
-    return bits ^ bits >> SHIFTS[-1]
+    bits = ((bits ^ bits >> SHIFTS[0]) * FACTORS[0]) & MASK
+    bits = ((bits ^ bits >> SHIFTS[1]) * FACTORS[1]) & MASK
+    return bits ^ bits >> SHIFTS[2]
 
 
 def share_of(bits: int) -> float:

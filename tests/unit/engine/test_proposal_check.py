@@ -25,10 +25,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 def entries(num: int) -> list[ScheduledSequence]:
     plan = Plan.chain("draft_model", 3)
-    return [
-        ScheduledSequence(sequence=tiny.sequence(str(i)), num_pending=1, plan=plan)
-        for i in range(num)
-    ]
+    return [tiny.scheduled(tiny.sequence(str(i), num_prompt=1), plan) for i in range(num)]
 
 
 def drafted(num: int, params: SamplingParams) -> list[Proposal]:

@@ -35,18 +35,17 @@ def config(**changes: int) -> EngineConfig:
 
 def assigned(scheduler: Scheduler, drafted: list[int]) -> list[ScheduledSequence]:
     """The entries of the running sequences, each with so many draft nodes."""
-    entries = [
-        ScheduledSequence(
-            sequence=each,
-            num_pending=len(each.ids),
-            proposal=Proposal(
+    entries = []
+    for each, num_nodes in zip(scheduler.running, drafted, strict=True):
+        entry = ScheduledSequence.of(each)
+        entry.draft(
+            Proposal(
                 tokens=torch.zeros(num_nodes, dtype=torch.int64),
                 tree=TokenTree.chain(num_nodes),
                 choice=Choice.DETERMINISTIC,
-            ),
+            )
         )
-        for each, num_nodes in zip(scheduler.running, drafted, strict=True)
-    ]
+        entries.append(entry)
     scheduler.assign_rows(entries)
     return entries
 

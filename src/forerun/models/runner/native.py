@@ -79,10 +79,10 @@ class NativeModel(StoredModel):
         """
         self._check_features(batch.feature_layers)
         self._claim(batch)
-        logits = torch.empty((len(batch.logit_rows), self.architecture.vocab_size))
+        logits = torch.empty((batch.logit_rows.shape[0], self.architecture.vocab_size))
         features = None
         if batch.feature_layers:
-            shape = (len(batch.tokens), len(batch.feature_layers), self.hidden_size)
+            shape = (batch.tokens.shape[0], len(batch.feature_layers), self.hidden_size)
             features = torch.empty(shape, dtype=self.dtype)
         self._call(
             batch,
@@ -261,20 +261,18 @@ class NativeModel(StoredModel):
     ) -> None:
         """Describe a batch to the C++ kernels and call one of their functions on it."""
         # These stay referenced here for as long as the kernels read them.
-        spans = array(
-            "i",
-            chain.from_iterable(
-                (span.slot, span.start, span.num_chain, len(span.tree.parents), span.causal)
-                for span in batch.spans
-            ),
-        )
-        parents = array("i", chain.from_iterable(span.tree.parents for span in batch.spans))
+        spans, parents = array("i"), array("i")
+        for span in batch.spans:
+            nodes = span.tree.parents
+            spans.extend((span.slot, span.start, span.num_chain, len(nodes), span.causal))
+            parents.extend(nodes)
         tokens, wanted = batch.tokens.contiguous(), batch.logit_rows.contiguous()
+        num_rows = tokens.shape[0]
         layers = array("i", batch.feature_layers) if features is not None else None
         rows = PassStruct(
             len(batch.spans),
-            len(tokens),
-            len(wanted),
+            num_rows,
+            wanted.shape[0],
             self.num_layers,
             0 if layers is None else len(layers),
             0,
@@ -288,7 +286,7 @@ class NativeModel(StoredModel):
         self._add_states(rows, batch)
         if not function(byref(rows)):
             raise NotEnoughMemory(
-                f"no memory for a pass of {len(tokens)} rows; feed less at once "
+                f"no memory for a pass of {num_rows} rows; feed less at once "
                 "(prefill_chunk, max_step_rows, max_batch)"
             )
 
