@@ -40,8 +40,8 @@ from served import (
 from texts import halves
 
 from forerun.plan.acceptance import counted
+from forerun.plan.advice import DraftCandidate, Option, option_at
 from forerun.plan.costs import DraftCosts
-from forerun.plan.option import DraftCandidate, Option, option_at
 from forerun.plan.traced import Drafts
 from forerun.theory.intervals import bootstrap_ratio
 

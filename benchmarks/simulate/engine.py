@@ -32,8 +32,7 @@ from forerun.measure.profile.profile import load_profile
 from forerun.models.catalog import held_out_prompts
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
-from forerun.plan.simulation.config import SimulatedServerConfig, Slo
-from forerun.plan.simulation.workload_file import workload_of
+from forerun.plan.simulation.config import SimulatedServerConfig, Slo, workload_of
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_mean

@@ -17,8 +17,7 @@ from statistics import median
 from forerun.measure.profile.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
-from forerun.plan.simulation.config import Workload
-from forerun.plan.simulation.workload_file import load_workload
+from forerun.plan.simulation.config import Workload, load_workload
 from forerun.provenance import collect
 
 HERE = Path(__file__).parent

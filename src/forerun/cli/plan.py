@@ -14,22 +14,20 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.measure.profile.profile import Profile, load_profile
 from forerun.plan.acceptance import Acceptance, counted, given
+from forerun.plan.advice import DraftCandidate
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_draft_cost
-from forerun.plan.option import DraftCandidate
 from forerun.plan.roofline import PRESETS, Machine, ModelSize, cost_table, preset
 from forerun.plan.traced import TracedDrafts, drafts_in
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:
-    from forerun.plan.advice import Advice, BreakEven
-    from forerun.plan.option import DraftCandidate, Option
+    from forerun.plan.advice import Advice, BreakEven, DraftCandidate, Option
     from forerun.theory.cost import CostTable
 
 
@@ -149,8 +147,6 @@ class PlanOptions:
     """Plan draft trees too, and recommend one only where it is faster than every chain: the
     probability that a further child is accepted where those before it are not."""
     machine: MachineFlags = field(default_factory=MachineFlags)
-    plot: Path | None = None
-    """Draw the speedup over K into this .png, .svg or .pdf file."""
     json: bool = False
     """Print one JSON object."""
 
@@ -367,8 +363,6 @@ def _acceptance_for(
 
 
 def run(options: PlanOptions) -> int:
-    check_plot(options.plot)
-
     from forerun.plan.advice import advise
 
     found, config = candidates_of(options)
@@ -377,10 +371,6 @@ def run(options: PlanOptions) -> int:
         print(json.dumps(content(advice, config, found, options)))
     else:
         _print_plan(advice, config, origin(options, found))
-    if options.plot is not None:
-        from forerun.plan.advice import plot
-
-        plot(advice, options.plot)
     return 0
 
 

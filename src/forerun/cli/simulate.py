@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, status_text, table_of
 
 if TYPE_CHECKING:
@@ -47,17 +46,13 @@ class SimulateOptions:
     """Do not look for the best fixed K of every phase, which takes a run per K."""
     seed: int = 0
     """Of arrivals, lengths and texts; the same seed gives the same figures."""
-    plot: Path | None = None
-    """Draw latency and K by phase into this .png, .svg or .pdf file."""
     json: bool = False
     """Print one JSON object."""
 
 
 def run(options: SimulateOptions) -> int:
-    check_plot(options.plot)
-
     from forerun.measure.profile.profile import load_profile
-    from forerun.plan.simulation.workload_file import load_workload
+    from forerun.plan.simulation.config import load_workload
 
     workload = load_workload(options.workload)
     costs = load_profile(options.profile).costs
@@ -67,10 +62,6 @@ def run(options: SimulateOptions) -> int:
         print(json.dumps(content(options, workload, results, oracle)))
     else:
         _print_simulation(results, oracle, workload)
-    if options.plot is not None:
-        from forerun.plan.simulation.comparison import plot
-
-        plot(results, oracle, options.plot)
     return 0
 
 
@@ -207,8 +198,7 @@ COMMAND = Command(
     "and compare latency, throughput and what each lost against the best fixed K.",
     examples=(
         "forerun simulate --workload w.toml --profile profile.json",
-        "forerun simulate --workload w.toml --profile profile.json --controller plain fixed:3 "
-        "auto --plot s.svg",
+        "forerun simulate --workload w.toml --profile profile.json --controller plain fixed:3 auto",
         "forerun simulate --workload w.toml --profile profile.json --controller fixed:4 "
         "--no-oracle --json | jq '.results[0].tpot_s'",
     ),

@@ -13,7 +13,6 @@ from rich.table import Column, Table
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_plot
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidTrace
 from forerun.trace.summary import MIN_PLAIN_STEPS, GroupSummary, MeasuredCycleCost, TraceSummary
@@ -29,14 +28,10 @@ class TraceOptions:
     """What --trace wrote: a .jsonl file."""
     json: bool = False
     """Print one JSON object."""
-    plot: Path | None = None
-    """Draw survival by position into this .png, .svg or .pdf file."""
 
 
 def run(options: TraceOptions) -> int:
     """Summarise a trace; damaged records are listed, and all others are read."""
-    check_plot(options.plot)
-
     from forerun.trace.files import read_trace
     from forerun.trace.summary import summarise
 
@@ -49,10 +44,6 @@ def run(options: TraceOptions) -> int:
         print(json.dumps(summary.to_dict()))
     else:
         _print_summary(summary)
-    if options.plot is not None:
-        from forerun.trace.summary import plot
-
-        plot(summary, options.file.name, options.plot)
     return 0
 
 
@@ -193,7 +184,6 @@ COMMAND = Command(
     "listed, everything else is read.",
     examples=(
         "forerun trace summarize trace.jsonl",
-        "forerun trace summarize bench.jsonl --plot survival.svg",
         "forerun trace summarize trace.jsonl --json | jq .overall.acceptance_length",
     ),
 )

@@ -10,10 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
-from pathlib import Path
 from statistics import median
 
-from forerun.pictures import COLOURS, draw_intervals, picture
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, wilson_interval
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
@@ -332,35 +330,3 @@ def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
     for _, cycle in groupby(records, key=lambda record: (record.cycle_id, record.t_s)):
         while part := tuple(islice(cycle, MAX_CYCLE)):
             yield part
-
-
-def plot(summary: TraceSummary, title: str, path: Path) -> None:
-    """Draw survival by position for all steps and for the tags with the most steps."""
-    lines = lines_of(summary)
-    with picture([path], width=6.4, height=4.0) as figure:
-        axes = figure.subplots()
-        axes.set_title(title, fontsize=10)
-        for colour, (label, group) in zip(COLOURS, lines.items(), strict=False):
-            places = range(1, len(group.positions) + 1)
-            survival = [position.survival for position in group.positions]
-            axes.plot(places, survival, marker="o", color=colour, label=f"{label}: survival")
-            if len(lines) == 1:
-                rates = [position.rate for position in group.positions]
-                look = {"marker": "_", "capsize": 3, "label": "beta (95% interval)"}
-                draw_intervals(axes, places, rates, color="black", linestyle="none", **look)
-        deepest = max((len(group.positions) for group in lines.values()), default=1)
-        axes.set_ylim(0, 1.02)
-        axes.set_xticks(range(1, deepest + 1))
-        axes.set_xlabel("drafted position")
-        axes.set_ylabel("accepted through it")
-        if lines:
-            axes.legend()
-        else:
-            axes.annotate("nothing was drafted", (0.5, 0.5), xycoords="axes fraction", ha="center")
-
-
-def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
-    drafting = [(tag, group) for tag, group in summary.tags.items() if group.positions]
-    drafting.sort(key=lambda entry: -entry[1].acceptance.num_steps)
-    lines = {"all": summary.overall} if summary.overall.positions else {}
-    return lines | dict(drafting[: len(COLOURS) - 1]) if len(drafting) > 1 else lines

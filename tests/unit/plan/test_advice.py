@@ -9,9 +9,8 @@ import pytest
 
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import given
-from forerun.plan.advice import advise
+from forerun.plan.advice import DraftCandidate, advise, option_at, tree_options
 from forerun.plan.config import PlanConfig
-from forerun.plan.option import DraftCandidate, option_at, tree_options
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import constant_acceptance_length
 

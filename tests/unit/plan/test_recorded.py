@@ -8,8 +8,8 @@ from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.plan.simulation.config import (
     Constant,
     SimulatedServerConfig,
+    load_workload,
 )
-from forerun.plan.simulation.workload_file import load_workload
 from forerun.trace.files import open_trace
 
 

@@ -19,8 +19,9 @@ from forerun.plan.simulation.config import (
     Slo,
     Uniform,
     Workload,
+    load_workload,
+    workload_from,
 )
-from forerun.plan.simulation.workload_file import load_workload, workload_from
 
 TEXT = """
 requests = 100

@@ -6,11 +6,11 @@ import json
 
 import pytest
 from msgspec.structs import replace
-from tests.records import HEADER, REQUEST, STEP, plain, steps
+from tests.records import HEADER, REQUEST, STEP, plain
 
 from forerun.theory.intervals import wilson_interval
 from forerun.trace.files import Damage
-from forerun.trace.summary import MAX_DAMAGE, lines_of, plot, summarise
+from forerun.trace.summary import MAX_DAMAGE, summarise
 
 
 def drafted(cycle_id: int, accepted: int, depth: int = 3, **changes):
@@ -189,25 +189,3 @@ def test_json_has_everything(tmp_path):
     assert content["overall"]["positions"][2]["num_drafted"] == 3
     assert content["times"]["num_cycles"] == 15
     assert content["tags"].keys() == {"python", "größe"}
-
-
-def test_the_picture_shows_all_steps_and_the_largest_tags(tmp_path):
-    many = []
-    for index in range(8):
-        many += [
-            *steps(index + 1, request_id=f"{index}"),
-            replace(REQUEST, request_id=f"{index}", tags=(f"tag {index}",)),
-        ]
-    summary = summarise(many)
-    assert list(lines_of(summary)) == ["all", "tag 7", "tag 6", "tag 5", "tag 4"]
-    plot(summary, "title", tmp_path / "p.svg")
-    text = (tmp_path / "p.svg").read_text()
-    plot(summary, "title", tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == text
-
-
-@pytest.mark.parametrize("items", [[], ONE])
-def test_pictures_of_little(tmp_path, items):
-    path = tmp_path / "p.png"
-    plot(summarise(items), "title", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
