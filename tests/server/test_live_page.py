@@ -1,4 +1,4 @@
-"""The live page in a real browser: figures, playground, keyboard, colours, and hostile texts."""
+"""The live page in a real browser: tabs, figures, chat, keyboard, colours, and hostile texts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ HOSTILE = (
 def address() -> Iterator[str]:
     """A server over the shipped pair, on a free port of this machine."""
     engine = Engine.load("zoo:code-11m", draft="zoo:code-2m", dtype="float32", max_batch=4)
+    engine.tokenizer.use_chat_template("{{ messages | map(attribute='content') | join('\\n') }}")
     app = create_app(AsyncEngine(engine), "zoo:code-11m")
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -88,70 +89,225 @@ def shown(page, selector: str):
     return playwright.expect(page.locator(selector))
 
 
+def go_to(page, tab: str) -> None:
+    page.click(f"#tab-{tab}")
+    shown(page, f"#{tab}").to_be_visible()
+
+
+def ask(page, text: str, **parameters: object) -> None:
+    """Send a message in the chat."""
+    go_to(page, "chat")
+    if not page.locator("#system").is_visible():
+        page.click("#settings summary")
+    for name, value in parameters.items():
+        page.fill("#" + name.replace("_", "-"), str(value))
+    page.fill("#message", text)
+    page.click("#send")
+
+
 def test_figures_of_a_request_are_shown(page, address):
     text = complete(address, "import os\n\ndef first(path):", 64)
-    shown(page, "#tau").to_have_text(re.compile(r"\d"))
-    shown(page, "#rate").to_have_text(re.compile(r"\d"))
+    for figure in ("tau", "rate", "ttft-p50", "ttft-p95", "gap-p50", "gap-p95", "prefix"):
+        shown(page, f"#{figure}").to_have_text(re.compile(r"\d"))
     shown(page, "#chart-positions svg").to_have_attribute("aria-label", re.compile("position 1"))
     shown(page, "#chart-rate path.line, #chart-rate circle").not_to_have_count(0)
-    newest = page.locator(".request").first
-    playwright.expect(newest.locator("summary")).to_contain_text("64 tokens")
-    playwright.expect(newest.locator(".origin.accepted")).not_to_have_count(0)
-    pieces = newest.locator(".origin:not(.prompt)")
+    go_to(page, "requests")
+    newest = page.locator("tr.request").first
+    playwright.expect(newest.locator("td").nth(4)).to_have_text("64")
+    playwright.expect(newest.locator("td").nth(2)).to_have_text(re.compile(r"\d+ (s|min)"))
+    playwright.expect(newest.locator(".head")).to_have_text("import os def first(path):")
+    newest.locator(".head").click()
+    detail = page.locator("tr.detail").first
+    playwright.expect(detail.locator(".origin.accepted")).not_to_have_count(0)
+    pieces = detail.locator(".origin:not(.prompt)")
     assert "".join(pieces.all_text_contents()) == text
 
 
-def test_the_playground_finds_that_the_texts_agree(page):
-    page.fill("#max-tokens", "40")
-    page.fill("#temperature", "0.8")
-    page.click("#run")
-    shown(page, "#agreement").to_contain_text("The texts agree")
-    texts = [page.locator(f"#text-{side}").text_content() for side in ("auto", "off")]
-    assert texts[0] == texts[1]
-    assert texts[0]
-    for side in ("auto", "off"):
-        shown(page, f"#figures-{side}").to_contain_text("40 tokens in")
-    shown(page, "#run").to_be_enabled()
+def test_one_tab_is_shown_at_a_time(page):
+    for name in ("chat", "requests", "diagnosis", "live"):
+        go_to(page, name)
+        shown(page, "[role=tabpanel]:visible").to_have_count(1)
+        shown(page, "[role=tab][aria-selected=true]").to_have_id(f"tab-{name}")
+        assert page.url.endswith(f"#{name}")
+    page.focus("#tab-live")
+    page.keyboard.press("ArrowRight")
+    shown(page, "#chat").to_be_visible()
+    page.reload()
+    shown(page, "#chat").to_be_visible()
 
 
-def test_the_playground_names_a_refusal(page):
-    page.fill("#max-tokens", "4096")
-    with page.expect_response("**/v1/completions") as answer:
-        page.click("#run")
-    if answer.value.ok:  # a server with a long context continues instead
-        page.click("#stop")
-    shown(page, "#agreement").to_have_text(re.compile(r"Not answered: .{10}|Stopped"))
+def snapshot_with(page, **changes: object) -> None:
+    """Show the server's snapshots with other figures."""
+
+    def change(route):
+        found = route.fetch().json()
+        route.fulfill(json=found | changes)
+
+    page.route("**/live", change)
+    page.reload()
 
 
-def test_texts_of_prompts_are_never_markup(page, address):
+@pytest.mark.parametrize(
+    ("low", "high", "kind"),
+    [(1.2, 1.9, "faster"), (0.6, 3.1, "open"), (0.4, 0.9, "slower"), (None, None, "none")],
+)
+def test_the_speedup_is_one_figure_and_coloured_once_its_interval_clears_1(page, low, high, kind):
+    value = None if low is None else (low + high) / 2
+    times = {"num_steps": 9, "num_sequences": 1.0, "draft_s": 0.002, "verify_s": 0.007}
+    estimate = {"value": value, "low": low, "high": high, "share_compared": 1.0}
+    cause = {"label": "k_too_small", "score": 0.9, "what": "K is too small."}
+    snapshot_with(
+        page,
+        speedup=value and estimate | {"plain_s": value * 0.01, "num_plain_steps": 40},
+        token_times=times | {"other_s": 0.001},
+        diagnosis={"verdict": "problem", "headline": "Problem.", "num_steps": 99}
+        | {"causes": [cause], "changes": ["Raise K."]},
+    )
+    shown(page, "#speedup-tile").to_have_attribute("data-kind", kind)
+    grey = page.evaluate("() => getComputedStyle(document.querySelector('.muted')).color")
+    colour = page.locator("#speedup-tile .value").evaluate("(node) => getComputedStyle(node).color")
+    assert (colour == grey) is (kind in ("open", "none"))
+    shown(page, "#speedup").to_have_text("–" if value is None else f"{value:.2f}")
+    shown(page, "#chart-step svg").to_have_attribute("aria-label", re.compile("10.0 ms"))
+    bars = page.locator("#chart-step text").all_text_contents()
+    milliseconds = [float(found[1]) for text in bars if (found := re.match(r"([\d.]+) ms", text))]
+    assert milliseconds == ([10.0] if value is None else [10.0, pytest.approx(10 * value)])
+    everything = page.locator("main").text_content()
+    stated = set(re.findall(r"([\d.]+) ?×", everything))
+    assert stated == (set() if value is None else {f"{value:.2f}"})
+
+
+def test_charts_show_the_value_under_the_pointer(page):
+    point = {"num_running": 1.0, "acceptance_length": 2.0, "num_speculative_tokens": 3.0}
+    history = [
+        point | {"age_s": float(age), "tokens_per_s": 10.0 * age, "methods": {"plain": 1}}
+        for age in range(50, 0, -1)
+    ]
+    snapshot_with(page, history=history)
+    shown(page, "#chart-rate text").to_contain_text(["0", "200", "400", "600"])  # ticks
+    box = page.locator("#chart-rate").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 4 - (box["width"] - 48) / 3, box["y"] + 40)
+    shown(page, "#chart-rate .pointer text").to_contain_text("200 per second, 20 s ago")
+    page.mouse.move(2, 2)
+    shown(page, "#chart-rate .pointer text").to_have_count(0)
+
+
+def test_nothing_is_coloured_as_good_before_there_are_figures(page):
+    none = dict.fromkeys(("speedup", "token_times", "acceptance_length", "diagnosis"))
+    latency = dict.fromkeys(("ttft", "gap", "prompt_tokens_per_s", "prefix_hit_share"))
+    totals = dict.fromkeys(("num_steps", "num_drafted", "num_accepted", "num_emitted"), 0)
+    empty = {"history": [], "positions": [], "requests": [], "totals": totals, "latency": latency}
+    snapshot_with(page, **none, **empty)
+    shown(page, "#counts").to_contain_text("0 tokens in 0 steps")
+    green = page.evaluate(
+        """() => {
+            const root = getComputedStyle(document.documentElement);
+            const probe = document.body.appendChild(document.createElement('i'));
+            probe.style.color = root.getPropertyValue('--accent');
+            const accent = getComputedStyle(probe).color;
+            probe.remove();
+            return [...document.querySelectorAll('#live *')]
+              .filter((node) => node.offsetParent && node.textContent.trim())
+              .filter((node) => getComputedStyle(node).color === accent).length;
+        }"""
+    )
+    assert green == 0
+    assert page.locator("#live .bar, #live .area, #live .part-verify").count() == 0
+    shown(page, "#speedup").to_have_text("–")
+
+
+def test_the_chat_streams_tokens_coloured_by_origin(page):
+    ask(page, "def first(path):", max_tokens=40, system="import os")
+    turn = page.locator(".turn").first
+    playwright.expect(turn.locator(".note")).to_contain_text("40 tokens in")
+    sources = turn.locator(".answer .origin")
+    assert "accepted" in {node.get_attribute("data-origin") for node in sources.all()}
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "and then", max_tokens=4)
+    body = sent.value.post_data_json
+    assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert body["messages"][2]["content"] == turn.locator(".answer").text_content()
+
+
+def test_output_is_bounded_by_the_context(page):
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "x = 1\n" * 100, max_tokens=1023)
+    page.click("#stop")
+    assert sent.value.post_data_json["max_tokens"] < 1023 - 100
+    shown(page, ".turn .agreement >> nth=-1").to_have_text("Stopped.")
+    shown(page, ".turn .note >> nth=-1").to_have_text("stopped")
+    shown(page, "#send").to_be_enabled()
+    assert page.locator("#max-tokens").get_attribute("max") == "1023"
+
+
+def test_plain_decoding_beside_it_gives_the_same_text_and_alternates_the_order(page):
+    first_sides = []
+    go_to(page, "chat")
+    page.check("#compare")
+    for turn in range(2):
+        ask(page, "class Node:", max_tokens=24, temperature=0.8)
+        found = page.locator(".turn").nth(turn)
+        playwright.expect(found.locator(".agreement")).to_contain_text("The texts agree")
+        one, other = found.locator(".answer").all_text_contents()
+        assert one == other != ""
+        first_sides.append(found.locator("h3", has_text="ran first").text_content())
+    assert first_sides == ["Plain, ran first", "With speculation, ran first"]
+
+
+def test_no_pane_goes_on_running_after_an_error(page):
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            status=200,
+            content_type="text/event-stream",
+            body='data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+            'data: {"error": {"message": "the engine ended"}}\n\n',
+        ),
+    )
+    go_to(page, "chat")
+    page.check("#compare")
+    ask(page, "class Node:")
+    shown(page, ".agreement").to_have_text("Not answered: the engine ended")
+    notes = page.locator(".turn .side .note").all_text_contents()
+    assert sorted(notes) == ["ended by an error", "not run"]
+    shown(page, "#send").to_be_enabled()
+    assert page.input_value("#message") == "class Node:"  # to be sent again
+
+
+def test_texts_are_never_markup(page, address):
     complete(address, HOSTILE, 8)
-    shown(page, ".request .origin.prompt >> nth=0").to_contain_text("<script>")
-    page.fill("#prompt", HOSTILE)
-    page.fill("#max-tokens", "8")
-    page.click("#run")
-    shown(page, "#agreement").to_contain_text("The texts agree")
+    go_to(page, "requests")
+    shown(page, ".head >> nth=0").to_contain_text("<img")
+    page.locator(".head").first.click()
+    shown(page, "tr.detail .origin.prompt >> nth=0").to_contain_text("<script>")
+    ask(page, HOSTILE, max_tokens=8)
+    shown(page, ".turn .note >> nth=-1").to_contain_text("8 tokens in")
     assert page.locator("main img, main script").count() == 0
     assert page.title() == "forerun"
 
 
 def test_everything_is_reached_by_keyboard(page):
+    go_to(page, "chat")
+    page.click("#settings summary")
+    page.focus("#theme")
     focused = []
-    for _ in range(40):
+    for _ in range(14):
         page.keyboard.press("Tab")
         focused.append(page.evaluate("() => document.activeElement.id"))
-    order = ("theme", "prompt", "max-tokens", "temperature", "seed", "run", "text-auto", "text-off")
-    places = [focused.index(name) for name in order]
+    order = ("tab-chat", "message", "send", "clear", "compare", "system", "mode", "max-tokens")
+    places = [focused.index(name) for name in (*order, "temperature", "top-p", "seed")]
     assert places == sorted(places)
     page.fill("#max-tokens", "4")
-    page.focus("#prompt")
-    page.keyboard.press("Control+Enter")
-    shown(page, "#agreement").to_contain_text("The texts agree")
+    page.fill("#message", "a = ")
+    page.focus("#message")
+    page.keyboard.press("Enter")
+    shown(page, ".turn .note").to_contain_text("4 tokens in")
 
 
 def test_every_control_has_a_name(page):
     unnamed = page.evaluate(
-        """() => [...document.querySelectorAll('button, input, textarea, svg[role=img], pre')]
-            .filter((node) => !node.closest('[hidden], .request'))
+        """() => [...document.querySelectorAll('button, input, select, textarea, svg[role], pre')]
+            .filter((node) => !node.closest('#key-form[hidden], .detail, .asked'))
             .filter((node) => !(node.getAttribute('aria-label') || node.labels?.length
                 || node.textContent.trim()))
             .map((node) => node.outerHTML)"""
@@ -172,7 +328,7 @@ CONTRAST = """() => {
     return [255, 255, 255];
   };
   const found = [];
-  for (const node of document.querySelectorAll('h1,h2,h3,p,span,label,button,a,pre')) {
+  for (const node of document.querySelectorAll('h1,h2,h3,p,span,label,button,a,pre,td,th,dt,dd')) {
     if (!node.textContent.trim() || !node.offsetParent) continue;
     const a = luminance(parse(getComputedStyle(node).color).slice(0, 3));
     const b = luminance(behind(node));
@@ -186,10 +342,15 @@ CONTRAST = """() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_suffices_in_both_colours(page, address, scheme):
     page.emulate_media(color_scheme=scheme)
-    complete(address, "class Node:", 32)
-    shown(page, ".request .origin.accepted >> nth=0").to_be_attached()
+    ask(page, "class Node:", max_tokens=32)
+    shown(page, ".turn .note").to_contain_text("32 tokens in")
+    go_to(page, "requests")
+    page.locator(".head").first.click()
+    shown(page, "tr.detail .origin.accepted >> nth=0").to_be_attached()
     assert page.evaluate("() => document.documentElement.dataset.theme") == scheme
-    assert page.evaluate(CONTRAST) == []
+    for name in ("live", "chat", "requests", "diagnosis"):
+        go_to(page, name)
+        assert page.evaluate(CONTRAST) == []
 
 
 def test_the_choice_of_colours_is_kept(page):
@@ -201,20 +362,35 @@ def test_the_choice_of_colours_is_kept(page):
 
 
 @pytest.mark.parametrize("width", [320, 390, 768])
-def test_small_screens_need_no_sideways_scrolling(page, width):
+def test_small_screens_need_no_sideways_scrolling(page, address, width):
     page.set_viewport_size({"width": width, "height": 800})
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    complete(address, "a_long_name = " * 20, 24)
+    shown(page, "tr.request >> nth=0").to_be_attached()
+    for name in ("live", "chat", "requests", "diagnosis"):
+        go_to(page, name)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        outside = page.evaluate(
+            """(width) => [...document.querySelectorAll('main *')]
+                .filter((node) => node.offsetParent && node.getBoundingClientRect().right > width)
+                .map((node) => node.outerHTML.slice(0, 80))""",
+            width,
+        )
+        assert outside == []
 
 
-def test_a_lost_server_is_reported(browser, address):
+def test_figures_are_dimmed_when_the_server_is_gone(browser, address):
     context = browser.new_context()
     page = context.new_page()
     page.goto(f"{address}/")
     playwright.expect(page.locator("#setup")).to_contain_text("code-11m")
     page.route("**/live", lambda route: route.abort())
     playwright.expect(page.locator("#state")).to_contain_text("no answer")
+    playwright.expect(page.locator("#state")).to_contain_text(re.compile(r"figures are \d+ s old"))
+    dimmed = "() => getComputedStyle(document.querySelector('#live')).opacity"
+    assert float(page.evaluate(dimmed)) < 0.6
     page.unroute("**/live")
     playwright.expect(page.locator("#state")).to_contain_text("idle")
+    assert float(page.evaluate(dimmed)) == 1.0
     context.close()
 
 

@@ -43,6 +43,13 @@ def test_counters_are_those_of_the_usage(scraped):
     assert samples["vllm:generation_tokens_total",] == both
     assert samples["vllm:request_success_total", "length"] == 2
     assert samples["vllm:time_to_first_token_seconds_count",] == 2
+    assert samples["vllm:request_decode_time_seconds_count",] == 2
+    assert samples["vllm:request_max_num_generation_tokens_sum",] == both
+    num_steps = figures["num_steps"] + figures["num_plain_steps"]
+    num_steps += plain["speculative_decoding"]["num_plain_steps"]
+    gap = "vllm:inter_token_latency_seconds"
+    assert samples[f"{gap}_count",] == samples[f"{gap}_bucket", "+Inf"] == num_steps - 2
+    assert 0.0 < samples[f"{gap}_sum",] < samples["vllm:request_decode_time_seconds_sum",] * 1.1
     assert samples["vllm:num_requests_running",] == 0
     assert samples["forerun:http_responses_total", "400"] == 1
     assert samples["forerun:http_responses_total", "200"] == 2

@@ -42,24 +42,22 @@ MIN_OFF_SHARE = 0.1
 which a controller measures plain decoding, and the last step of each request."""
 
 
-def headline(diagnosis: Diagnosis) -> str:
+def headline(diagnosis: Diagnosis, *, states_speedup: bool = True) -> str:
     """Return the verdict in one sentence, and one more if a controller switched drafting off."""
     off = diagnosis.evidence.number("off_share") or 0.0
+    verdict = _verdict_words(diagnosis, states_speedup)
     if off < MIN_OFF_SHARE:
-        return _verdict_words(diagnosis)
-    return (
-        f"{_verdict_words(diagnosis)} The controller planned plain decoding for {off:.0%} of the "
-        "steps."
-    )
+        return verdict
+    return f"{verdict} The controller planned plain decoding for {off:.0%} of the steps."
 
 
-def _verdict_words(diagnosis: Diagnosis) -> str:
-    if diagnosis.verdict == "insufficient evidence":
-        speedup = diagnosis.evidence.number("speedup")
-        known = "" if speedup is None else f"Decoding runs at {speedup:.2f}x the plain rate. "
-        return f"Insufficient evidence. {known}What is known supports no cause clearly."
+def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
+    """Return the verdict in one sentence."""
     speedup = diagnosis.evidence.number("speedup")
-    rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
+    is_stated = states_speedup and speedup is not None
+    rate = f" Decoding runs at {speedup:.2f}x the plain rate." if is_stated else ""
+    if diagnosis.verdict == "insufficient evidence":
+        return f"Insufficient evidence.{rate} What is known supports no cause clearly."
     if diagnosis.verdict == "healthy":
         if speedup is None:
             return "Healthy as far as is known. Whether it pays takes the rate without speculation."
@@ -207,13 +205,14 @@ def changes_of(diagnosis: Diagnosis) -> list[Change]:
     return list(found.values())[:MAX_CHANGES]
 
 
-def change_line(change: Change) -> str:
+def change_line(change: Change, *, states_speedup: bool = True) -> str:
     """Describe a remedy with its predicted gain, if speed can be predicted, and its price."""
     predicted, gain = change.prediction, ""
     if predicted is not None:
         k = predicted.num_speculative_tokens
+        speedup = f"{predicted.speedup:.2f}x plain decoding, " if states_speedup else ""
         gain = (
-            f" Predicted: {predicted.speedup:.2f}x plain decoding, {predicted.gain:.2f} times the "
+            f" Predicted: {speedup}{predicted.gain:.2f} times the "
             f"present speed{'' if k is None else f', at K = {k}'} ({predicted.basis})."
         )
     return f"{change.remedy.change}.{gain} Price: {change.remedy.price}."

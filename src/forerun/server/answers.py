@@ -146,6 +146,7 @@ class Answer:
             found["token_ids"] = result.token_ids
         if self.body.return_token_sources:
             found["token_sources"] = [source.value for source in result.sources]
+            found["token_texts"] = [self._text(token) for token in result.token_ids]
         return found
 
     def _logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:

@@ -135,11 +135,20 @@ def create_app(
     _add_generation(app)
     add_tokens(app)
     _add_status(app)
-    # One tenant must not read the texts of another.
-    view = LiveView(engine.engine, target=model, shows_texts=len({k.tenant for k in keys}) < 2)
-    engine.engine.observers.append(view)
-    app.include_router(page_router(view))
+    _add_page(app, server, len({key.tenant for key in keys}))
     return app
+
+
+def _add_page(app: FastAPI, server: ServerState, num_tenants: int) -> None:
+    """Add the live page; one tenant must not read the texts of another."""
+    view = LiveView(
+        server.engine.engine,
+        target=server.model,
+        metrics=server.metrics,
+        shows_texts=num_tenants < 2,
+    )
+    server.engine.engine.observers.append(view)
+    app.include_router(page_router(view))
 
 
 def _add_generation(app: FastAPI) -> None:

@@ -11,6 +11,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
 
 import forerun
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
@@ -20,18 +24,21 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.server.live_figures import WINDOW_S, LiveFigures
+from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
 from forerun.server.live_page import (
     LiveCause,
     LiveDiagnosis,
+    LiveLatency,
     LiveLoad,
     LivePiece,
+    LiveQuantiles,
     LiveRequest,
     LiveSetup,
     LiveSnapshot,
     LiveTotals,
     Origin,
 )
+from forerun.server.metrics import ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord
 
@@ -41,9 +48,13 @@ MAX_DIAGNOSED = 3000
 """Latest steps of requests that a diagnosis rests on."""
 MIN_DIAGNOSED = 50
 DIAGNOSIS_INTERVAL_S = 15.0
-MAX_REQUESTS = 6
+MAX_REQUESTS = 12
 MAX_PROMPT_TOKENS = 60
 """Tokens at the end of a prompt that are shown."""
+HEAD_TOKENS = 32
+"""Tokens at the beginning of a prompt that name its request."""
+MAX_FIRST_TOKENS = 500
+"""Latest requests over which times to the first token are summed up."""
 MAX_CHARACTERS = 4000
 """Of an output; of a longer one the end is shown."""
 MAX_CAUSES = 3
@@ -59,6 +70,18 @@ def origins_of(record: StepRecord) -> list[Origin]:
     return [*accepted, last.get(record.last_token_source, "accepted")]
 
 
+class FirstToken(NamedTuple):
+    """Time to the first token of a request, its prompt tokens, and those found in the KV cache."""
+
+    ttft_s: float
+    num_prompt: int
+    num_cached: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> FirstToken:
+        return cls(_ttft_of(sequence) or 0.0, sequence.num_prompt, sequence.num_cached)
+
+
 @dataclass(slots=True, eq=False)
 class WatchedRequest:
     """One of the latest sequences, with its queued steps and the text of the steps read so far."""
@@ -69,6 +92,7 @@ class WatchedRequest:
     num_read: int = 0
     num_characters: int = 0
     detokenizer: Detokenizer | None = None
+    head: str | None = None
 
     def read(self, tokenizer: Tokenizer) -> None:
         """Convert the steps since the last call to text, separated by the source of the tokens."""
@@ -105,6 +129,7 @@ class LiveView:
     Args:
         engine: the one that is observed; only its counts are read from other threads.
         target: name of its target, for display.
+        metrics: of the server, for what it counts beside the steps; None: the page goes without.
         shows_texts: whether snapshots carry prompts and outputs.
         clock: monotonic seconds.
     """
@@ -117,17 +142,21 @@ class LiveView:
         engine: Engine,
         *,
         target: str,
+        metrics: ServerMetrics | None = None,
         shows_texts: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.target = target
+        self.metrics = metrics
         self.shows_texts = shows_texts
         self.clock = clock
         self.figures = LiveFigures()
         self._started_s = clock()
         self._queue: deque[tuple[StepRecord, ...]] = deque(maxlen=MAX_QUEUED_STEPS)
         self._watched: dict[str, WatchedRequest] = {}
+        self._first_tokens: deque[FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)
+        self._prefilled: deque[tuple[float, int]] = deque()
         self._recent: deque[StepRecord] = deque(maxlen=MAX_DIAGNOSED)
         self._reading = threading.Lock()
         self._diagnosing = threading.Lock()
@@ -147,8 +176,11 @@ class LiveView:
         watched = self._watched
         for entry, record in zip(step.emitting, step.records, strict=True):
             found = watched.get(record.request_id)
-            if found is None or found.sequence is not entry.sequence:
-                found = self._watch(entry.sequence)
+            sequence = entry.sequence
+            if found is None or found.sequence is not sequence:
+                found = self._watch(sequence)
+            if sequence.num_output == record.num_emitted:
+                self._first_tokens.append(FirstToken.of(sequence))
             if self.shows_texts:
                 found.steps.append(record)
 
@@ -171,8 +203,6 @@ class LiveView:
             now_s = self.clock()
             figures = self.figures
             counts = figures.counts
-            drafting_step, plain_step = figures.step_times()
-            baselines = figures.baselines()
             return LiveSnapshot(
                 uptime_s=now_s - self._started_s,
                 window_s=float(min(WINDOW_S, len(figures.slices))),
@@ -180,13 +210,12 @@ class LiveView:
                 totals=self._totals(),
                 load=self._load(),
                 tokens_per_s=figures.tokens_per_s(now_s),
-                speedup=figures.speedup(baselines),
-                num_plain_steps=figures.num_plain_steps,
+                speedup=figures.speedup(),
                 acceptance_length=counts.acceptance_length,
                 positions=tuple(figures.positions()),
-                drafting_step=drafting_step,
-                plain_step=plain_step,
-                history=tuple(piece.point(now_s, baselines) for piece in figures.slices),
+                token_times=figures.token_times(),
+                latency=self._latency(now_s),
+                history=tuple(piece.point(now_s) for piece in figures.slices),
                 requests=tuple(self._requests(now_s)),
                 shows_texts=self.shows_texts,
                 diagnosis=self._diagnosis,
@@ -211,6 +240,7 @@ class LiveView:
             target=self.target,
             methods=capabilities.methods,
             max_context=capabilities.max_context,
+            has_chat=self.engine.tokenizer.definition.chat_template is not None,
         )
 
     def _totals(self) -> LiveTotals:
@@ -235,6 +265,29 @@ class LiveView:
             num_kv_tokens=num_tokens,
             max_kv_tokens=max_tokens,
             kv_share=min(1.0, num_tokens / max_tokens),
+            refused=None if self.metrics is None else self.metrics.refusals(),
+        )
+
+    def _latency(self, now_s: float) -> LiveLatency:
+        firsts = list(self._first_tokens.copy())
+        num_prompt = sum(first.num_prompt for first in firsts)
+        found = LiveLatency(
+            ttft=_quantiles_of([first.ttft_s for first in firsts]),
+            prefix_hit_share=sum(first.num_cached for first in firsts) / num_prompt
+            if num_prompt
+            else None,
+        )
+        if self.metrics is None:
+            return found
+        totals, fed = self.metrics.totals, self._prefilled
+        fed.append((now_s, totals.num_prefill_rows))
+        while len(fed) > 2 and fed[1][0] <= now_s - RECENT_S:
+            fed.popleft()
+        (since_s, before), (_, now) = fed[0], fed[-1]
+        return msgspec.structs.replace(
+            found,
+            gap=_quantiles_of(list(totals.recent_gaps.copy())),
+            prompt_tokens_per_s=(now - before) / (now_s - since_s) if now_s > since_s else None,
         )
 
     def _requests(self, now_s: float) -> Iterator[LiveRequest]:
@@ -256,8 +309,16 @@ class LiveView:
                 draft_acceptance_rate=counts.draft_acceptance_rate,
                 ttft_s=_ttft_of(sequence),
                 tokens_per_s=rate_of(sequence, now_s),
+                head=self._head(found) if self.shows_texts else "",
                 pieces=self._pieces(found) if self.shows_texts else (),
             )
+
+    def _head(self, found: WatchedRequest) -> str:
+        if found.head is None:
+            sequence = found.sequence
+            first = sequence.ids[: min(HEAD_TOKENS, sequence.num_prompt)]
+            found.head = self.engine.tokenizer.decode(first)
+        return found.head
 
     def _pieces(self, found: WatchedRequest) -> tuple[LivePiece, ...]:
         tokenizer, sequence = self.engine.tokenizer, found.sequence
@@ -293,19 +354,31 @@ def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
 
 
 def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
-    """Return the part of a diagnosis that the live page shows."""
+    """Return the part of a diagnosis that the live page shows.
+
+    The speedup is left out: the page states it once, and a diagnosis rests on other steps.
+    """
     return LiveDiagnosis(
         verdict=found.verdict,
-        headline=headline(found),
+        headline=headline(found, states_speedup=False),
         causes=tuple(
             LiveCause(
                 label=item.scored.cause.label, score=item.scored.score, what=item.scored.cause.what
             )
             for item in found.causes[:MAX_CAUSES]
         ),
-        changes=tuple(change_line(change) for change in changes_of(found)[:MAX_CHANGES]),
+        changes=tuple(
+            change_line(change, states_speedup=False) for change in changes_of(found)[:MAX_CHANGES]
+        ),
         num_steps=num_steps,
     )
+
+
+def _quantiles_of(values: list[float]) -> LiveQuantiles | None:
+    if not values:
+        return None
+    p50, p95 = np.quantile(values, (0.5, 0.95)).tolist()
+    return LiveQuantiles(p50=p50, p95=p95, num=len(values))
 
 
 def state_of(sequence: Sequence) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 
 from forerun.server.live_page import (
-    LiveEstimate,
     LivePoint,
     LivePosition,
-    LiveStepTimes,
+    LiveSpeedup,
+    LiveTokenTimes,
 )
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import DiscountedRatio
@@ -46,6 +46,10 @@ class PartTimes:
     verify_s: float = 0.0
     other_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        return self.draft_s + self.verify_s + self.other_s
+
     def add(self, cycle: Sequence[StepRecord], num_emitted: int) -> None:
         """Add one step of the whole batch to the sums."""
         record = cycle[0]
@@ -61,17 +65,6 @@ class PartTimes:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
-    def means(self) -> LiveStepTimes:
-        """Return the sums divided by the number of steps."""
-        return LiveStepTimes(
-            num_steps=self.num_steps,
-            num_sequences=self.num_sequences / self.num_steps,
-            num_emitted=self.num_emitted / self.num_steps,
-            draft_s=self.draft_s / self.num_steps,
-            verify_s=self.verify_s / self.num_steps,
-            other_s=self.other_s / self.num_steps,
-        )
-
 
 @dataclass(slots=True)
 class TimeSlice:
@@ -83,11 +76,10 @@ class TimeSlice:
         num_records: steps of requests.
         num_emitted: tokens.
         sum_k: sum of K over steps of requests.
-        decoded: tokens and seconds of all decode steps, by batch size.
+        decoded: times of all decode steps, by batch size, see `_bucket_of`.
         counts: drafting steps of requests by outcome.
         methods: steps of requests by drafter.
-        measured: of the plain steps among them that a baseline rests on.
-        times: of decode steps, by whether they drafted and by batch size, see `_bucket_of`.
+        measured: tokens and seconds of the plain steps that a baseline rests on, by batch size.
     """
 
     second: int
@@ -95,11 +87,10 @@ class TimeSlice:
     num_records: int = 0
     num_emitted: int = 0
     sum_k: int = 0
-    decoded: dict[int, tuple[int, float]] = field(default_factory=dict)
+    decoded: dict[int, PartTimes] = field(default_factory=dict)
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     methods: Counter[str] = field(default_factory=Counter)
     measured: dict[int, tuple[int, float]] = field(default_factory=dict)
-    times: dict[tuple[bool, int], PartTimes] = field(default_factory=dict)
 
     def add_record(self, record: StepRecord) -> None:
         """Count one step of a request."""
@@ -119,21 +110,19 @@ class TimeSlice:
         Args:
             baselines: plain seconds over tokens, by batch size; steps at others are left out.
         """
-        known = [(size, *found) for size, found in self.decoded.items() if size in baselines]
-        as_plain_s = sum(tokens * baselines[size].ratio for size, tokens, _ in known)
-        return sum(seconds for _, _, seconds in known), as_plain_s
+        known = [(size, times) for size, times in self.decoded.items() if size in baselines]
+        as_plain_s = sum(times.num_emitted * baselines[size].ratio for size, times in known)
+        return sum(times.total_s for _, times in known), as_plain_s
 
-    def point(self, now_s: float, baselines: Mapping[int, DiscountedRatio]) -> LivePoint:
+    def point(self, now_s: float) -> LivePoint:
         """Return the slice as a point of the page's history plot."""
         drafted = self.counts.num_steps > 0
-        seconds, as_plain_s = self.compared(baselines)
         return LivePoint(
             age_s=max(0.0, now_s - self.second),
             tokens_per_s=float(self.num_emitted),
             num_running=self.num_records / self.num_cycles,
             acceptance_length=self.counts.acceptance_length if drafted else None,
             num_speculative_tokens=self.sum_k / self.num_records,
-            speedup=as_plain_s / seconds if seconds > 0.0 else None,
             methods=dict(self.methods),
         )
 
@@ -173,11 +162,11 @@ class LiveFigures:
             return
         num_emitted = sum(record.num_emitted for record in cycle)
         size = _bucket_of(len(cycle))
-        current.times.setdefault((drafts, size), PartTimes()).add(cycle, num_emitted)
-        seconds = first.draft_s + first.verify_s + first.other_s
-        grow(current.decoded, size, num_emitted, seconds)
+        current.decoded.setdefault(size, PartTimes()).add(cycle, num_emitted)
         if not drafts and self._num_plain_in_a_row > NUM_COLD:
-            grow(current.measured, size, num_emitted, seconds)
+            tokens_before, before_s = current.measured.get(size, (0, 0.0))
+            seconds = first.draft_s + first.verify_s + first.other_s
+            current.measured[size] = (tokens_before + num_emitted, before_s + seconds)
             self.num_plain_steps += 1
 
     def _end_slice(self) -> None:
@@ -195,31 +184,36 @@ class LiveFigures:
         earlier = self._baselines.items()
         return {s: ratio for s, ratio in earlier if ratio.num_pairs >= MIN_PLAIN_SECONDS} | latest
 
-    def speedup(self, baselines: Mapping[int, DiscountedRatio]) -> LiveEstimate | None:
-        """Return the speedup in the window with its error; None without a plain baseline.
-
-        Args:
-            baselines: from `baselines`.
-        """
+    def speedup(self) -> LiveSpeedup | None:
+        """Return the speedup in the window with its interval; None without a plain baseline."""
+        baselines = self.baselines()
         paid = DiscountedRatio(1.0)
-        num_tokens: Counter[int] = Counter()
+        compared: dict[int, PartTimes] = {}
+        num_decoded = 0
         for piece in self.window:
             seconds, as_plain_s = piece.compared(baselines)
             if seconds > 0.0:
                 paid.observe(seconds, as_plain_s)
-                num_tokens.update({size: tokens for size, (tokens, _) in piece.decoded.items()})
+            for size, times in piece.decoded.items():
+                num_decoded += times.num_emitted
+                if size in baselines:
+                    compared.setdefault(size, PartTimes()).merge(times)
         if not math.isfinite(paid.relative_error):
             return None
-        parts = [
-            (num_tokens[size] * ratio.ratio, ratio.relative_error)
-            for size, ratio in baselines.items()
-            if num_tokens[size]
+        as_plain_s = paid.y
+        errors = [
+            times.num_emitted * baselines[size].ratio / as_plain_s * baselines[size].relative_error
+            for size, times in compared.items()
         ]
-        as_plain_s = sum(seconds for seconds, _ in parts)
-        errors = [seconds / as_plain_s * error for seconds, error in parts]
-        value, error = paid.ratio, Z * math.hypot(paid.relative_error, *errors)
-        return LiveEstimate(
-            value=value, low=max(0.0, value * (1.0 - error)), high=value * (1.0 + error)
+        error = Z * math.hypot(paid.relative_error, *errors)
+        num_compared = sum(times.num_emitted for times in compared.values())
+        return LiveSpeedup(
+            value=paid.ratio,
+            low=max(0.0, paid.ratio * (1.0 - error)),
+            high=paid.ratio * (1.0 + error),
+            plain_s=as_plain_s / num_compared,
+            share_compared=num_compared / num_decoded,
+            num_plain_steps=self.num_plain_steps,
         )
 
     @property
@@ -243,23 +237,26 @@ class LiveFigures:
         for position, (drafted, accepted) in enumerate(pairs, start=1):
             yield LivePosition(position=position, num_drafted=drafted, num_accepted=accepted)
 
-    def step_times(self) -> tuple[LiveStepTimes | None, LiveStepTimes | None]:
-        """Return the mean times of the window's decode steps with a draft and without one.
+    def token_times(self) -> LiveTokenTimes | None:
+        """Return the time per token of the window's decode steps, split into parts of a step.
 
-        Both are of the batch sizes at which most drafting steps, or else most steps, were made:
-        steps of different batch sizes cannot be compared.
+        Where there are baselines, it is of the steps that the speedup compares, so that it and the
+        plain time per token have the speedup as their ratio.
         """
-        totals: dict[tuple[bool, int], PartTimes] = {}
+        baselines = {} if self.speedup() is None else self.baselines()
+        total = PartTimes()
         for piece in self.window:
-            for place, times in piece.times.items():
-                totals.setdefault(place, PartTimes()).merge(times)
-        if not totals:
-            return None, None
-        _, size = max(totals, key=lambda place: (place[0], totals[place].num_steps))
-        drafting, plain = totals.get((True, size)), totals.get((False, size))
-        return (
-            None if drafting is None else drafting.means(),
-            None if plain is None else plain.means(),
+            for size, times in piece.decoded.items():
+                if not baselines or size in baselines:
+                    total.merge(times)
+        if not total.num_emitted:
+            return None
+        return LiveTokenTimes(
+            num_steps=total.num_steps,
+            num_sequences=total.num_sequences / total.num_steps,
+            draft_s=total.draft_s / total.num_emitted,
+            verify_s=total.verify_s / total.num_emitted,
+            other_s=total.other_s / total.num_emitted,
         )
 
     def tokens_per_s(self, now_s: float) -> float:
@@ -269,12 +266,6 @@ class LiveFigures:
             return 0.0
         seconds = max(1.0, min(RECENT_S, now_s - recent[0].second))
         return sum(piece.num_emitted for piece in recent) / seconds
-
-
-def grow(sums: dict[int, tuple[int, float]], size: int, num_emitted: int, seconds: float) -> None:
-    """Add the tokens and seconds of one step to the sums for its batch size."""
-    tokens_before, before_s = sums.get(size, (0, 0.0))
-    sums[size] = (tokens_before + num_emitted, before_s + seconds)
 
 
 def _bucket_of(num_sequences: int) -> int:

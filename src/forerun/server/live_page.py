@@ -24,12 +24,67 @@ Origin = Literal["prompt", "accepted", "recovered", "bonus", "plain"]
 """Where a token came from; "plain" stands for a token of a step without a draft."""
 
 
-class LiveEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured figure with its 95% interval."""
+class LiveSpeedup(msgspec.Struct, frozen=True, kw_only=True):
+    """The one speedup that the page states, with its 95% interval.
+
+    It is the time that plain steps would take for the tokens of the latest decode steps, over the
+    time that these steps took. Steps that read prompts are left out, and so are batch sizes at
+    which no plain steps were measured.
+
+    Attributes:
+        plain_s: time of plain steps per token.
+        share_compared: of the tokens, the share of the batch sizes that are compared.
+        num_plain_steps: plain steps that were measured since the start.
+    """
 
     value: float
     low: float
     high: float
+    plain_s: float
+    share_compared: float
+    num_plain_steps: int
+
+
+class LiveTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Time per token of the latest decode steps; steps that read prompts are left out.
+
+    Attributes:
+        num_steps: how many were measured.
+        num_sequences: mean sequences in the batch.
+        draft_s: drafting.
+        verify_s: the target pass.
+        other_s: everything else, verification included.
+    """
+
+    num_steps: int
+    num_sequences: float
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+class LiveQuantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Median and 95th percentile in seconds, with the number of values."""
+
+    p50: float
+    p95: float
+    num: int
+
+
+class LiveLatency(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the latest requests, and what was read of their prompts.
+
+    Attributes:
+        ttft: from arrival to the first token.
+        gap: from one output of a request to its next; an output is what a step emits.
+        prompt_tokens_per_s: prompt tokens fed over the last ten seconds.
+        prefix_hit_share: of the latest prompts' tokens, the share found in the KV cache.
+    """
+
+    ttft: LiveQuantiles | None = None
+    gap: LiveQuantiles | None = None
+    prompt_tokens_per_s: float | None = None
+    prefix_hit_share: float | None = None
 
 
 class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +96,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
         target: name of the target model.
         methods: names of the drafters; empty where decoding is plain.
         max_context: prompt plus output tokens of one sequence.
+        has_chat: whether conversations can be rendered; None where it is not known.
     """
 
     engine: str
@@ -48,6 +104,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     methods: tuple[str, ...]
     max_context: int | None
+    has_chat: bool | None = None
 
 
 class LiveTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +117,11 @@ class LiveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Sequences and KV in use at the moment of the snapshot, with their limits if known."""
+    """Sequences and KV in use at the moment of the snapshot, with their limits if known.
+
+    Attributes:
+        refused: responses with an error by status, since the start.
+    """
 
     num_running: int
     num_waiting: int
@@ -69,6 +130,7 @@ class LiveLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_tokens: int | None = None
     max_kv_tokens: int | None = None
     kv_share: float | None = None
+    refused: dict[str, int] | None = None
 
 
 class LivePosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,26 +139,6 @@ class LivePosition(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     num_drafted: int
     num_accepted: int
-
-
-class LiveStepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean durations of the decode steps of one kind; steps that read prompts are left out.
-
-    Attributes:
-        num_steps: how many were measured.
-        num_sequences: mean sequences in the batch.
-        draft_s: drafting.
-        verify_s: the target pass.
-        other_s: everything else, verification included.
-        num_emitted: mean tokens of all sequences per step.
-    """
-
-    num_steps: int
-    num_sequences: float
-    draft_s: float
-    verify_s: float
-    other_s: float
-    num_emitted: float
 
 
 class LivePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +150,6 @@ class LivePoint(msgspec.Struct, frozen=True, kw_only=True):
         num_running: mean sequences per step.
         acceptance_length: tau of its drafting steps.
         num_speculative_tokens: mean K of the plans, plain ones counted as 0.
-        speedup: time of plain decoding for the same tokens over the time of the steps.
         methods: steps of requests by drafter; "plain" for those without a draft.
     """
 
@@ -117,7 +158,6 @@ class LivePoint(msgspec.Struct, frozen=True, kw_only=True):
     num_running: float
     acceptance_length: float | None
     num_speculative_tokens: float | None
-    speedup: float | None
     methods: dict[str, int]
 
 
@@ -142,6 +182,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
         draft_acceptance_rate: accepted over drafted nodes; None without drafts.
         ttft_s: from arrival to the first token.
         tokens_per_s: after the first token.
+        head: the beginning of the prompt; empty where texts are not shown.
         pieces: the end of the prompt and the output by origin; empty where texts are not shown.
     """
 
@@ -155,6 +196,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     draft_acceptance_rate: float | None
     ttft_s: float | None
     tokens_per_s: float | None
+    head: str
     pieces: tuple[LivePiece, ...]
 
 
@@ -194,12 +236,11 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         totals: counts since the start.
         load: queue and KV.
         tokens_per_s: emitted per second over the last ten seconds; 0 where nothing ran.
-        speedup: time of plain decoding for the same tokens over the time of the decode steps.
-        num_plain_steps: plain steps that the speedup's baseline rests on.
+        speedup: None before enough plain steps were measured.
         acceptance_length: tau of the drafting steps.
         positions: acceptance by position.
-        drafting_step: mean times of steps with a draft.
-        plain_step: mean times of steps without one.
+        token_times: None before the first decode step.
+        latency: of the latest requests.
         history: the latest seconds with activity, the oldest first.
         requests: the latest ones, the newest first.
         shows_texts: whether requests carry their text.
@@ -213,17 +254,16 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     totals: LiveTotals
     load: LiveLoad
     tokens_per_s: float
-    speedup: LiveEstimate | None
-    num_plain_steps: int
     acceptance_length: float | None
     positions: tuple[LivePosition, ...]
-    drafting_step: LiveStepTimes | None
-    plain_step: LiveStepTimes | None
     history: tuple[LivePoint, ...]
-    requests: tuple[LiveRequest, ...]
-    shows_texts: bool
     diagnosis: LiveDiagnosis | None
-    schema_version: int = 1
+    speedup: LiveSpeedup | None = None
+    token_times: LiveTokenTimes | None = None
+    latency: LiveLatency = LiveLatency()
+    requests: tuple[LiveRequest, ...] = ()
+    shows_texts: bool = False
+    schema_version: int = 2
 
 
 MEDIA_TYPES = {

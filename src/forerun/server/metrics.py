@@ -6,8 +6,11 @@ so that a step does not pay for them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import (
@@ -17,7 +20,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
@@ -29,6 +37,11 @@ LABELS = ("model_name", "engine")
 FAST_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 SLOW_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+MAX_GAPS = 2000
+MAX_OPEN = 4096
+"""Sequences whose last output is remembered; aborted ones are forgotten as others come."""
 
 
 class StepTotals:
@@ -43,6 +56,10 @@ class StepTotals:
         num_prefill_rows: prompt tokens fed, those read again after a preemption included.
         seconds: of the cycles that emitted tokens, by phase: draft, verify, other.
         num_cycles: how many these were.
+        gaps: how many times between two outputs of a sequence lie in each bucket of `FAST_S`, the
+            last one without an end. An output is what a step emits, as in vLLM.
+        gaps_s: their sum.
+        recent_gaps: the latest of them.
     """
 
     is_required = False
@@ -57,6 +74,10 @@ class StepTotals:
         self.num_prefill_rows = 0
         self.seconds = {"draft": 0.0, "verify": 0.0, "other": 0.0}
         self.num_cycles = 0
+        self.gaps = [0] * (len(FAST_S) + 1)
+        self.gaps_s = 0.0
+        self.recent_gaps: deque[float] = deque(maxlen=MAX_GAPS)
+        self._last_output_s: dict[str, float] = {}
 
     def observe(self, step: ObservedStep) -> None:
         """Add a step."""
@@ -76,6 +97,21 @@ class StepTotals:
                 add(self.drafted, record.method, record.num_drafted)
                 add(self.accepted, record.method, record.num_accepted)
             self.num_emitted += record.num_emitted
+        self._add_gaps(step, first.t_s + first.draft_s + first.verify_s + first.other_s)
+
+    def _add_gaps(self, step: ObservedStep, ended_s: float) -> None:
+        last = self._last_output_s
+        for entry, record in zip(step.emitting, step.records, strict=True):
+            before_s = last.pop(record.request_id, None)
+            if before_s is not None and record.step:
+                gap_s = max(0.0, ended_s - before_s)
+                self.gaps[bisect_left(FAST_S, gap_s)] += 1
+                self.gaps_s += gap_s
+                self.recent_gaps.append(gap_s)
+            if entry.sequence.stop is None:
+                last[record.request_id] = ended_s
+        if len(last) > MAX_OPEN:
+            del last[next(iter(last))]
 
     @property
     def acceptance(self) -> AcceptanceCounts:
@@ -135,8 +171,14 @@ class ServerMetrics:
             "From a place in the batch to the first token",
             FAST_S,
         )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last", SLOW_S
+        )
         self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens", TOKENS)
         self._output = self._histogram("vllm:request_generation_tokens", "Output tokens", TOKENS)
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Output tokens of the longest sample", TOKENS
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*LABELS, *labels), registry=self.registry)
@@ -149,6 +191,8 @@ class ServerMetrics:
         num_prompt = len(output.prompt_token_ids)
         self._prompt_tokens.labels(**self.labels).inc(num_prompt)
         self._prompt.labels(**self.labels).observe(num_prompt)
+        longest = max(len(completion.token_ids) for completion in output.completions)
+        self._longest.labels(**self.labels).observe(longest)
         for completion in output.completions:
             self._success.labels(**self.labels, finished_reason=completion.finish_reason).inc()
             self._asked.labels(**self.labels).inc(num_prompt)
@@ -165,9 +209,10 @@ class ServerMetrics:
         self._ttft.labels(**self.labels).observe(ttft_s)
         self._prefill.labels(**self.labels).observe(prefill_s)
         self._queue.labels(**self.labels).observe(max(0.0, ttft_s - prefill_s))
-        if len(completion.token_ids) > 1:
-            rest_s = max(0.0, completion.total_s - ttft_s) / (len(completion.token_ids) - 1)
-            self._tpot.labels(**self.labels).observe(rest_s)
+        decode_s = max(0.0, completion.total_s - ttft_s)
+        self._decode.labels(**self.labels).observe(decode_s)
+        if (num_gaps := len(completion.token_ids) - 1) > 0:
+            self._tpot.labels(**self.labels).observe(decode_s / num_gaps)
 
     def aborted(self, num_samples: int) -> None:
         """Count the samples of a request whose client disconnected."""
@@ -175,6 +220,12 @@ class ServerMetrics:
 
     def responded(self, status: int) -> None:
         self._responses.labels(**self.labels, status=str(status)).inc()
+
+    def refusals(self) -> dict[str, int]:
+        """Return how many responses were errors, by status; a client that left is none."""
+        (family,) = self._responses.collect()
+        counts = {s.labels["status"]: int(s.value) for s in family.samples}
+        return {status: n for status, n in counts.items() if status >= "400" and status != "499"}
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -234,6 +285,19 @@ class EngineCollector:
         )
         yield self._counter("forerun:cycles", "Target passes that emitted", totals.num_cycles)
         yield self._plans()
+        yield self._gaps()
+
+    def _gaps(self) -> Metric:
+        totals = self.metrics.totals
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds",
+            "From one output of a sequence to its next",
+            labels=LABELS,
+        )
+        ends = [*map(str, map(float, FAST_S)), "+Inf"]
+        buckets = [*zip(ends, accumulate(totals.gaps.copy()), strict=True)]
+        family.add_metric(self._labels, buckets, sum_value=totals.gaps_s)
+        return family
 
     def _plans(self) -> Metric:
         labels = (*LABELS, "method", "num_speculative_tokens")

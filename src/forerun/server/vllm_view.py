@@ -98,19 +98,13 @@ class VllmView:
                 kv_share=latest.metrics.totals.get("vllm:kv_cache_usage_perc"),
             ),
             tokens_per_s=rate_of(recent),
-            speedup=None,
-            num_plain_steps=0,
             acceptance_length=1.0 + accepted / drafts if drafts else None,
             positions=positions_of(growth),
-            drafting_step=None,
-            plain_step=None,
             history=tuple(
                 _point_of(before, after, now_s, self._setup.methods)
                 for before, after in pairwise(samples)
                 if after.total("vllm:generation_tokens") > before.total("vllm:generation_tokens")
             ),
-            requests=(),
-            shows_texts=False,
             diagnosis=self._diagnosis,
         )
 
@@ -176,6 +170,5 @@ def _point_of(
         num_running=after.total("vllm:num_requests_running"),
         acceptance_length=1.0 + accepted / drafts if drafts else None,
         num_speculative_tokens=growth.totals.get(PREFIX + "draft_tokens", 0.0) / max(1.0, drafts),
-        speedup=None,
         methods={method: max(1, int(drafts))},
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -14,6 +16,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.server import live
 from forerun.server.live import LiveView, origins_of
 from forerun.server.live_page import LiveSnapshot
+from forerun.server.metrics import ServerMetrics
 
 PARAMS = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
 
@@ -80,6 +83,21 @@ def test_totals_are_those_of_the_engine(engine, view):
     assert sum(row.num_accepted for row in found.positions) == stats.num_accepted
 
 
+def test_the_latency_is_that_of_the_outputs(engine):
+    view = LiveView(engine, target="tiny", metrics=ServerMetrics(engine, "tiny"))
+    engine.observers.append(view)
+    assert view.snapshot().latency.ttft is None
+    outputs = engine.generate([[1, 2, 3], [4, 5]], PARAMS)
+    found = view.snapshot().latency
+    times = [output.completions[0].ttft_s for output in outputs]
+    assert (found.ttft.num, found.ttft.p50) == (2, pytest.approx(sum(times) / 2))
+    steps = sum(output.completions[0].acceptance.num_steps for output in outputs)
+    assert found.gap.num == steps - 2  # a request's first output has none before it
+    assert found.prefix_hit_share == 0.0
+    assert found.prompt_tokens_per_s > 0.0
+    assert view.snapshot().load.refused == {}
+
+
 def test_only_the_latest_requests_are_kept(engine, view):
     for n in range(1, 30):
         engine.generate([[n % 5]], PARAMS)
@@ -124,6 +142,7 @@ def test_a_diagnosis_comes_after_enough_steps(engine, view):
     assert found is not None
     assert found.verdict in ("healthy", "problem", "insufficient evidence")
     assert found.headline
+    assert not re.search(r"\d x|\dx", " ".join([found.headline, *found.changes]))  # stated once
     assert found.num_steps >= live.MIN_DIAGNOSED
 
 

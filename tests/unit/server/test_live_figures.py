@@ -37,8 +37,8 @@ def plain(cycle_id: int, *, t_s: float = 10.0, seconds: float = 0.01):
 
 def test_no_steps_give_no_figures():
     figures = LiveFigures()
-    assert figures.speedup(figures.baselines()) is None
-    assert figures.step_times() == (None, None)
+    assert figures.speedup() is None
+    assert figures.token_times() is None
     assert list(figures.positions()) == []
     assert figures.tokens_per_s(10.0) == 0.0
     assert figures.counts.acceptance_length is None
@@ -52,7 +52,7 @@ def test_speedup_is_the_time_of_plain_steps_for_the_same_tokens():
     # a plain step takes 10 ms for a token, a drafting one 20 ms for three
     decode_s = 6 * 0.01 + 94 * 0.02
     as_plain_s = (6 + 94 * 3) * 0.01
-    found = figures.speedup(figures.baselines())
+    found = figures.speedup()
     assert found is not None
     assert found.value == pytest.approx(as_plain_s / decode_s, rel=0.005)
     assert found.low <= found.value <= found.high
@@ -63,35 +63,38 @@ def test_the_first_plain_step_after_a_draft_is_not_measured():
     for n in range(0, 100, 2):
         figures.add([drafting(n), plain(n + 1, seconds=5.0)])
     assert figures.num_plain_steps == 0
-    assert figures.speedup(figures.baselines()) is None
+    assert figures.speedup() is None
 
 
 def test_steps_that_read_prompts_are_not_timed():
     figures = LiveFigures()
     figures.add([replace(drafting(1), num_prefill_rows=30)])
-    assert figures.step_times() == (None, None)
+    assert figures.token_times() is None
     assert figures.counts.num_steps == 1
 
 
 def test_a_cycle_of_several_requests_is_timed_once():
     figures = LiveFigures()
     figures.add([drafting(1), drafting(1, request_id="s")])
-    times, _ = figures.step_times()
+    times = figures.token_times()
     assert times is not None
-    assert times.num_steps == 1
-    assert times.num_sequences == 2
-    assert times.num_emitted == 6
-    assert times.draft_s + times.verify_s == pytest.approx(0.02)
+    assert (times.num_steps, times.num_sequences) == (1, 2)
+    assert times.draft_s + times.verify_s == pytest.approx(0.02 / 6)
 
 
-def test_times_with_and_without_a_draft_are_of_like_batch_sizes():
+def test_the_times_per_token_have_the_speedup_as_their_ratio():
     figures = LiveFigures()
-    figures.add([drafting(1), plain(2, seconds=0.01)])
-    figures.add([plain(3, seconds=0.5), replace(plain(3, seconds=0.5), request_id="s")])
-    _, times = figures.step_times()
+    for second in range(5):
+        figures.add([plain(1000 * second + n, t_s=second, seconds=0.01) for n in range(6)])
+        figures.add([drafting(1000 * second + 10 + n, t_s=second) for n in range(second + 1)])
+        pair = drafting(1000 * second + 90, t_s=second, seconds=9.0)  # no plain step has this batch
+        figures.add([pair, replace(pair, request_id="s")])
+    speedup, times = figures.speedup(), figures.token_times()
+    assert speedup is not None
     assert times is not None
-    assert times.num_sequences == 1
-    assert times.verify_s == pytest.approx(0.01)
+    token_s = times.draft_s + times.verify_s + times.other_s
+    assert speedup.plain_s / token_s == pytest.approx(speedup.value)
+    assert speedup.share_compared == pytest.approx((30 + 45) / (30 + 45 + 30))
 
 
 def test_acceptance_by_position():
@@ -125,7 +128,7 @@ def test_rate_counts_idle_seconds():
 def test_points_name_the_drafter_of_every_step():
     figures = LiveFigures()
     figures.add([drafting(1), plain(2), replace(drafting(3), method="suffix")])
-    point = figures.slices[-1].point(12.0, {})
+    point = figures.slices[-1].point(12.0)
     assert point.methods == {"draft_model": 1, "plain": 1, "suffix": 1}
     assert point.age_s == 2.0
     assert point.num_speculative_tokens == pytest.approx(8 / 3)
@@ -137,7 +140,7 @@ def test_the_baseline_is_of_the_same_seconds_as_the_steps():
         slow = 9.0 if second < HISTORY_S else 1.0  # another program slows everything at first
         figures.add([plain(1000 * second + n, t_s=second, seconds=0.01 * slow) for n in range(6)])
         figures.add([drafting(1000 * second + 9, t_s=second, seconds=0.02 * slow)])
-    found = figures.speedup(figures.baselines())
+    found = figures.speedup()
     assert found is not None
     assert found.value == pytest.approx((6 + 3) * 0.01 / (6 * 0.01 + 0.02), rel=1e-6)
 
@@ -148,7 +151,7 @@ def test_a_baseline_outlives_the_seconds_that_were_kept():
         figures.add([plain(1000 * second + n, t_s=second) for n in range(6)])
     for second in range(5, 10 + HISTORY_S):
         figures.add([drafting(1000 * second, t_s=second)])
-    found = figures.speedup(figures.baselines())
+    found = figures.speedup()
     assert found is not None
     assert found.value == pytest.approx(1.5)
 
@@ -160,6 +163,6 @@ def test_batch_sizes_have_baselines_of_their_own():
         pairs = [plain(1000 * second + n, t_s=second, seconds=0.012) for n in range(3, 6)]
         figures.add(alone)
         figures.add([r for p in pairs for r in (p, replace(p, request_id="s"))])
-    found = figures.speedup(figures.baselines())
+    found = figures.speedup()
     assert found is not None
     assert found.value == pytest.approx(1.0, rel=0.01)

@@ -32,25 +32,32 @@ export async function getJson(path) {
   return (await checked(await fetch(path, { headers: headers(), cache: "no-store" }))).json();
 }
 
-/** Yield the events of a streamed completion as parsed JSON. */
-export async function* completion(body, signal) {
-  const response = await checked(await fetch("v1/completions", {
+export async function post(path, body, signal) {
+  return checked(await fetch(path, {
     method: "POST",
     headers: headers({ "Content-Type": "application/json" }),
     body: JSON.stringify(body),
     signal,
   }));
+}
+
+/** Yield the events of a streamed answer as parsed JSON; an event with an error is thrown. */
+export async function* stream(path, body, signal) {
+  const response = await post(path, body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the connection ended within the answer");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       const data = line.startsWith("data:") ? line.slice(5).trim() : "";
       if (data === "[DONE]") return;
-      if (data) yield JSON.parse(data);
+      if (!data) continue;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
     }
   }
 }

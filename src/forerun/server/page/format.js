@@ -15,12 +15,17 @@ export function duration(seconds) {
   if (seconds < 0.001) return `${figure(seconds * 1e6)} µs`;
   if (seconds < 1) return `${figure(seconds * 1000)} ms`;
   if (seconds < 120) return `${figure(seconds)} s`;
-  return `${Math.floor(seconds / 60)} min`;
+  return seconds < 7200 ? `${Math.floor(seconds / 60)} min` : `${Math.floor(seconds / 3600)} h`;
 }
+
+/** Whole seconds, minutes or hours. */
+export const age = (seconds) => (seconds < 120 ? `${Math.floor(seconds)} s` : duration(seconds));
 
 export function percent(share) {
   return share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`;
 }
+
+export const count = (number) => number.toLocaleString("en");
 
 /** A new element with a class and a text. */
 export function element(name, className = "", text = "") {
@@ -32,8 +37,8 @@ export function element(name, className = "", text = "") {
 
 export const byId = (id) => document.getElementById(id);
 
-/** Set a text only where it changes, so that screen readers and selections are left alone. */
-export function setText(id, text) {
-  const node = byId(id);
+/** Set the text of an element or of an id only where it changes, for screen readers and selections. */
+export function setText(target, text) {
+  const node = typeof target === "string" ? byId(target) : target;
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,15 +1,17 @@
-// Reads /live once a second while the page is visible, and shows it.
+// Reads /live once a second while the page is visible, and shows it in four tabs.
 
 import { getJson, Refused, saveKey } from "./api.js";
-import { positions, shares, stepTimes, timeline } from "./charts.js";
-import { byId, duration, element, figure, percent, setText } from "./format.js";
-import { preparePlayground } from "./playground.js";
+import { interval, positions, shares, timeline, tokenTimes } from "./charts.js";
+import { prepareChat, setUpChat } from "./chat.js";
+import { age, byId, count, duration, element, figure, percent, setText } from "./format.js";
 import { showRequests } from "./requests.js";
 
 const PERIOD_MS = 1000;
+const TABS = ["live", "chat", "requests", "diagnosis"];
 const STYLES = ["m0", "m1", "m2", "m3"];
 const NAMES = { auto: "Auto", light: "Light", dark: "Dark" };
 let latest = null;
+let answeredAt = null;
 let timer = null;
 let failures = 0;
 
@@ -18,18 +20,22 @@ async function poll() {
   if (!document.hidden) {
     try {
       latest = await getJson("live");
+      answeredAt = performance.now();
       failures = 0;
       byId("key-form").hidden = true;
+      document.body.classList.remove("stale");
       show(latest);
     } catch (error) {
       failures += 1;
       const asksKey = error instanceof Refused && (error.status === 401 || error.status === 403);
       byId("key-form").hidden = !asksKey;
-      state("lost", asksKey ? "key needed" : "no answer from the server");
+      document.body.classList.add("stale");
+      const since = answeredAt === null ? "" : `: figures are ${age((performance.now() - answeredAt) / 1000)} old`;
+      state("lost", asksKey ? "key needed" : `no answer from the server${since}`);
     }
   }
   clearTimeout(timer);
-  timer = setTimeout(poll, Math.min(PERIOD_MS * 2 ** failures, 15000));
+  timer = setTimeout(poll, Math.min(PERIOD_MS * 2 ** failures, 8000));
 }
 
 function state(kind, text) {
@@ -38,71 +44,104 @@ function state(kind, text) {
 }
 
 function show(live) {
-  const { setup, load } = live;
+  const { setup, load, totals } = live;
   const drafts = setup.methods.length ? `drafted by ${setup.methods.join(", ")}` : "without a draft";
   setText("setup", `${setup.target}, ${drafts}`);
   state(load.num_running ? "busy" : "idle", load.num_running ? "decoding" : "idle");
-  for (const id of ["playground-panel", "requests-panel"]) byId(id).hidden = setup.engine !== "forerun";
+  byId("tab-requests").hidden = setup.engine !== "forerun";
+  setUpChat(setup);
+  showSpeedup(live);
   showFigures(live);
   showCharts(live);
-  showDiagnosis(live.diagnosis);
+  showDiagnosis(live);
   showRequests(live.requests, live.shows_texts);
-  const { totals } = live;
-  setText("counts", `${setup.engine} ${setup.version}, up ${duration(live.uptime_s)}: ${totals.num_emitted.toLocaleString("en")} tokens in ${totals.num_steps.toLocaleString("en")} steps, ${totals.num_accepted.toLocaleString("en")} of ${totals.num_drafted.toLocaleString("en")} drafted tokens accepted.`);
+  setText("counts", `${setup.engine} ${setup.version}, up ${duration(live.uptime_s)}: ${count(totals.num_emitted)} tokens in ${count(totals.num_steps)} steps, ${count(totals.num_accepted)} of ${count(totals.num_drafted)} drafted tokens accepted.`);
 }
 
-function showFigures(live) {
-  const { speedup, load } = live;
-  setText("speedup", speedup ? figure(speedup.value) : "–");
-  setText("speedup-note", speedup
-    ? `against plain decoding, measured here with ${live.num_plain_steps.toLocaleString("en")} plain steps; 95 % between ${figure(speedup.low)} and ${figure(speedup.high)}`
-    : "against plain decoding; not measured before some steps were plain");
-  setText("rate", figure(live.tokens_per_s));
-  setText("tau", live.positions.length ? figure(live.acceptance_length) : "–");
+/** What an interval shows: faster and slower only where it clears 1. */
+function kindOf(speedup) {
+  if (!speedup) return "none";
+  return speedup.low > 1 ? "faster" : speedup.high < 1 ? "slower" : "open";
+}
+
+const VERDICTS = { faster: "Faster than plain decoding", slower: "Slower than plain decoding", open: "No difference from plain decoding is shown" };
+
+function showSpeedup({ speedup, window_s: seconds, setup }) {
+  const kind = kindOf(speedup);
+  byId("speedup-tile").dataset.kind = kind;
+  setText("speedup", figure(speedup?.value));
+  setText("speedup-unit", speedup ? "×" : "");
+  if (!speedup) {
+    const why = setup.engine === "forerun" ? "it takes some plain steps and some seconds of decoding" : "the metrics of vLLM have no plain steps";
+    setText("speedup-note", `Not measured: ${why}.`);
+    setText("diagnosis-speedup", "");
+    return;
+  }
+  const share = speedup.share_compared < 0.995 ? ` They yield ${percent(speedup.share_compared)} of the tokens; at other batch sizes no plain steps were measured.` : "";
+  const words = `${VERDICTS[kind]}: 95 % between ${figure(speedup.low)} and ${figure(speedup.high)}.`;
+  setText("speedup-note", `${words} Over the decode steps of the latest ${figure(seconds, 2)} s with activity, against ${count(speedup.num_plain_steps)} plain steps measured on this server. Reading prompts is not included.${share}`);
+  setText("diagnosis-speedup", `Speedup, as on Live: ${figure(speedup.value)} ×. ${words}`);
+}
+
+function showFigures({ setup, load, latency, positions: drafted, ...live }) {
+  setText("rate", live.totals.num_emitted ? figure(live.tokens_per_s) : "–");
+  setText("tau", drafted.length ? figure(live.acceptance_length) : "–");
   setText("running", String(load.num_running));
-  const limit = load.max_running === null ? "" : ` of ${load.max_running}`;
-  const kv = load.kv_share === null ? "" : `; KV ${percent(load.kv_share)} full`;
-  setText("load-note", `sequences${limit} at once, ${load.num_waiting} waiting${kv}`);
+  const kv = load.kv_share === null ? "" : `KV ${percent(load.kv_share)} full`;
+  setText("running-unit", load.max_running === null ? "running" : `of ${load.max_running} running`);
+  setText("load-note", kv || "sequences in the batch");
   const meter = byId("kv");
   meter.hidden = load.kv_share === null;
   if (load.kv_share !== null) {
     meter.setAttribute("aria-valuenow", Math.round(load.kv_share * 100));
     meter.firstElementChild.style.width = `${load.kv_share * 100}%`;
   }
+  for (const name of ["ttft", "gap"]) {
+    setText(`${name}-p50`, duration(latency[name]?.p50));
+    setText(`${name}-p95`, duration(latency[name]?.p95));
+  }
+  setText("prefill", live.totals.num_emitted ? figure(latency.prompt_tokens_per_s) : "–");
+  setText("prefix", percent(latency.prefix_hit_share));
+  setText("waiting", load.max_waiting === null ? String(load.num_waiting) : `${load.num_waiting} of ${load.max_waiting}`);
+  const refused = Object.entries(load.refused ?? {});
+  setText("refused", load.refused === null ? "–" : refused.map(([status, times]) => `${times} (${status})`).join(", ") || "0");
 }
 
 function showCharts(live) {
+  if (byId("live").hidden) return;
+  interval(byId("chart-speedup"), live.speedup);
   const span = live.history.some((point) => point.age_s > 60 && point.age_s <= 120) ? 120 : 60;
   const over = (key) => live.history.map((point) => [point.age_s, point[key]]);
-  timeline(byId("chart-rate"), over("tokens_per_s"), { span, height: 130, unit: "per second", name: "Tokens" });
-  timeline(byId("chart-k"), over("num_speculative_tokens"), { span, height: 70, unit: "mean over requests", name: "K", kind: "k" });
+  timeline(byId("chart-rate"), over("tokens_per_s"), { span, height: 150, unit: "per second", name: "Tokens" });
+  timeline(byId("chart-k"), over("num_speculative_tokens"), { span, height: 84, unit: "mean over requests", name: "K", kind: "k" });
   const names = new Set([...live.setup.methods, ...live.history.flatMap((point) => Object.keys(point.methods))]);
   names.delete("plain");
   const kinds = [...names].map((name, index) => ({ name, style: STYLES[index % STYLES.length] }));
   kinds.push({ name: "plain", style: "m-plain" });
-  shares(byId("chart-methods"), over("methods"), kinds, { span, height: 38 });
+  shares(byId("chart-methods"), over("methods"), kinds, { span, height: 42 });
   const legend = byId("legend-methods");
   if (legend.dataset.names !== kinds.map((kind) => kind.name).join()) {
     legend.dataset.names = kinds.map((kind) => kind.name).join();
     legend.replaceChildren(...kinds.map((kind) => element("span", `key ${kind.style}`, kind.name === "plain" ? "plain step" : kind.name)));
   }
   positions(byId("chart-positions"), live.positions);
-  showStep(live);
+  showTimes(live);
 }
 
-function showStep({ plain_step: plain, drafting_step: drafting }) {
-  const rows = [["Plain", plain], ["With a draft", drafting]].filter(([, times]) => times).map(([name, times]) => ({
-    name,
-    parts: [["draft", times.draft_s], ["verify", times.verify_s], ["other", times.other_s]].map(([kind, s]) => [kind, s / times.num_emitted]),
-    total: (times.draft_s + times.verify_s + times.other_s) / times.num_emitted,
-  }));
-  stepTimes(byId("chart-step"), rows);
-  setText("step-note", drafting
-    ? `One step with a draft: ${duration(drafting.draft_s)} drafting, ${duration(drafting.verify_s)} target pass, ${duration(drafting.other_s)} else, for ${figure(drafting.num_emitted)} tokens of ${figure(drafting.num_sequences, 2)} requests.`
-    : "");
+function showTimes({ token_times: times, speedup }) {
+  const rows = [];
+  if (times) {
+    const parts = [["draft", "drafting", times.draft_s], ["verify", "target pass", times.verify_s], ["other", "everything else", times.other_s]];
+    rows.push({ name: "Now, plain steps included", parts, total: times.draft_s + times.verify_s + times.other_s });
+  }
+  if (times && speedup) rows.push({ name: "Plain decoding", parts: [["plain", "plain steps", speedup.plain_s]], total: speedup.plain_s });
+  tokenTimes(byId("chart-step"), rows);
+  setText("step-note", speedup
+    ? "The time of a step, divided by the tokens that it yields for all requests. The ratio of the two bars is the speedup above."
+    : "The time of a step, divided by the tokens that it yields for all requests. The time of plain decoding is not known yet.");
 }
 
-function showDiagnosis(diagnosis) {
+function showDiagnosis({ diagnosis }) {
   if (!diagnosis) return;
   const signature = JSON.stringify(diagnosis);
   const panel = byId("headline");
@@ -113,14 +152,48 @@ function showDiagnosis(diagnosis) {
   tag.className = `tag ${diagnosis.verdict === "healthy" || diagnosis.verdict === "problem" ? diagnosis.verdict : ""}`;
   tag.textContent = diagnosis.verdict === "insufficient evidence" ? "open" : diagnosis.verdict;
   panel.textContent = diagnosis.headline;
-  setText("diagnosis-note", `What forerun diagnose concludes from the latest ${diagnosis.num_steps.toLocaleString("en")} steps.`);
-  const causes = diagnosis.verdict === "problem" ? diagnosis.causes : [];
+  setText("diagnosis-note", `What forerun diagnose concludes from the latest ${count(diagnosis.num_steps)} steps.`);
+  const isProblem = diagnosis.verdict === "problem";
+  const causes = isProblem ? diagnosis.causes : [];
+  byId("causes-title").hidden = !causes.length;
   byId("causes").replaceChildren(...causes.map((cause) => {
     const item = element("li");
     item.append(element("strong", "", cause.label.replaceAll("_", " ")), ` (score ${figure(cause.score)}): ${cause.what}`);
     return item;
   }));
-  byId("changes").replaceChildren(...(causes.length ? diagnosis.changes : []).map((change) => element("li", "", change)));
+  const changes = isProblem ? diagnosis.changes : [];
+  byId("changes-title").hidden = !changes.length;
+  byId("changes").replaceChildren(...changes.map((change) => element("li", "", change)));
+}
+
+function prepareTabs() {
+  const tabs = TABS.map((name) => byId(`tab-${name}`));
+  const choose = (name) => {
+    for (const each of TABS) {
+      const isChosen = each === name;
+      byId(each).hidden = !isChosen;
+      byId(`tab-${each}`).setAttribute("aria-selected", String(isChosen));
+      byId(`tab-${each}`).tabIndex = isChosen ? 0 : -1;
+    }
+    if (latest) showCharts(latest);
+  };
+  const fromAddress = () => choose(TABS.find((name) => location.hash === `#${name}`) ?? "live");
+  tabs.forEach((tab, index) => {
+    tab.addEventListener("click", () => {
+      history.replaceState(null, "", `#${TABS[index]}`);
+      choose(TABS[index]);
+    });
+    tab.addEventListener("keydown", (event) => {
+      const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      const shown = tabs.filter((each) => !each.hidden);
+      if (!move) return;
+      const next = shown[(shown.indexOf(tab) + move + shown.length) % shown.length];
+      next.click();
+      next.focus();
+    });
+  });
+  addEventListener("hashchange", fromAddress);
+  fromAddress();
 }
 
 function prepareTheme() {
@@ -141,7 +214,8 @@ function prepareTheme() {
 }
 
 prepareTheme();
-preparePlayground();
+prepareTabs();
+prepareChat();
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   saveKey(byId("key").value);
