@@ -73,6 +73,60 @@ def test_keys_are_checked_here_and_not_passed_on(address):
         assert answer.json()["authorization"] is None
 
 
+SECRET = "a key of enough characters"
+BEARER = {"Authorization": f"Bearer {SECRET}"}
+
+
+@pytest.fixture(scope="module")
+def limited(address):
+    sha256 = ApiKey.of("b", SECRET).sha256
+    key = ApiKey(tenant="b", sha256=sha256, max_tokens=40, priority=5)
+    with client_of(create_proxy(address, target="t", methods=[], keys=[key])) as client:
+        yield client
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETIONS, {"prompt": "x", "priority": 4}, "priority is 4; this key may ask for 5"),
+        (COMPLETIONS, {"prompt": "x", "priority": None}, "priority is 0"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 41}, "1 choices of 41 tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": None}, "rest of the context"),
+        (COMPLETIONS, {"prompt": "x", "n": 3}, "3 choices of 16 tokens"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 3}, "3 choices of 16 tokens"),
+        (COMPLETIONS, {"prompt": ["x", "y", "z"]}, "3 choices of 16 tokens"),
+        (COMPLETIONS, {"prompt": [[1], [2], [3]]}, "3 choices of 16 tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": "4"}, "max_tokens is '4'"),
+        (COMPLETIONS, {"prompt": "x", "n": 1.0}, "n is 1.0"),
+        ("/v1/%63ompletions", {"prompt": "x", "max_tokens": 41}, "1 choices of 41 tokens"),
+        (CHAT, {"messages": []}, "rest of the context"),
+        (CHAT, {"max_tokens": 4, "max_completion_tokens": 41}, "41 tokens"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 41}, "41 tokens"),
+        ("/v1/messages", {"max_tokens": 41}, "41 tokens"),
+        ("/invocations", {"prompt": "x", "max_tokens": 4}, "'/invocations'"),
+        (COMPLETIONS, [], "must be a JSON object"),
+    ],
+)
+def test_limits_of_a_key_hold_for_vllm(limited, path, body, message):
+    if isinstance(body, dict):
+        body = {"priority": 5, **body}
+    answer = limited.post(path, json=body, headers=BEARER)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_requests_within_the_limits_of_a_key_reach_vllm(limited):
+    for body in (
+        {"prompt": [1, 2, 3], "max_tokens": 40, "priority": 5},
+        {"prompt": ["x", "y"], "priority": 9},
+    ):
+        assert limited.post(COMPLETIONS, json=body, headers=BEARER).status_code == 200
+    assert limited.get("/v1/models", headers=BEARER).status_code == 200
+
+
 def test_the_live_page_shows_what_vllm_counts(address):
     now_s = [100.0]
     with httpx.Client(base_url=address) as client:

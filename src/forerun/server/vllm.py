@@ -10,9 +10,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from forerun.bounded_documents import parse_json
 from forerun.bounded_read import read_bytes
@@ -23,7 +25,7 @@ from forerun.drafters.config import parse_drafter
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable
 from forerun.models.catalog import PREFIX, zoo_path
 from forerun.server.config import ServerConfig
-from forerun.server.errors import error_body
+from forerun.server.errors import error_response, response_for
 from forerun.server.guard import Guard
 from forerun.server.keys import ApiKey, Keyring
 from forerun.server.live_page import page_router
@@ -216,9 +218,14 @@ def create_proxy(
     view = VllmView(get, target=target, methods=methods, version=_version(get))
     app.include_router(page_router(view))
 
+    app.add_exception_handler(ForerunError, response_for)
+
     @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
     async def pass_on(path: str, request: Request) -> Response:
-        return await _passed_on(forwarder, request)
+        body, key = await request.body(), request.state.key
+        if request.method == "POST" and key.sha256 is not None:
+            await run_in_threadpool(check_limits, key, request.scope["path"], body)
+        return await _passed_on(forwarder, request, body)
 
     return app
 
@@ -231,18 +238,73 @@ def _version(get: Callable[[str], bytes]) -> str:
         return ""
 
 
-async def _passed_on(forwarder: Forwarder, request: Request) -> Response:
+DEFAULT_MAX_TOKENS: Mapping[str, int | None] = MappingProxyType(
+    {
+        "/v1/completions": 16,
+        "/v1/chat/completions": None,
+        "/v1/responses": None,
+        "/v1/messages": None,
+    }
+)
+"""Routes of vLLM that generate text, with what it takes where a body has no limit of tokens; None:
+the rest of the context."""
+WITHOUT_OUTPUT = frozenset(
+    {"/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/classify", "/score", "/rerank"}
+)
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def check_limits(key: ApiKey, path: str, content: bytes) -> None:
+    """Refuse a request to vLLM that exceeds the limits of its key.
+
+    vLLM converts numbers that are written as texts; they are refused here, so that what is checked
+    is what vLLM uses.
+
+    Args:
+        key: of the request.
+        path: decoded, as vLLM reads it.
+        content: the body.
+
+    Raises:
+        InvalidRequest: a limit is exceeded, or whether one is cannot be known.
+        UnreadableInput: the body is no JSON.
+    """
+    if path in WITHOUT_OUTPUT:
+        return
+    if path not in DEFAULT_MAX_TOKENS:
+        raise InvalidRequest(
+            f"a request with a key cannot use {path!r:.200}, whose output forerun does not know to "
+            f"limit; there are {', '.join(DEFAULT_MAX_TOKENS)}"
+        )
+    body = parse_json(content, "the body")
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for name in ("priority", "n", "best_of", *LENGTHS):
+        if body.get(name) is not None and type(body[name]) is not int:
+            raise InvalidRequest(f"{name} is {body[name]!r:.200}; it must be an integer")
+    lengths = [body[name] for name in LENGTHS if body.get(name) is not None]
+    default = None if "max_tokens" in body else DEFAULT_MAX_TOKENS[path]
+    num_prompts = max(1, sum(_num_prompts(body.get(name)) for name in ("prompt", "prompt_embeds")))
+    num_choices = num_prompts * max(1, body.get("n") or 1, body.get("best_of") or 1)
+    key.check(body.get("priority") or 0, num_choices, max(lengths, default=default))
+
+
+def _num_prompts(prompt: object) -> int:
+    """Return the number of prompts in a field of a completion: one for a list of token ids."""
+    if not isinstance(prompt, list) or not prompt:
+        return int(bool(prompt))
+    return 1 if type(prompt[0]) is int else len(prompt)
+
+
+async def _passed_on(forwarder: Forwarder, request: Request, body: bytes) -> Response:
     """Forward a request to vLLM and stream its response."""
     # The bytes of the path as they came: a path such as //host/ must not name another server.
     query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
     path = request.scope["raw_path"] + query
     try:
-        reply = await forwarder.send(
-            request.method, path, request.headers.items(), await request.body()
-        )
+        reply = await forwarder.send(request.method, path, request.headers.items(), body)
     except ServerUnavailable as error:
-        content = json.loads(error_body(f"vLLM does not answer: {error}", 503))
-        return JSONResponse(content, status_code=503)
+        return error_response(f"vLLM does not answer: {error}", 503)
     return StreamingResponse(reply.chunks, status_code=reply.status, headers=reply.headers)
 
 
