@@ -113,8 +113,9 @@ def test_none_of_several_prompts_is_queued_where_one_is_refused():
     async def main():
         async with AsyncEngine(engine) as running:
             with pytest.raises(InvalidRequest):
-                await Generation.begin(running, [PROMPT, ""], LONG, RequestTerms())
-            await until_idle(engine)
+                await Generation.begin(lambda: running.submit_all([PROMPT, ""], LONG), 1, None)
+            assert not engine.has_unfinished
+            assert engine.stats().num_steps == 0
 
     asyncio.run(main())
 

@@ -147,3 +147,67 @@ def test_tokens_and_texts(client):
     assert tokens["count"] == len(tokens["tokens"])
     found = client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert found == {"prompt": PROMPT}
+
+
+def test_prompts_are_echoed_with_their_logprobs(client, library):
+    """The request that lm-eval-harness sends for the likelihood of a text."""
+    prompts = [library.tokenizer.encode(text) for text in tiny.PROMPTS[:2]]
+    asked = {"prompt": prompts, "max_tokens": 1, "logprobs": 2, "echo": True, "seed": 1}
+    choices = client.post("/v1/completions", json=asked).json()["choices"]
+    for ids, choice in zip(prompts, choices, strict=True):
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(ids) + 1
+        assert choice["text"].startswith("".join(found["tokens"][:-1]))
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        for at in (1, 2, len(ids) - 1):
+            params = SamplingParams(max_tokens=1, logprobs=2, allowed_token_ids=[ids[at]])
+            (entry,) = library.generate([ids[:at]], params)[0].completions[0].logprobs
+            assert found["token_logprobs"][at] == pytest.approx(entry.logprob, abs=1e-5)
+            best = max(found["top_logprobs"][at].values())
+            assert best == pytest.approx(entry.top[0][1], abs=1e-5)
+
+
+def test_logprobs_of_a_prompt_do_not_depend_on_chunks_and_other_requests():
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1)
+    prompt = tiny.PROMPTS[2]
+    expected = tiny_engine().generate(prompt, params)[0].prompt_logprobs
+    engine = tiny_engine(prefill_chunk=3)
+    engine.generate(prompt, SEEDED_PARAMS)  # leaves the prompt in the KV cache
+    others = [engine.add_request(text, SEEDED_PARAMS) for text in tiny.PROMPTS]
+    found = engine.generate(prompt, params)[0].prompt_logprobs
+    assert len(found) == len(engine.tokenizer.encode(prompt)) - 1
+    assert [e.token_id for e in found] == [e.token_id for e in expected]
+    assert [e.logprob for e in found] == pytest.approx([e.logprob for e in expected], abs=1e-5)
+    plain = tiny_engine().generate(list(tiny.PROMPTS), SEEDED_PARAMS)
+    while engine.has_unfinished:
+        engine.step()
+    assert [engine.take_output(name).text for name in others] == [o.text for o in plain]
+
+
+SEEDED_PARAMS = SamplingParams(seed=3, max_tokens=12)
+
+
+def test_a_prompt_may_be_scored_alone_and_echoed_in_a_stream(client):
+    body = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1}
+    found = client.post("/v1/completions", json=body).json()
+    choice = found["choices"][0]
+    assert choice["text"] == PROMPT
+    assert found["usage"]["completion_tokens"] == 0
+    assert len(choice["logprobs"]["tokens"]) == found["usage"]["prompt_tokens"]
+    assert choice["prompt_logprobs"][0] is None
+    pairs = zip(choice["prompt_logprobs"][1:], choice["logprobs"]["tokens"][1:], strict=True)
+    assert all(any(e["decoded_token"] == token for e in row.values()) for row, token in pairs)
+    streamed_body = {"prompt": [PROMPT, "x"], "echo": True, **SEEDED, "n": 2}
+    texts = [""] * 4
+    for event in streamed(client, "/v1/completions", streamed_body):
+        for part in event["choices"]:
+            texts[part["index"]] += part["text"]
+    whole = client.post("/v1/completions", json=streamed_body).json()["choices"]
+    assert texts == [choice["text"] for choice in whole]
+    assert texts[0].startswith(PROMPT) and texts[3].startswith("x")
+
+
+def test_without_max_tokens_a_text_goes_on_to_the_end_of_the_context(client):
+    body = {"prompt": PROMPT, "ignore_eos": True, "seed": 1}
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == tiny.MAX_CONTEXT

@@ -8,7 +8,13 @@ import re
 
 import pytest
 from tests import tiny
+from tests.server.conftest import tiny_engine
 from tests.server.test_completions import PROMPT, streamed
+from tests.server.test_tools import tool_engine
+
+from forerun.engine.grammar import Grammars
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams, StructuredOutputs
 
 SCHEMA = {
     "type": "object",
@@ -85,8 +91,26 @@ def chained_references(num_references):
 
 @pytest.mark.parametrize(
     "hostile",
-    [chained(3000), chained(30_000), chained_references(3000), {"regex": "a?" * 20_000}],
-    ids=["rules", "many rules", "references", "regex"],
+    [
+        chained(3000),
+        chained(30_000),
+        chained_references(3000),
+        {"regex": "a?" * 20_000},
+        {"json": {"type": "string", "pattern": "a?" * 20_000}},
+        {"json": {"type": "object", "patternProperties": {"a?" * 20_000: {}}}},
+        {"json": '{"const": "' + "x" * 300_000 + '"}'},
+        {"grammar": "start: /" + "a?" * 30_000 + "/"},
+    ],
+    ids=[
+        "rules",
+        "many rules",
+        "references",
+        "regex",
+        "pattern",
+        "properties",
+        "length",
+        "terminal",
+    ],
 )
 def test_a_grammar_that_would_end_the_process_is_refused(client, hostile):
     body = {"prompt": "x", "max_tokens": 4, "structured_outputs": hostile}
@@ -118,3 +142,62 @@ def test_white_space_between_json_values_is_limited(client):
     }
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("name", ["<tool_call>", "<|end|>"])
+def test_a_text_that_spells_an_added_token_is_followed(name):
+    """Such a text has an encoding with the added token, which stands for no bytes of a text."""
+    engine = tool_engine()
+    for choice in (f"{name}x", f"a{name}", f"a{name}b"):
+        params = SamplingParams(max_tokens=60, seed=1, structured_outputs={"choice": [choice]})
+        assert engine.generate("x", params)[0].text == choice
+    for form in ({"json": {"enum": [f"a{name}"]}}, {"regex": f"a{name.replace('|', '[|]')}b"}):
+        params = SamplingParams(max_tokens=60, seed=1, structured_outputs=form)
+        assert name in engine.generate("x", params)[0].text
+
+
+def test_the_library_follows_a_form_as_the_server_does(client):
+    engine = tiny_engine()
+    forms = (
+        {"choice": ["yes", "maybe"]},
+        {"regex": "[ab]{3,5}c"},
+        {"grammar": 'start: "f(" /[0-9]{2}/ ")"'},
+        {"json": SCHEMA},
+    )
+    for form in forms:
+        expected = engine.generate(
+            PROMPT, SamplingParams(seed=4, max_tokens=60, structured_outputs=form)
+        )
+        found = client.post("/v1/completions", json=BODY | {"structured_outputs": form}).json()
+        assert found["choices"][0]["text"] == expected[0].text
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "it has none"),
+        ({"regex": "a", "choice": ["b"]}, "it has regex, choice"),
+        ({"regex": 3}, "must be text"),
+        ({"choice": []}, "must be text"),
+        ({"choice": "ab"}, "must be a list"),
+        ({"pattern": "a"}, "json, regex, choice, grammar"),
+        ({"json": "{"}, "no JSON schema"),
+        ({"json": {"a": {1, 2}}}, "no JSON schema"),
+        ("regex", "json, regex, choice, grammar"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused(form, message):
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(structured_outputs=form)
+
+
+def test_a_form_may_be_json_text():
+    params = SamplingParams(structured_outputs='{"regex": "a", "choice": null}')
+    assert params.structured_outputs == StructuredOutputs(regex="a")
+
+
+def test_a_form_and_a_mask_are_not_combined():
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    mask = Grammars(tiny.tokenizer(), tiny.VOCAB_SIZE, {0}).mask_of(params.structured_outputs)
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        tiny_engine().add_request("x", params, mask=mask)

@@ -17,6 +17,7 @@ from forerun.server.guard import check_address
 from forerun.server.keys import ApiKey, Keyring, LimitReached, read_keys
 
 KEY, LIMITED = "k" * 32, "m" * 32
+JSON = {"Content-Type": "application/json"}
 PROMPT = {"prompt": tiny.PROMPTS[0], "max_tokens": 4, "seed": 1}
 
 
@@ -82,8 +83,19 @@ def test_bodies_are_limited(guarded):
             yield b"x" * 100
 
     assert is_error(
-        guarded.post("/v1/completions", content=parts(), headers=headers), 413, "2000 bytes"
+        guarded.post("/v1/completions", content=parts(), headers=headers | JSON), 413, "2000 bytes"
     )
+
+
+def test_a_body_must_be_declared_to_be_json(guarded):
+    """A page of another site may send other types to this machine without asking first."""
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
+        headers = bearer(KEY) | {"Content-Type": kind}
+        response = guarded.post("/v1/completions", content=body, headers=headers)
+        assert is_error(response, 415, "send Content-Type: application/json")
+    headers = bearer(KEY) | {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert guarded.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
 def test_a_body_that_does_not_come_ends_the_request(guarded):
@@ -122,13 +134,23 @@ MALFORMED = [
     (b'{"prompt": "x", "n": 99}', "are 99 sequences"),
     (b'{"prompt": ["x", "y"], "n": 9}', "are 18 sequences; this server runs and queues 16"),
     (b'{"prompt": "x", "deadline_s": -1}', "deadline_s is -1"),
-    (b'{"prompt": "x", "echo": true}', "echo"),
+    (b'{"prompt": "x", "echo": 1}', "echo"),
+    (b'{"prompt": "x", "echo": true, "logprobs": 1, "stream": true}', "not streamed"),
+    (b'{"prompt": "x", "prompt_logprobs": 50}', "at most 20"),
+    (b'{"prompt": "x", "max_tokens": 0}', "max_tokens is 0"),
+    (b'{"prompt": "x", "metadata": ' + b"[" * 200 + b"]" * 200 + b"}", "201 levels"),
     (b'{"prompt": "x", "stream_options": {"include_usage": true}}', "stream_options"),
     (b'{"prompt": "x", "speculation": "medusa"}', "'medusa'; there are draft_model"),
     (b'{"prompt": "x", "speculation": {"num_speculative_tokens": 9}}', "at most 3"),
     (b'{"prompt": "x", "structured_outputs": {"regex": "(("}}', "grammar"),
     (b'{"prompt": "x", "response_format": {"type": "json_schema"}}', "json_schema"),
-    (b'{"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}', "several"),
+    (b'{"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}', "it has json, regex"),
+    (b'{"prompt": "x", "structured_outputs": {"regx": "a"}}', "json, regex, choice, grammar"),
+    (
+        b'{"prompt": "x", "structured_outputs": {"regex": "a"}, '
+        b'"response_format": {"type": "json_object"}}',
+        "several",
+    ),
 ]
 
 

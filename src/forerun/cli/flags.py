@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import Suppress, UseAppendAction, arg
 
 from forerun.bounded_read import read_text
 from forerun.control.base import Tree
@@ -106,6 +106,10 @@ class SamplingFlags(SamplingParams):
 
     stop: UseAppendAction[tuple[str, ...]] = ()
     logit_bias: UseAppendAction[Mapping[int, float]] = field(default_factory=dict)
+    prompt_logprobs: Suppress[None] = None
+    structured_outputs: str | None = None  # type: ignore[assignment]  # converted like JSON values
+    """A form that the text has to follow, as JSON: '{"choice": ["yes", "no"]}', or with regex, json
+    (a schema) or grammar in place of choice."""
     verification: Verification = "auto"
     """Verifier; all are lossless. "auto": coupled with a seed, else block."""
 

@@ -7,7 +7,9 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from operator import index
+from typing import TYPE_CHECKING
 
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.results import TokenStops
@@ -18,6 +20,9 @@ from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, TokenMask, problem_of_allowed
 from forerun.sampling.noise import request_key
+
+if TYPE_CHECKING:
+    from forerun.engine.grammar import Grammars
 
 Prompt = str | Seq[int]
 
@@ -78,9 +83,9 @@ class Intake:
             )
         self._check_tokens(params)
         self._check_possible(params)
-        if mask is not None:
-            self._check_mask(mask)
         ids = self._prompt_ids(prompt)
+        if (mask := self._mask_of(params, mask)) is not None:
+            self._check_mask(mask)
         room = self.max_context - len(ids)
         if params.min_tokens > room:
             raise InvalidRequest(
@@ -94,10 +99,12 @@ class Intake:
         for name, token in params.named_tokens():
             if token >= vocab_size:
                 raise InvalidRequest(f"{name} names token {token}, outside 0..{vocab_size - 1}")
-        if params.logprobs is not None and params.logprobs > vocab_size:
-            raise InvalidRequest(
-                f"logprobs is {params.logprobs}; the model has {vocab_size} tokens: ask for fewer"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name)
+            if number is not None and number > vocab_size:
+                raise InvalidRequest(
+                    f"{name} is {number}; the model has {vocab_size} tokens: ask for fewer"
+                )
 
     def _check_possible(self, params: SamplingParams) -> None:
         """Refuse parameters that forbid every token, at all positions or before min_tokens."""
@@ -117,6 +124,25 @@ class Intake:
             f"bad_token_ids leave ends the text ({sorted(ends)[:8]}): allow another, set "
             "ignore_eos, or set min_tokens to 0"
         )
+
+    def _mask_of(self, params: SamplingParams, mask: TokenMask | None) -> TokenMask | None:
+        """Return the mask of a request: the one it brings, or that of its structured outputs."""
+        asked = params.structured_outputs
+        if asked is None:
+            return mask
+        if mask is not None:
+            raise InvalidRequest("the request has a mask and structured_outputs; give one of them")
+        return self._grammars.mask_of(asked)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        try:
+            from forerun.engine.grammar import Grammars
+        except ModuleNotFoundError as error:
+            raise InvalidRequest(
+                f"structured_outputs needs {error.name}: run `pip install 'forerun[serve]'`"
+            ) from error
+        return Grammars(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
 
     def _check_mask(self, mask: TokenMask) -> None:
         """Refuse a mask with missing methods, a wrong width, or no allowed first token."""
@@ -163,20 +189,25 @@ class Intake:
             self.check_length(prompt)
             ids = self.tokenizer.encode(prompt)
         else:
+            if isinstance(prompt, list):
+                self._check_room(len(prompt))  # before its entries are looked at
             ids = _as_ids(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
-        if len(ids) >= self.max_context:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens; the context holds {self.max_context}, "
-                "one of them for output: shorten the prompt or raise max_context"
-            )
+        self._check_room(len(ids))
         outside = next((t for t in ids if not 0 <= t < self.target.vocab_size), None)
         if outside is not None:
             raise InvalidRequest(
                 f"prompt token {outside} is outside 0..{self.target.vocab_size - 1}"
             )
         return ids
+
+    def _check_room(self, num_tokens: int) -> None:
+        if num_tokens >= self.max_context:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens; the context holds {self.max_context}, "
+                "one of them for output: shorten the prompt or raise max_context"
+            )
 
     def check_length(self, text: str) -> None:
         """Refuse a text that cannot fit into the context before time is spent on its tokens.
@@ -206,8 +237,11 @@ class Intake:
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         room = self.max_context - len(ids)
         max_new = room if params.max_tokens is None else min(room, params.max_tokens)
-        scope = self.config.scope_of(terms.tenant)
-        if scope is None and params.n > 1:
+        mask = self._mask_of(params, mask)
+        # Log-probabilities of the prompt are of rows that are fed; those of a prefix would not be.
+        reads_all = params.prompt_logprobs is not None
+        scope = None if reads_all else self.config.scope_of(terms.tenant)
+        if scope is None and params.n > 1 and not reads_all:
             scope = os.urandom(8).hex()  # the samples of one request share their prompt in any case
         arrived_at_s = time.monotonic()
         return [

@@ -138,11 +138,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request: its prompt and all its samples."""
+    """A finished request: its prompt and all its samples.
+
+    Attributes:
+        prompt_logprobs: one entry per prompt token from the second on, where they were asked for;
+            fewer if the request ended before its prompt was read.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def outputs(self) -> tuple[Completion, ...]:

@@ -198,6 +198,23 @@ class ScheduledSequence:
         else:
             self.context.commit([*range(self.num_chain), *(self.num_chain + n for n in path)])
 
+    @property
+    def scored_rows(self) -> range:
+        """Fed rows whose next token is of the prompt and gets its log-probability from them."""
+        missing = self.sequence.num_unscored
+        if not missing:
+            return range(0)
+        first = self.sequence.num_prompt - 1 - missing - self.num_cached
+        return range(max(0, first), min(self.num_chain, first + missing))
+
+    def score_prompt(self, logits: Tensor) -> None:
+        """Store log-probabilities of prompt tokens, from the logits of the scored rows."""
+        sequence, rows = self.sequence, self.scored_rows
+        first = self.num_cached + rows.start + 1
+        tokens = sequence.ids[first : first + len(rows)]
+        most = sequence.params.prompt_logprobs or 0
+        sequence.prompt_logprobs += _logprobs_of(logits, tokens, most)
+
     def _note_times(self) -> None:
         """Record the times of the first token and of the sequence's end."""
         sequence = self.sequence
@@ -215,15 +232,20 @@ class ScheduledSequence:
         assert verdict is not None
         assert logits is not None
         rows = [0, *(node + 1 for node in verdict.path)][: self.num_emitted]
-        tokens = torch.tensor(verdict.tokens[: self.num_emitted], device=logits.device)
-        raw = raw_logprobs(logits[rows], tokens, self.sequence.params.logprobs or 0)
-        tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
-        return [
-            TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
-            for token, logprob, (ids, values) in zip(
-                verdict.tokens, raw.token_logprobs.tolist(), tops, strict=False
-            )
-        ]
+        tokens = verdict.tokens[: self.num_emitted]
+        return _logprobs_of(logits[rows], tokens, self.sequence.params.logprobs or 0)
+
+
+def _logprobs_of(logits: Tensor, tokens: Seq[int], top_n: int) -> list[TokenLogprobs]:
+    """Return the raw log-probability of one token per row, and of the most likely ones there."""
+    raw = raw_logprobs(logits, torch.tensor(tokens, device=logits.device), top_n)
+    tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
+    return [
+        TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(
+            tokens, raw.token_logprobs.tolist(), tops, strict=True
+        )
+    ]
 
 
 MAX_LOOKED_AT = 32

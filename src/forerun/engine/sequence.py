@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from forerun.control.base import Plan
@@ -77,6 +78,7 @@ class Sequence:
     context: Context | None = None
     sources: list[TokenSource] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     stop: Stop | None = None
     joined_at_s: float | None = None
@@ -105,6 +107,13 @@ class Sequence:
     def num_output(self) -> int:
         """Number of emitted tokens."""
         return len(self.ids) - self.num_prompt
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens whose log-probability is asked for and not known; never of the first."""
+        if self.params.prompt_logprobs is None or self.index:
+            return 0
+        return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
     def may_draft(self) -> bool:
@@ -192,7 +201,7 @@ class Sequence:
             finish_reason=self.stop.finish_reason,
             stop_reason=self.stop.stop_reason,
             sources=tuple(self.sources),
-            logprobs=self._readable_logprobs(tokenizer),
+            logprobs=_readable(self.logprobs, tokenizer, self.params.logprobs),
             acceptance=self.acceptance,
             ttft_s=None if first_s is None else max(0.0, first_s - self.arrived_at_s),
             prefill_s=None if first_s is None or joined_s is None else max(0.0, first_s - joined_s),
@@ -201,22 +210,25 @@ class Sequence:
             num_preemptions=self.num_preemptions,
         )
 
-    def _readable_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...] | None:
-        """Return log-probabilities with token texts; None if the request did not ask for them."""
-        if self.params.logprobs is None:
-            return None
 
-        def text_of(token: int) -> str:
-            return tokenizer.token_bytes(token).decode("utf-8", "replace")
+def _readable(
+    entries: Seq[TokenLogprobs], tokenizer: Tokenizer, asked: int | None
+) -> tuple[TokenLogprobs, ...] | None:
+    """Return log-probabilities with token texts; None if the request did not ask for them."""
+    if asked is None:
+        return None
 
-        return tuple(
-            replace(
-                entry,
-                token=text_of(entry.token_id),
-                top_tokens=tuple(text_of(token) for token, _ in entry.top),
-            )
-            for entry in self.logprobs
+    def text_of(token: int) -> str:
+        return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    return tuple(
+        replace(
+            entry,
+            token=text_of(entry.token_id),
+            top_tokens=tuple(text_of(token) for token, _ in entry.top),
         )
+        for entry in entries
+    )
 
 
 def output_of(samples: list[Sequence], tokenizer: Tokenizer) -> RequestOutput:
@@ -226,4 +238,5 @@ def output_of(samples: list[Sequence], tokenizer: Tokenizer) -> RequestOutput:
         request_id=first.request_id,
         prompt_token_ids=tuple(first.ids[: first.num_prompt]),
         completions=tuple(sample.completion(tokenizer) for sample in samples),
+        prompt_logprobs=_readable(first.prompt_logprobs, tokenizer, first.params.prompt_logprobs),
     )

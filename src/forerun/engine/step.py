@@ -203,30 +203,43 @@ class Stepper:
         clock.mark("pass_end")
         if output.features is not None:
             self._stage_features(fed, output.features)
-        tokens = batch.tokens
-        if output.logits.shape[0] < tokens.shape[0]:  # otherwise all rows are wanted, in order
-            tokens = tokens.index_select(0, batch.logit_rows)
-        verdicts = self.verify(emitting, output.logits, tokens)
+        tokens, logits, wanted = batch.tokens, output.logits, batch.logit_rows
+        if scoring := [e for e in fed if e.sequence.params.prompt_logprobs is not None]:
+            num_rows = logits.shape[0] - sum(len(entry.scored_rows) for entry in scoring)
+            logits, wanted = logits[:num_rows], wanted[:num_rows]
+        if logits.shape[0] < tokens.shape[0]:  # otherwise all rows are wanted, in order
+            tokens = tokens.index_select(0, wanted)
+        verdicts = self.verify(emitting, logits, tokens)
         keeps_logits = any(observer.wants_logits for observer in self.observers)
         row = 0
         for entry, verdict in zip(emitting, verdicts, strict=True):
             entry.verdict = verdict
             if keeps_logits or entry.sequence.params.logprobs is not None:
-                entry.logits = output.logits[row : row + entry.num_logit_rows]
+                entry.logits = logits[row : row + entry.num_logit_rows]
             row += entry.num_logit_rows
         if self.drafter is not None and (top_k := self.drafter.required_top_k):
-            _note_top_tokens(emitting, output.logits, tokens, min(top_k, output.logits.shape[1]))
+            _note_top_tokens(emitting, logits, tokens, min(top_k, logits.shape[1]))
+        for entry in scoring:
+            row, start = row + len(entry.scored_rows), row
+            entry.score_prompt(output.logits[start:row])
 
     def _batch(self, fed: Seq[ScheduledSequence]) -> RowBatch:
-        """Return the rows of the pass, with logits requested where tokens are emitted."""
+        """Return the rows of the pass, with logits requested where tokens are emitted.
+
+        Rows that yield log-probabilities of a prompt come after those.
+        """
         device = self.target.device
         wanted: list[int] = []
+        scored: list[int] = []
         row = 0
         for entry in fed:
+            if entry.sequence.params.prompt_logprobs is not None:
+                scored += (row + at for at in entry.scored_rows)
             row += entry.num_chain
             if entry.completes:
                 wanted += range(row - 1, row + entry.num_drafted)
                 row += entry.num_drafted
+        wanted += scored
         batch = pack([entry.span() for entry in fed], _tokens_of(fed, device), wanted, device)
         return replace(batch, feature_layers=self.feature_layers) if self.feature_layers else batch
 

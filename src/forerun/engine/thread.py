@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Seq
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -216,27 +217,46 @@ class EngineThread:
             QueueFull: as many sequences wait as may.
             EngineStopped: the engine was closed, or an error ended it.
         """
+        return self.submit_all([prompt], params, [request_id], terms, mask)[0]
+
+    def submit_all(
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams | None = None,
+        request_ids: Seq[str | None] | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> list[Ticket]:
+        """Queue a request per prompt as `submit` does, or none of them if one is refused."""
         self._check_process()
         params = params or SamplingParams()
         intake = self.engine.intake
-        ids = intake.check(prompt, params, mask)
+        checked = [intake.check(prompt, params, mask) for prompt in prompts]
         terms = intake.check_terms(terms)
+        tickets: list[Ticket] = []
         with self._lock:
             self.check_running()
-            intake.check_open(params.n, self._num_unfinished)
-            request_id = request_id or self._unused_id()
-            if request_id in self._tickets:
-                raise InvalidRequest(f"request id {request_id!r} is already in use")
-            abort = partial(self._inbox.put, partial(self._abort, request_id))
-            ticket = self._tickets[request_id] = Ticket(request_id, params.n, abort)
-            self._num_unfinished += params.n
+            intake.check_open(params.n * len(prompts), self._num_unfinished)
+            for request_id in request_ids or [None] * len(prompts):
+                request_id = request_id or self._unused_id()
+                if request_id in self._tickets:
+                    raise InvalidRequest(f"request id {request_id!r} is already in use")
+                abort = partial(self._inbox.put, partial(self._abort, request_id))
+                ticket = self._tickets[request_id] = Ticket(request_id, params.n, abort)
+                tickets.append(ticket)
+                self._num_unfinished += params.n
         try:
-            samples = intake.sequences(request_id, ids, params, terms, mask)
+            samples = [
+                intake.sequences(ticket.request_id, ids, params, terms, mask)
+                for ticket, ids in zip(tickets, checked, strict=True)
+            ]
         except BaseException as error:  # a mask that cannot be forked, for example
-            self._end(ticket, EngineStopped(f"the request could not be queued: {error!r}"))
+            for ticket in tickets:
+                self._end(ticket, EngineStopped(f"the request could not be queued: {error!r}"))
             raise
-        self._inbox.put(partial(self._enlist, ticket, samples))
-        return ticket
+        for ticket, its_samples in zip(tickets, samples, strict=True):
+            self._inbox.put(partial(self._enlist, ticket, its_samples))
+        return tickets
 
     def _check_process(self) -> None:
         # Before any lock: one that was held during the fork is never released here.

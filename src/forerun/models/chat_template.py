@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SECONDS = 5
+MAX_START_SECONDS = 20
 MAX_BYTES = 1 << 30
 MAX_CHARACTERS = 8 << 20
 
@@ -61,19 +62,20 @@ class TemplateProcess:
         """
         request = {"template": template, "variables": dict(variables), "max_seconds": max_seconds}
         with self._lock:
-            answer = self._ask(json.dumps(request).encode() + b"\n", max_seconds)
+            # On a busy machine a second of work takes several.
+            answer = self._ask(json.dumps(request).encode() + b"\n", 4 * max_seconds)
         if "text" in answer:
             return str(answer["text"])
         limit = f"it took more than {max_seconds} s, or its process was killed"
         raise TemplateRefused(str(answer.get("error", limit)))
 
-    def _ask(self, line: bytes, max_seconds: int) -> dict[str, Any]:
+    def _ask(self, line: bytes, max_wall_s: float) -> dict[str, Any]:
         """Return the reply of the child process; it is empty if the child was killed."""
+        start_s = 0 if self.is_running else MAX_START_SECONDS
         child = self._running()
         assert child.stdin is not None
         assert child.stdout is not None
-        # On a busy machine a second of work takes several.
-        alarm = threading.Timer(4 * max_seconds + 10, child.kill)
+        alarm = threading.Timer(max_wall_s + start_s, child.kill)
         alarm.start()
         try:
             child.stdin.write(line)

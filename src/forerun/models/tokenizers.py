@@ -8,7 +8,6 @@ does the work from there. Only chat templates, which few runs render, are left t
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,8 +23,9 @@ from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
 from forerun.models.token_text import TextStream, token_decoder
 
-SURROGATE = re.compile("[\ud800-\udfff]")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+SHORT_CHARACTERS = 1 << 15
+"""Of texts that are not worth the means by which others need not wait for them."""
 Messages = list[dict[str, Any]]
 """A conversation: each message with "role" and "content"."""
 Renderer = Callable[[Messages, Mapping[str, Any]], str]
@@ -82,12 +82,18 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text holds a lone surrogate, which stands for no character.
         """
-        if (lone := SURROGATE.search(text)) is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"character {lone.start()} of the text is {lone[0]!r}, half of a surrogate pair: "
-                "send the text as UTF-8"
-            )
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+                f"character {error.start} of the text is {text[error.start]!r}, half of a "
+                "surrogate pair: send the text as UTF-8"
+            ) from None
+        if len(text) <= SHORT_CHARACTERS:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Other threads may run while a batch is encoded.
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def with_plain_specials(self) -> Tokenizer:
         """Return this tokenizer with special tokens written out in a text read as plain text."""
@@ -307,7 +313,8 @@ def _definition_of(backend: Any) -> TokenizerDefinition:
 def _renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
     template = template or backend.get_chat_template()
-    process = TemplateProcess()
+    # Two, so that short conversations do not wait for long ones.
+    short, long = TemplateProcess(), TemplateProcess()
 
     def render(messages: Messages, given: Mapping[str, Any]) -> str:
         variables = {
@@ -318,6 +325,8 @@ def _renderer(backend: Any, template: str = "") -> Renderer:
             "messages": without_none(messages),
         }
         try:
+            num_characters = sum(len(str(message.get("content"))) for message in messages)
+            process = short if num_characters <= SHORT_CHARACTERS else long
             return process.render(template, variables)
         except TemplateRefused as error:
             raise InvalidRequest(f"the chat template refuses the conversation: {error}") from error

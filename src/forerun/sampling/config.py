@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -96,6 +98,101 @@ def shortened(values: tuple[Any, ...]) -> str:
     return shown if len(values) <= 8 else f"{shown[:-1]}, ... {len(values)} in all)"
 
 
+MAX_GRAMMAR_CHARACTERS: Mapping[str, int] = MappingProxyType(
+    {"json": 1 << 18, "regex": 8192, "choice": 1 << 20, "grammar": 1 << 16}
+)
+"""A regular expression of 40,000 characters took 11 s and 1.5 GiB to compile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """A form that the text has to follow; exactly one field is given. Names are those of vLLM.
+
+    Attributes:
+        json: a JSON schema, as an object or as JSON text; kept as text.
+        regex: a regular expression.
+        choice: texts, of which the output is one.
+        grammar: a grammar in the Lark dialect of llguidance.
+
+    Raises:
+        InvalidRequest: not one field is given, or one is malformed or too long to be compiled.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        """Convert the schema to text and the choices to a tuple; check types and lengths."""
+        given = [name for name in MAX_GRAMMAR_CHARACTERS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                "structured_outputs needs exactly one of json, regex, choice and grammar; it has "
+                + (", ".join(given) or "none")
+            )
+        (name,) = given
+        if name == "json":
+            object.__setattr__(self, "json", _as_schema(self.json))
+        elif name == "choice":
+            object.__setattr__(self, "choice", as_tuple("structured_outputs.choice", self.choice))
+        value = getattr(self, name)
+        texts = value if name == "choice" else (value,)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"structured_outputs.{name} is {value!r:.200}; it must be text")
+        _check_grammar_length(f"structured_outputs.{name}", name, sum(map(len, texts)))
+
+    @classmethod
+    def of(cls, value: object) -> StructuredOutputs:
+        """Return a form given as an object with these fields, or as the JSON text of one.
+
+        Raises:
+            InvalidRequest: it is no such object.
+        """
+        if isinstance(value, StructuredOutputs):
+            return value
+        known = MAX_GRAMMAR_CHARACTERS.keys()
+        if isinstance(value, str):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        if not isinstance(value, Mapping) or not value.keys() <= known:
+            raise InvalidRequest(
+                f"structured_outputs is {value!r:.200}; it must be an object with one of "
+                + ", ".join(known)
+            )
+        return cls(**{name: form for name, form in value.items() if form is not None})
+
+
+def _as_schema(schema: object) -> str:
+    """Return a JSON schema as text, once its regular expressions are known not to be too long."""
+    name = "structured_outputs.json"
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        _check_grammar_length(name, "json", len(text))
+        values: list[Any] = [json.loads(text)]
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"{name} is no JSON schema: {error!s:.200}") from error
+    num_characters = 0
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            patterns = [value.get("pattern"), *(value.get("patternProperties") or ())]
+            num_characters += sum(len(each) for each in patterns if isinstance(each, str))
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+    _check_grammar_length(f"the regular expressions in {name}", "regex", num_characters)
+    return text
+
+
+def _check_grammar_length(name: str, kind: str, num_characters: int) -> None:
+    most = MAX_GRAMMAR_CHARACTERS[kind]
+    if num_characters > most:
+        raise InvalidRequest(f"{name}: {num_characters} characters; at most {most} are compiled")
+
+
 Verification = Literal["auto", "walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
 Method = Literal["walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
 
@@ -121,6 +218,7 @@ RANGES = (
     Range("max_tokens", 1, MAX_COUNT, integer=True, optional=True),
     Range("min_tokens", 0, MAX_COUNT, integer=True),
     Range("logprobs", 0, MAX_COUNT, integer=True, optional=True),
+    Range("prompt_logprobs", 0, MAX_COUNT, integer=True, optional=True),
     Range("n", 1, MAX_COUNT, integer=True),
     Range("draft_temperature", 0, MAX_SCALE, optional=True),
 )
@@ -156,7 +254,11 @@ class SamplingParams:
         stop_token_ids: ids that end the text.
         ignore_eos: go on after an end-of-sequence token.
         logprobs: also report this many most likely tokens per position, before any processing.
+        prompt_logprobs: the same for the tokens of the prompt, which is then read whole: nothing of
+            it is taken from the KV cache.
         n: samples per prompt.
+        structured_outputs: a form that the text has to follow: `StructuredOutputs`, or an object
+            with its fields.
         verification: "auto" chooses the best exact verifier, see `resolve_verification`.
         draft_temperature: temperature of the draft alone; None uses the request's. Speed only.
 
@@ -182,7 +284,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
+    structured_outputs: StructuredOutputs | None = None
     verification: Verification = "auto"
     draft_temperature: float | None = None
 
@@ -200,6 +304,11 @@ class SamplingParams:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}; it must be at most max_tokens, "
                 f"{self.max_tokens}: lower it or raise max_tokens"
+            )
+        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
+            raise InvalidRequest(
+                "a grammar decides where the text ends, so min_tokens and ignore_eos cannot be "
+                "used with structured_outputs"
             )
         if self.verification not in get_args(Verification):
             raise InvalidRequest(
@@ -221,6 +330,8 @@ class SamplingParams:
             put("allowed_token_ids", as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
             put("logit_bias", _as_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
 
     def _check_temperatures(self) -> None:
         for name in ("temperature", "draft_temperature"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, reduce
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -12,7 +14,8 @@ import msgspec
 
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
 from forerun.models.tokenizers import Tokenizer
-from forerun.server.protocol import ChatRequest, GenerationRequest
+from forerun.server.errors import error_body
+from forerun.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from forerun.server.tool_calls import ToolCallParser, ToolFormat
 from forerun.theory.acceptance import AcceptanceCounts
 
@@ -68,22 +71,59 @@ class Answer:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the body of a response that is not streamed."""
+        body = self.body
+        if isinstance(body, CompletionRequest) and body.is_only_scored:
+            outputs = [_without_tokens(output) for output in outputs]
         choices = [
-            self._choice(place * self.body.n + completion.index, completion)
+            self._choice(place * body.n + completion.index, completion)
+            | self._of_prompt(place, output, completion)
             for place, output in enumerate(outputs)
             for completion in output.completions
         ]
-        return msgspec.json.encode({**self.head, "choices": choices, "usage": _usage_of(outputs)})
+        return msgspec.json.encode({**self.head, "choices": choices, "usage": usage_of(outputs)})
 
     def first(self, num_choices: int) -> bytes:
-        """Return the first events of a stream, which for chat hold the role of each choice."""
-        if not self.is_chat:
-            return b""
-        return b"".join(
-            event({**self.chunk_head, "choices": [_choice_of(at, {"delta": delta})]})
-            for at in range(num_choices)
-            for delta in [{"role": "assistant", "content": ""}]
-        )
+        """Return the first events of a stream: the role of each choice, or its echoed prompt."""
+        texts: list[Json] = []
+        if self.is_chat:
+            texts = [{"delta": {"role": "assistant", "content": ""}}] * num_choices
+        elif isinstance(self.body, CompletionRequest) and self.body.echo:
+            places = range(len(self.body.prompts))
+            texts = [{"text": self._echoed(place)} for place in places for _ in range(self.body.n)]
+        choices = [_choice_of(at, text) for at, text in enumerate(texts)]
+        return b"".join(event({**self.chunk_head, "choices": [choice]}) for choice in choices)
+
+    def _echoed(self, place: int) -> str:
+        """Return the text of a prompt."""
+        assert isinstance(self.body, CompletionRequest)
+        prompt = self.body.prompts[place]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _of_prompt(self, place: int, output: RequestOutput, completion: Completion) -> Json:
+        """Return the fields of a choice that concern its prompt, if they are asked for."""
+        body = self.body
+        if not isinstance(body, CompletionRequest):
+            return {}
+        found: Json = {}
+        scored = output.prompt_logprobs
+        if body.prompt_logprobs is not None and scored is not None:
+            found["prompt_logprobs"] = [None, *map(self._by_id, scored)]
+        if body.echo:
+            found["text"] = self._echoed(place) + completion.text
+        if body.echo and completion.logprobs is not None and scored is not None:
+            first = output.prompt_token_ids[0]
+            found["logprobs"] = self._flat_logprobs(0, [*scored, *completion.logprobs], first)
+        return found
+
+    def _by_id(self, entry: TokenLogprobs) -> Json:
+        """Return log-probabilities in the form that vLLM uses for prompts."""
+        found = {entry.token_id: {"logprob": entry.logprob, "rank": None}}
+        for rank, (token, logprob) in enumerate(entry.top, start=1):
+            found[token] = {"logprob": logprob, "rank": rank}
+        return {
+            str(token): {**values, "decoded_token": self._text(token)}
+            for token, values in found.items()
+        }
 
     def chunk(self, at: int, chunk: StreamChunk) -> bytes:
         """Return the event of a chunk; empty if the chunk has neither text nor other fields."""
@@ -103,9 +143,16 @@ class Answer:
         choice |= self._tokens(chunk)
         return event({**self.chunk_head, "choices": [choice]})
 
-    def usage(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the event that has the usage of a stream."""
-        return event({**self.chunk_head, "choices": [], "usage": _usage_of(outputs)})
+    def last(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the last events of a stream."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return DONE
+        return event({**self.chunk_head, "choices": [], "usage": usage_of(outputs)}) + DONE
+
+    def failed(self, message: str, status: int) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"data: " + error_body(message, status) + b"\n\n" + DONE
 
     def _choice(self, at: int, completion: Completion) -> Json:
         content, calls, reason = self._content(at, completion.text, completion.finish_reason)
@@ -167,20 +214,20 @@ class Answer:
         found = {"token": self._text(token), "logprob": logprob}
         return found | {"bytes": list(self.tokenizer.token_bytes(token))}
 
-    def _flat_logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:
-        offset = self._num_characters.get(at, 0)
-        texts, offsets = [], []
-        for entry in entries:
-            texts.append(self._text(entry.token_id))
-            offsets.append(offset)
-            offset += len(texts[-1])
-        self._num_characters[at] = offset
+    def _flat_logprobs(
+        self, at: int, entries: Sequence[TokenLogprobs], first: int | None = None
+    ) -> Json:
+        """Return log-probabilities; `first` is a token before them, which has none."""
+        before = [] if first is None else [None]
+        tokens = [entry.token_id for entry in entries]
+        texts = [self._text(token) for token in ([first] if first is not None else []) + tokens]
+        offsets = [*accumulate(map(len, texts), initial=self._num_characters.get(at, 0))]
+        self._num_characters[at] = offsets.pop()
+        tops = [{self._text(token): value for token, value in entry.top} for entry in entries]
         return {
             "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [
-                {self._text(token): logprob for token, logprob in entry.top} for entry in entries
-            ],
+            "token_logprobs": [*before, *(entry.logprob for entry in entries)],
+            "top_logprobs": [*before, *tops],
             "text_offset": offsets,
         }
 
@@ -193,6 +240,16 @@ class Answer:
             return content.decode()
         except UnicodeDecodeError:  # a part of a character, named as the OpenAI API names it
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """Return an output whose samples have no tokens."""
+    empty: Json = {"text": "", "token_ids": (), "sources": (), "finish_reason": "length"}
+    samples = [
+        replace(sample, **empty, logprobs=() if sample.logprobs is not None else None)
+        for sample in output.completions
+    ]
+    return replace(output, completions=tuple(samples))
 
 
 def _choice_of(
@@ -208,7 +265,7 @@ def _choice_of(
     return {"index": at, **text, "logprobs": None, **ends}
 
 
-def _usage_of(outputs: Sequence[RequestOutput]) -> Json:
+def usage_of(outputs: Sequence[RequestOutput]) -> Json:
     """Return the usage of a response: token counts and acceptance figures.
 
     The figures of speculation are those of the steps that drafted; `num_plain_steps` counts the

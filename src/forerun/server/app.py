@@ -6,22 +6,25 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import forerun
 from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.config import RequestTerms
-from forerun.engine.intake import Prompt
+from forerun.engine.thread import Ticket
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.server.answers import DONE, Answer
+from forerun.server.answers import Answer
+from forerun.server.bodies import INLINE_BYTES, read_body
 from forerun.server.config import ServerConfig
 from forerun.server.errors import (
     ERRORS,
@@ -29,25 +32,26 @@ from forerun.server.errors import (
     TEXT,
     DescribedApp,
     ModelNotServed,
-    error_body,
     response_for,
     status_of,
 )
 from forerun.server.generation import Disconnected, EventStream, Generation, while_connected
-from forerun.server.grammar import Grammars
 from forerun.server.guard import Guard
 from forerun.server.keys import ApiKey, Keyring
 from forerun.server.live import LiveView
 from forerun.server.live_page import page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
+    rendered,
 )
-from forerun.server.tool_calls import ToolFormat, chosen_format
+from forerun.server.responses import ResponsesAnswer, ResponsesRequest
+from forerun.server.tool_calls import ToolFormat, chosen_format, forced
 
 logger = logging.getLogger("forerun.server")
 
@@ -60,24 +64,68 @@ class ServerState:
         engine: runs while the application does.
         model: the name that requests use for the target.
         config: settings of the server.
-        grammars: compile the constraints of requests.
         tool_format: form of the tool calls in the model's text; None where it is not known.
         metrics: for Prometheus.
         started_at_s: seconds since 1970.
+        large: parses and tokenises large bodies, one after the other, so that the memory they take
+            is limited and short requests do not wait for them.
+        grammars: compiles grammars, one after the other.
     """
 
     engine: AsyncEngine
     model: str
     config: ServerConfig
-    grammars: Grammars
     tool_format: ToolFormat | None
     metrics: ServerMetrics
     started_at_s: float
+    large: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "large"))
+    grammars: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "grammar"))
+
+    def close(self) -> None:
+        for executor in (self.large, self.grammars):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request that names another model."""
         if name is not None and name != self.model:
             raise ModelNotServed(f"the model {name!r:.200} is not served; there is {self.model!r}")
+
+    def submit(self, body: GenerationRequest, key: ApiKey) -> list[Ticket]:
+        """Check a request and queue its prompts, or none of them; it may take long.
+
+        Raises:
+            InvalidRequest: something of it cannot be honoured, or exceeds the limits of its key.
+            QueueFull: there is no room for all of its prompts.
+        """
+        engine = self.engine.engine
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options needs stream to be true")
+        call = None
+        if body.forced_tools:
+            added = {text: token for token, (text, _) in engine.tokenizer.added.items()}
+            call = forced(body.forced_tools, self.tool_format, added)
+        params = body.sampling(self.config.max_logprobs, call)
+        plan = body.plan(self.engine.capabilities(), engine.config)
+        num_prompts, most = body.num_prompts, engine.intake.max_unfinished
+        if num_prompts * params.n > most:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n = {params.n} are {num_prompts * params.n} "
+                f"sequences; this server runs and queues {most}: send them in several requests"
+            )
+        key.check(body.priority, num_prompts * params.n, params.max_tokens)
+        terms = RequestTerms(
+            priority=body.priority, deadline_s=body.deadline_s, tenant=key.tenant, plan=plan
+        )
+        return self.engine.submit_all(body.prompts_for(engine.intake), params, terms=terms)
+
+
+BODIES: Mapping[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 
 
 def create_app(
@@ -95,13 +143,14 @@ def create_app(
         keys: that requests need; without any, none is needed.
     """
     config = config or ServerConfig()
-    target, tokenizer = engine.engine.target, engine.engine.tokenizer
-    tool_format = chosen_format(config.tool_format, tokenizer.definition.chat_template)
+    template = engine.engine.tokenizer.definition.chat_template
+    tool_format = chosen_format(config.tool_format, template)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with engine:
             yield
+        server.close()
 
     app = DescribedApp(
         title="forerun",
@@ -115,7 +164,6 @@ def create_app(
         engine=engine,
         model=model,
         config=config,
-        grammars=Grammars(tokenizer, target.vocab_size, engine.engine.eos_token_ids, tool_format),
         tool_format=tool_format,
         metrics=ServerMetrics(engine.engine, model),
         started_at_s=time.time(),
@@ -130,10 +178,11 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-forerun-ignored"],
         )
-    for kind in (ForerunError, RequestValidationError, HTTPException, Exception):
+    app.bodies = BODIES
+    for kind in (ForerunError, HTTPException, Exception):
         app.add_exception_handler(kind, response_for)
     _add_generation(app)
-    add_tokens(app)
+    _add_tokens(app)
     _add_status(app)
     _add_page(app, server, len({key.tenant for key in keys}))
     return app
@@ -155,64 +204,44 @@ def _add_generation(app: FastAPI) -> None:
     """Add the routes that generate text."""
 
     @app.post("/v1/completions", responses=STREAMS, response_class=Response)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
-        return await answered(body, body.prompts, request)
+        return await _generated(request, CompletionRequest, Answer)
 
     @app.post("/v1/chat/completions", responses=STREAMS, response_class=Response)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        server: ServerState = request.app.state.server
-        tokenizer = server.engine.engine.tokenizer
-        messages = [message.for_template() for message in body.messages]
+        return await _generated(request, ChatRequest, Answer)
 
-        def prompt() -> list[int]:
-            text = tokenizer.render_chat(messages, variables=body.template_variables)
-            server.engine.engine.intake.check_length(text)
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        server.check_model(body.model)  # before the template is rendered
-        return await answered(body, [await asyncio.to_thread(prompt)], request)
+    @app.post("/v1/responses", responses=STREAMS, response_class=Response)
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the form of OpenAI's Responses API."""
+        return await _generated(request, ResponsesRequest, ResponsesAnswer)
 
 
-async def answered(
-    body: GenerationRequest, prompts: Sequence[Prompt], request: Request
+async def _generated(
+    request: Request, kind: type[GenerationRequest], answer_kind: type[Answer | ResponsesAnswer]
 ) -> Response:
     """Generate text for a request, and return it at once or as a stream."""
     server: ServerState = request.app.state.server
+    body = await read_body(request, kind, server.large)
     server.check_model(body.model)
-    engine = server.engine
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream to be true")
-    params = body.sampling(server.config.max_logprobs)
-    most = engine.engine.intake.max_unfinished
-    if len(prompts) * params.n > most:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} sequences; "
-            f"this server runs and queues {most}: send them in several requests"
-        )
-    plan = body.plan(engine.capabilities(), engine.engine.config)
+    is_large = len(await request.body()) > INLINE_BYTES
+    slow = server.large if is_large else None
     key: ApiKey = request.state.key
-    key.check(body.priority, len(prompts) * params.n, params.max_tokens)
-    terms = RequestTerms(
-        priority=body.priority, deadline_s=body.deadline_s, tenant=key.tenant, plan=plan
+    generation = await Generation.begin(
+        partial(server.submit, body, key), body.n, server.grammars if body.has_grammar else slow
     )
-    mask = None
-    if body.has_grammar:
-        loop, grammars = asyncio.get_running_loop(), server.grammars
-        mask = await loop.run_in_executor(grammars.pool, grammars.mask_of, body)
-    generation = await Generation.begin(engine, prompts, params, terms, mask)
-    answer = Answer(
-        uuid.uuid4().hex, server.model, body, engine.engine.tokenizer, server.tool_format
+    answer = answer_kind(
+        uuid.uuid4().hex, server.model, body, server.engine.engine.tokenizer, server.tool_format
     )
-
     ignored = {"x-forerun-ignored": ", ".join(body.ignored)} if body.ignored else {}
     if ignored:
         logger.debug("fields without an effect here: %s", ignored["x-forerun-ignored"])
 
     def close() -> None:
         if not generation.is_over:
-            server.metrics.aborted(len(prompts) * params.n)
+            server.metrics.aborted(len(generation.tickets) * body.n)
         for output in generation.finished:
             server.metrics.finished(output)
         generation.close()
@@ -226,64 +255,81 @@ async def answered(
         return Response(status_code=499)
     finally:
         close()
-    return Response(answer.whole(outputs), media_type="application/json", headers=ignored)
+    content = await asyncio.to_thread(answer.whole, outputs)
+    return Response(content, media_type="application/json", headers=ignored)
 
 
-async def _stream_of(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
+async def _stream_of(
+    generation: Generation, answer: Answer | ResponsesAnswer
+) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error is sent as the last event."""
-    options = answer.body.stream_options
     try:
         if first := answer.first(len(generation.tickets) * generation.num_samples):
             yield first
         async for at, chunk in generation.chunks():
             if data := answer.chunk(at, chunk):
                 yield data
-        outputs = await generation.outputs()
-        if options is not None and options.include_usage:
-            yield answer.usage(outputs)
+        yield answer.last(await generation.outputs())
     except ForerunError as error:
-        yield b"data: " + error_body(str(error), status_of(error)) + b"\n\n"
-    yield DONE
+        yield answer.failed(str(error), status_of(error))
 
 
-def add_tokens(app: FastAPI) -> None:
+def _add_tokens(app: FastAPI) -> None:
     """Add the routes that convert between text and tokens."""
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt or of a conversation."""
-        server: ServerState = request.app.state.server
-        server.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("give a prompt or messages, and not both")
-        tokenizer = server.engine.engine.tokenizer
-
-        def encoded() -> list[int]:
-            intake = server.engine.engine.intake
-            if body.prompt is not None:
-                intake.check_length(body.prompt)
-                return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-            messages = [message.for_template() for message in body.messages or ()]
-            text = tokenizer.render_chat(messages)
-            intake.check_length(text)
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        tokens = await asyncio.to_thread(encoded)
-        found = {"count": len(tokens), "max_model_len": server.engine.engine.max_context}
-        if body.return_token_strs:
-            return {**found, "tokens": tokens, "token_strs": [tokenizer.piece(t) for t in tokens]}
-        return {**found, "tokens": tokens}
+        return await _converted(request, TokenizeRequest, _tokenized)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    async def detokenize(request: Request) -> Response:
         """Return the text of some ids, special tokens left out."""
-        server: ServerState = request.app.state.server
-        server.check_model(body.model)
-        vocab_size = server.engine.engine.target.vocab_size
-        outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            raise InvalidRequest(f"token {outside} is outside 0..{vocab_size - 1}")
-        return {"prompt": server.engine.engine.tokenizer.decode(body.tokens)}
+        return await _converted(request, DetokenizeRequest, _detokenized)
+
+
+ConvertedT = TypeVar("ConvertedT", TokenizeRequest, DetokenizeRequest)
+
+
+async def _converted(
+    request: Request,
+    kind: type[ConvertedT],
+    convert: Callable[[ServerState, ConvertedT], dict[str, Any]],
+) -> Response:
+    """Return the JSON of a conversion, which runs away from the event loop."""
+    server: ServerState = request.app.state.server
+    body = await read_body(request, kind, server.large)
+    server.check_model(body.model)
+    executor = server.large if len(await request.body()) > INLINE_BYTES else None
+
+    def content() -> bytes:
+        return msgspec.json.encode(convert(server, body))
+
+    found = await asyncio.get_running_loop().run_in_executor(executor, content)
+    return Response(found, media_type="application/json")
+
+
+def _tokenized(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give a prompt or messages, and not both")
+    intake = server.engine.engine.intake
+    if body.prompt is None:
+        tokens = rendered(body.messages or [], intake)
+    else:
+        intake.check_length(body.prompt)
+        tokens = intake.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    found = {"count": len(tokens), "max_model_len": intake.max_context, "tokens": tokens}
+    if body.return_token_strs:
+        found["token_strs"] = [intake.tokenizer.piece(token) for token in tokens]
+    return found
+
+
+def _detokenized(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
+    vocab_size = server.engine.engine.target.vocab_size
+    outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(f"token {outside} is outside 0..{vocab_size - 1}")
+    return {"prompt": server.engine.engine.tokenizer.decode(body.tokens)}
 
 
 def _add_status(app: FastAPI) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -23,12 +23,12 @@ from forerun.errors import (
     QueueFull,
     UnreadableInput,
 )
+from forerun.server.bodies import InvalidBody
+from forerun.server.protocol import Body
 
 logger = logging.getLogger("forerun.server")
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-MAX_SHOWN = 200
-MAX_PROBLEMS = 5
 RETRY_AFTER_S = 1
 
 
@@ -44,7 +44,6 @@ def status_of(error: Exception) -> int:
         (ModelNotServed, 404),
         (InvalidRequest, 400),
         (UnreadableInput, 400),
-        (RequestValidationError, 400),
         (QueueFull, 429),
         (EngineStopped, 503),
     )
@@ -87,9 +86,6 @@ def error_response(
 async def response_for(request: Request, error: Exception) -> Response:
     """Return the response for an exception; an unexpected exception is logged and not shown."""
     status = status_of(error)
-    if isinstance(error, RequestValidationError):
-        message, param = _validation_message(error)
-        return error_response(message, status, param=param)
     if isinstance(error, HTTPException):
         return error_response(str(error.detail), status, headers=error.headers)
     if status == 429:
@@ -101,29 +97,12 @@ async def response_for(request: Request, error: Exception) -> Response:
             return error_response(
                 str(error), status, param="prompt", code="context_length_exceeded"
             )
-        is_model = isinstance(error, ModelNotServed)
-        code, param = ("model_not_found", "model") if is_model else (None, None)
-        return error_response(str(error), status, code=code, param=param)
+        if isinstance(error, ModelNotServed):
+            return error_response(str(error), status, param="model", code="model_not_found")
+        param = error.param if isinstance(error, InvalidBody) else None
+        return error_response(str(error), status, param=param)
     logger.error("unexpected %s", type(error).__name__, exc_info=error)
     return error_response("an error that the server did not foresee; see its log", status)
-
-
-def _validation_message(error: RequestValidationError) -> tuple[str, str | None]:
-    """Return a message on an invalid body, and the name of the first invalid field."""
-    problems: dict[str, str] = {}
-    for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"][1:])
-        if problem["type"] == "json_invalid":
-            return f"the body is no JSON: {problem['ctx']['error']}", None
-        if problem["type"] in ("not_supported", "too_many"):
-            said = problem["msg"]
-        elif problem["type"] == "extra_forbidden":
-            said = "is not a known field"
-        else:
-            said = f"{problem['msg']} (given: {str(problem.get('input'))[:MAX_SHOWN]})"
-        problems.setdefault(path, said)
-    shown = [f"{path or 'the body'}: {said}" for path, said in problems.items()][:MAX_PROBLEMS]
-    return "; ".join(shown), next(iter(problems), "") or None
 
 
 class ErrorDetail(BaseModel):
@@ -147,6 +126,7 @@ REASONS = {
     404: "No such model",
     408: "The body did not come in time",
     413: "The body is too long",
+    415: "The body is not declared to be JSON",
     421: "The Host header names another server",
     429: "A queue or a limit is full; see Retry-After",
     500: "An error of the server",
@@ -167,12 +147,26 @@ TEXT: dict[int | str, dict[str, Any]] = {
 
 
 class DescribedApp(FastAPI):
-    """A FastAPI application whose OpenAPI description lists the status codes of all responses."""
+    """A FastAPI application whose OpenAPI description has the bodies that its routes read.
+
+    Attributes:
+        bodies: form of the body of a POST request, by path.
+    """
+
+    bodies: Mapping[str, type[Body]] = MappingProxyType({})
 
     def openapi(self) -> dict[str, Any]:
         """Return the description, with 400 as the status of an invalid body instead of 422."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
         found = super().openapi()
-        for path in found["paths"].values():
-            for operation in path.values():
+        schemas = found["components"]["schemas"]
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
                 operation["responses"].pop("422", None)
+            if (kind := self.bodies.get(path)) is not None:
+                schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas |= schema.pop("$defs", {})
+                content = {"application/json": {"schema": schema}}
+                operations["post"]["requestBody"] = {"content": content, "required": True}
         return found

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from forerun.engine.asynchronous import AsyncEngine
-from forerun.engine.config import RequestTerms
-from forerun.engine.intake import Prompt
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.thread import Ticket
 from forerun.errors import ForerunError
-from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import TokenMask
 
 END = None
 """Put into a queue of chunks where one ticket has no more."""
@@ -49,29 +45,25 @@ class Generation:
 
     @classmethod
     async def begin(
-        cls,
-        engine: AsyncEngine,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        terms: RequestTerms,
-        mask: TokenMask | None = None,
+        cls, submit: Callable[[], Sequence[Ticket]], num_samples: int, executor: Executor | None
     ) -> Generation:
-        """Queue all prompts, or none if one of them is refused.
+        """Queue the prompts away from the event loop; a client that leaves meanwhile aborts them.
+
+        Args:
+            submit: checks the request and queues its prompts.
+            num_samples: n, samples per prompt.
+            executor: where it is called; None takes that of short work.
 
         Raises:
-            InvalidRequest: a prompt or a parameter cannot be honoured.
-            QueueFull: there is no room for all of them.
-            EngineStopped: the engine has ended.
+            ForerunError: what `submit` raises.
         """
-        tickets: list[Ticket] = []
+        loop = asyncio.get_running_loop()
+        queueing = loop.run_in_executor(executor, submit)
         try:
-            for prompt in prompts:
-                tickets.append(await engine.enqueue(prompt, params, terms, mask))
-        except BaseException:
-            for ticket in tickets:
-                ticket.abort()
+            return cls(await asyncio.shield(queueing), num_samples)
+        except asyncio.CancelledError:
+            queueing.add_done_callback(_abort_unused)
             raise
-        return cls(tickets, params.n)
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Yield every chunk with the index of its choice, as chunks are decoded."""
@@ -90,6 +82,12 @@ class Generation:
     def close(self) -> None:
         """Abort the unfinished prompts, which frees their slots after the current step."""
         for ticket in self.tickets:
+            ticket.abort()
+
+
+def _abort_unused(queueing: asyncio.Future[Sequence[Ticket]]) -> None:
+    if not queueing.cancelled() and queueing.exception() is None:
+        for ticket in queueing.result():
             ticket.abort()
 
 

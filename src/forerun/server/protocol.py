@@ -20,10 +20,14 @@ from pydantic_core import PydanticCustomError
 from forerun.bounded_documents import parse_json
 from forerun.control.base import Chain, Plan, Tree
 from forerun.engine.config import EngineConfig
-from forerun.engine.intake import Prompt
+from forerun.engine.intake import Intake, Prompt
 from forerun.engine.results import Capabilities
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+"""Of long lists with wrong entries the first is reported, not all of them."""
 
 SAME_NAMES = (
     "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed "
@@ -111,18 +115,20 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """The JSON schema of the text.
 
-class StructuredOutputs(Body):
-    """A constraint on the text, with vLLM's names; exactly one field may be set."""
-
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
-    regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar: str | None = None
+        Raises:
+            InvalidRequest: there is none, or one that is not used.
+        """
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise InvalidRequest("response_format needs json_schema with type json_schema only")
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
 class GenerationRequest(Body):
-    """The fields that `/v1/completions` and `/v1/chat/completions` share.
+    """The fields that all routes which generate text share.
 
     Attributes:
         ignored: names of the fields of `IGNORED` that the body had.
@@ -157,27 +163,27 @@ class GenerationRequest(Body):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
-    allowed_token_ids: list[int] | None = None
-    bad_token_ids: list[int] = []
+    stop: str | Texts | None = None
+    stop_token_ids: Ids = []
+    allowed_token_ids: Ids | None = None
+    bad_token_ids: Ids = []
     min_tokens: int = 0
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: dict[str, Any] | None = None
     speculation: Literal["auto", "off"] | str | SpeculationChoice = "auto"
     deadline_s: float | None = None
     priority: int = 0
     return_token_ids: bool = False
     return_token_sources: bool = False
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
 
     @property
     @abstractmethod
@@ -190,20 +196,60 @@ class GenerationRequest(Body):
         return self.max_tokens
 
     @property
-    def has_grammar(self) -> bool:
-        return self.response_format is not None or self.structured_outputs is not None
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for tokens of the prompt."""
+        return None
 
-    def sampling(self, max_logprobs: int) -> SamplingParams:
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer has to call one; empty where it may be text."""
+        return []
+
+    @property
+    def has_grammar(self) -> bool:
+        forms = (self.response_format, self.structured_outputs)
+        return any(form is not None for form in forms) or bool(self.forced_tools)
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @abstractmethod
+    def prompts_for(self, intake: Intake) -> list[Prompt]:
+        """Return the prompts: texts or token ids; conversations are rendered."""
+
+    def _form(self, call_grammar: str | None) -> dict[str, Any] | None:
+        """Return the form that the text has to follow; None for any text."""
+        given: list[dict[str, Any]] = []
+        if call_grammar is not None:
+            given.append({"grammar": call_grammar})
+        if self.structured_outputs is not None:
+            given.append(self.structured_outputs)
+        if self.response_format is not None and self.response_format.type != "text":
+            given.append({"json": self.response_format.schema_})
+        if len(given) > 1:
+            raise InvalidRequest(
+                "the text can follow one grammar; the request gives several (a tool_choice other "
+                "than auto and none is one)"
+            )
+        return given[0] if given else None
+
+    def sampling(self, max_logprobs: int, call_grammar: str | None = None) -> SamplingParams:
         """Return the sampling parameters.
+
+        Args:
+            max_logprobs: most alternatives per token.
+            call_grammar: of a text that calls one of `forced_tools`.
 
         Raises:
             InvalidRequest: a value cannot be honoured.
         """
-        if self.num_logprobs is not None and self.num_logprobs > max_logprobs:
-            raise InvalidRequest(
-                f"{self.num_logprobs} log-probabilities per token are asked for; this server "
-                f"returns at most {max_logprobs}"
-            )
+        for asked in (self.num_logprobs, self.num_prompt_logprobs):
+            if asked is not None and asked > max_logprobs:
+                raise InvalidRequest(
+                    f"{asked} log-probabilities per token are asked for; this server returns at "
+                    f"most {max_logprobs}"
+                )
         values = {name: getattr(self, name) for name in SAME_NAMES}
         return SamplingParams(
             **values,
@@ -211,6 +257,8 @@ class GenerationRequest(Body):
             logit_bias=self.logit_bias,  # type: ignore[arg-type]  # and keys integers
             max_tokens=self.longest,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            structured_outputs=self._form(call_grammar),  # type: ignore[arg-type]
         )
 
     def plan(self, capabilities: Capabilities, config: EngineConfig) -> Plan | None:
@@ -264,17 +312,41 @@ def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], config: EngineCo
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = 16
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: Literal[False] = False
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: bool = False
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> CompletionRequest:
+        if self.stream and self.num_prompt_logprobs is not None:
+            message = "log-probabilities of the prompt are not streamed; leave stream out"
+            raise PydanticCustomError("not_supported", message)
+        return self
+
+    @property
+    def is_only_scored(self) -> bool:
+        """Whether the request is for log-probabilities of its prompt and for no further token."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def longest(self) -> int | None:
+        """Largest number of output tokens; None allows all that fit into the context."""
+        return 1 if self.is_only_scored else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives per token in the response; None for no log-probabilities."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for tokens of the prompt."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -283,6 +355,14 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             return list(cast(list[Prompt], prompt))
         return [cast(Prompt, prompt)]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    def prompts_for(self, intake: Intake) -> list[Prompt]:
+        """Return the prompts: texts or token ids."""
+        return self.prompts
 
 
 class TextPart(Body):
@@ -296,9 +376,9 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -338,14 +418,30 @@ class NamedTool(Body):
     function: ToolName
 
 
+def rendered(
+    messages: list[ChatMessage], intake: Intake, variables: Mapping[str, Any] = MappingProxyType({})
+) -> list[int]:
+    """Return the token ids of a conversation.
+
+    Raises:
+        PromptTooLong: its texts are many times longer than the context.
+        InvalidRequest: it cannot be rendered.
+    """
+    given = [message.for_template() for message in messages]
+    intake.check_length("".join(str(message.get("content") or "") for message in given))
+    text = intake.tokenizer.render_chat(given, variables=variables)
+    intake.check_length(text)
+    return intake.tokenizer.encode(text, add_special_tokens=False)
+
+
 class ChatRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -363,9 +459,9 @@ class ChatRequest(GenerationRequest):
         """Largest number of output tokens; None allows all that fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @property
-    def has_grammar(self) -> bool:
-        return super().has_grammar or bool(self.forced_tools)
+    def prompts_for(self, intake: Intake) -> list[Prompt]:
+        """Return the token ids of the rendered conversation."""
+        return [rendered(self.messages, intake, self.template_variables)]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -408,7 +504,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -417,4 +513,4 @@ class DetokenizeRequest(Body):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids

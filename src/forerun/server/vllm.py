@@ -24,6 +24,7 @@ from forerun.client.forwarding import Forwarder
 from forerun.drafters.config import parse_drafter
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable
 from forerun.models.catalog import PREFIX, zoo_path
+from forerun.server.bodies import parsed
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_response, response_for
 from forerun.server.guard import Guard
@@ -267,7 +268,6 @@ def check_limits(key: ApiKey, path: str, content: bytes) -> None:
 
     Raises:
         InvalidRequest: a limit is exceeded, or whether one is cannot be known.
-        UnreadableInput: the body is no JSON.
     """
     if path in WITHOUT_OUTPUT:
         return
@@ -276,7 +276,7 @@ def check_limits(key: ApiKey, path: str, content: bytes) -> None:
             f"a request with a key cannot use {path!r:.200}, whose output forerun does not know to "
             f"limit; there are {', '.join(DEFAULT_MAX_TOKENS)}"
         )
-    body = parse_json(content, "the body")
+    body = parsed(content)
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     for name in ("priority", "n", "best_of", *LENGTHS):

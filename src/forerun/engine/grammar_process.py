@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MAX_SECONDS = 5
+MAX_SECONDS = 2
+MAX_WALL_SECONDS = 8
 MAX_BYTES = 2 << 30
 STACK_BYTES = 4 << 20
 """Less than the stack of any thread that compiles the grammar afterwards."""
@@ -50,7 +51,7 @@ if __name__ != "__main__":
             with self._lock:
                 if not self.is_running:
                     request |= self._vocabulary
-                answer = self._ask(json.dumps(request).encode() + b"\n", MAX_SECONDS)
+                answer = self._ask(json.dumps(request).encode() + b"\n", MAX_WALL_SECONDS)
             if "error" not in answer:
                 raise InvalidRequest(
                     "the grammar is too large or too deeply nested to be compiled: simplify it"

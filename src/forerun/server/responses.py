@@ -1,0 +1,327 @@
+"""OpenAI's Responses API: requests as conversations, and answers as items, whole or in events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field, ValidationError
+
+from forerun.engine.intake import Intake, Prompt
+from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.errors import InvalidRequest
+from forerun.models.tokenizers import Tokenizer
+from forerun.server.answers import Json, usage_of
+from forerun.server.bodies import invalid_body
+from forerun.server.protocol import Body, ChatRequest, GenerationRequest
+from forerun.server.tool_calls import ToolCall, ToolCallParser, ToolFormat
+
+
+class TextFormat(Body):
+    """The form of the text: free, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Options of the text of an answer."""
+
+    format: TextFormat = TextFormat()
+    verbosity: str | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """Body of `/v1/responses`; nothing is stored, so each request holds the whole conversation."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions = TextOptions()
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
+    n: Literal[1] = 1
+    reasoning: dict[str, Any] | None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] = False
+    previous_response_id: None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Largest number of output tokens; None allows all that fit into the context."""
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None: log-probabilities are for the other routes."""
+        return None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The conversation, its tools and the form of its text as a chat request.
+
+        Raises:
+            InvalidRequest: an item or a tool is of a kind that is not supported.
+        """
+        messages: list[Json] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        items = self.input
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        for item in items:
+            _add_item(messages, item)
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        asked = self.text.format
+        schema = {"name": asked.name, "schema": asked.schema_} if asked.schema_ else None
+        fields = {
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": choice,
+            "response_format": {"type": asked.type, "json_schema": schema},
+        }
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer has to call one; empty where it may be text."""
+        return self.chat.forced_tools
+
+    @property
+    def has_grammar(self) -> bool:
+        return super().has_grammar or self.text.format.type != "text"
+
+    def _form(self, call_grammar: str | None) -> dict[str, Any] | None:
+        form = super()._form(call_grammar)
+        if self.text.format.type == "text":
+            return form
+        if form is not None:
+            raise InvalidRequest("the text can follow one grammar; the request gives several")
+        return self.chat._form(None)
+
+    def prompts_for(self, intake: Intake) -> list[Prompt]:
+        """Return the token ids of the rendered conversation."""
+        return self.chat.prompts_for(intake)
+
+
+def _chat_tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise InvalidRequest(f"tools of type {tool.get('type')!r:.200} are not offered here")
+    names = ("name", "description", "parameters")
+    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
+
+
+def _add_item(messages: list[Json], item: Json) -> None:
+    """Append an item of the input to the messages; calls of one answer form one message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = {"developer": "system"}.get(item.get("role", ""), item.get("role"))
+        messages.append({"role": role, "content": _text_of(item.get("content"))})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    elif kind == "function_call_output":
+        content = _text_of(item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    else:
+        raise InvalidRequest(f"input items of type {kind!r:.200} are not supported")
+
+
+def _text_of(content: object) -> str:
+    """Return the text of an item, whose parts must all be texts."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequest(f"content of type {kind!r:.200} is not supported; send texts")
+        texts.append(text)
+    return "".join(texts)
+
+
+class ResponsesAnswer:
+    """The response to a request to `/v1/responses`.
+
+    Args:
+        request_id: of the response.
+        model: name of the model.
+        body: of the request.
+        tokenizer: unused; texts come decoded.
+        tool_format: form of the tool calls in the text; None where it is not known.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: GenerationRequest,
+        tokenizer: Tokenizer,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        self.id = request_id
+        self.model = model
+        assert isinstance(body, ResponsesRequest)
+        self.body = body
+        self.created_at = int(time.time())
+        names = body.chat.tool_names
+        self._parser = ToolCallParser(tool_format, names) if tool_format and names else None
+        self._items: list[Json] = []
+        self._text: Json | None = None  # the item whose text grows
+        self._num_events = 0
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the body of a response that is not streamed."""
+        completion = outputs[0].completions[0]
+        for _ in self._grown(completion.text, completion.finish_reason):
+            pass
+        return msgspec.json.encode(self._response(completion.finish_reason, outputs))
+
+    def first(self, num_choices: int) -> bytes:
+        """Return the first events of a stream."""
+        begun = {"response": self._response(None, ())}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
+
+    def chunk(self, at: int, chunk: StreamChunk) -> bytes:
+        """Return the events of a chunk of the text."""
+        events = self._grown(chunk.text, chunk.finish_reason)
+        return b"".join(self._event(kind, fields) for kind, fields in events)
+
+    def last(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the last event of a stream."""
+        response = self._response(outputs[0].completions[0].finish_reason, outputs)
+        return self._event(f"response.{response['status']}", {"response": response})
+
+    def failed(self, message: str, status: int) -> bytes:
+        """Return the last event of a stream that an error ends."""
+        error = {"code": "server_error", "message": message}
+        response = {**self._response(None, ()), "status": "failed", "error": error}
+        return self._event("response.failed", {"response": response})
+
+    def _event(self, kind: str, fields: Json) -> bytes:
+        content = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(content) + b"\n\n"
+
+    def _grown(self, text: str, finish_reason: str | None) -> Iterator[tuple[str, Json]]:
+        """Add text to the items of the answer, and yield the events of what changes."""
+        is_last, calls = finish_reason is not None, list[ToolCall]()
+        if self._parser is not None:
+            text, calls = self._parser.feed(text, is_last=is_last)
+        if text:
+            yield from self._grown_text(text)
+        for call in calls:
+            yield from self._ended_text()
+            found = call.to_dict(self._parser.format) if self._parser else {}
+            yield from self._called(found["id"], call.name, call.arguments)
+        if is_last:
+            if not self._items:  # an answer has at least one item
+                yield from self._grown_text("")
+            yield from self._ended_text(is_cut=finish_reason != "stop")
+
+    def _grown_text(self, text: str) -> Iterator[tuple[str, Json]]:
+        if self._text is None:
+            item = {"type": "message", "role": "assistant", "status": "in_progress", "content": []}
+            self._text = self._new_item("msg", item)
+            yield "response.output_item.added", {**self._place, "item": self._text}
+            self._text["content"] = [{"type": "output_text", "text": "", "annotations": []}]
+            part = {"content_index": 0, "part": self._text["content"][0]}
+            yield "response.content_part.added", self._of_item | part
+        self._text["content"][0]["text"] += text
+        if text:
+            delta = {"content_index": 0, "delta": text, "logprobs": []}
+            yield "response.output_text.delta", self._of_item | delta
+
+    def _ended_text(self, *, is_cut: bool = False) -> Iterator[tuple[str, Json]]:
+        if self._text is None:
+            return
+        item, self._text = self._text, None
+        item["status"] = "incomplete" if is_cut else "completed"
+        (part,) = item["content"]
+        text = {"content_index": 0, "text": part["text"], "logprobs": []}
+        yield "response.output_text.done", self._of_item | text
+        yield "response.content_part.done", self._of_item | {"content_index": 0, "part": part}
+        yield "response.output_item.done", {**self._place, "item": item}
+
+    def _called(self, call_id: str, name: str, arguments: str) -> Iterator[tuple[str, Json]]:
+        item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
+        item = self._new_item("fc", {**item, "status": "in_progress"})
+        yield "response.output_item.added", {**self._place, "item": item}
+        yield "response.function_call_arguments.delta", self._of_item | {"delta": arguments}
+        item |= {"arguments": arguments, "status": "completed"}
+        done = {"name": name, "arguments": arguments}
+        yield "response.function_call_arguments.done", self._of_item | done
+        yield "response.output_item.done", {**self._place, "item": item}
+
+    def _new_item(self, prefix: str, item: Json) -> Json:
+        found = {"id": f"{prefix}_{self.id}_{len(self._items)}", **item}
+        self._items.append(found)
+        return found
+
+    @property
+    def _place(self) -> Json:
+        return {"output_index": len(self._items) - 1}
+
+    @property
+    def _of_item(self) -> Json:
+        return {"item_id": self._items[-1]["id"], **self._place}
+
+    def _response(self, finish_reason: str | None, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the response; without a finish reason as it is at the beginning."""
+        body = self.body
+        status = "in_progress" if finish_reason is None else "completed"
+        details = None
+        if finish_reason not in (None, "stop"):
+            status, details = "incomplete", {"reason": "max_output_tokens"}
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self.created_at,
+            "model": self.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": details,
+            "output": self._items,
+            "instructions": body.instructions,
+            "max_output_tokens": body.longest,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": body.temperature,
+            "text": body.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": body.tool_choice,
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": _usage_of(outputs) if outputs else None,
+        }
+
+
+def _usage_of(outputs: Sequence[RequestOutput]) -> Json:
+    """Return the usage of a response under the names of this API."""
+    found = usage_of(outputs)
+    return {
+        "input_tokens": found["prompt_tokens"],
+        "input_tokens_details": found["prompt_tokens_details"],
+        "output_tokens": found["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": found["total_tokens"],
+        "speculative_decoding": found["speculative_decoding"],
+    }
