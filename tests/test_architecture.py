@@ -22,7 +22,7 @@ TORCH_FREE = (
     "forerun",
     "forerun.control.base",
     "forerun.diagnose.diagnosis",
-    "forerun.diagnose.readers.trace.reader",
+    "forerun.diagnose.readers.trace",
     "forerun.diagnose.page",
     "forerun.engine.config",
     "forerun.plan.advice",

@@ -39,8 +39,8 @@ from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import Workspace, read_settings
 from forerun.engine.engine import Engine
-from forerun.measure.judge.figures import DraftFigures
-from forerun.measure.judge.judge import Judge
+from forerun.measure.judge import Judge
+from forerun.measure.judged import DraftFigures
 from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash
 

@@ -19,7 +19,7 @@ from tests.lab.setups import Fault
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.documents import read_facts
-from forerun.diagnose.readers.trace.reader import read_trace_evidence
+from forerun.diagnose.readers.trace import read_trace_evidence
 from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect
 from forerun.theory.intervals import wilson_interval

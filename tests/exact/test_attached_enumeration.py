@@ -18,7 +18,7 @@ from tests.tabular import TabularModel, tabular_features
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters import levels
+from forerun.drafters import draft_sequence as levels
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.sampling.chain import accept_probs, final_weights, num_accepted

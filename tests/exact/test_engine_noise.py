@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from tests import tiny
 
-from forerun.drafters import levels
+from forerun.drafters import draft_sequence as levels
 from forerun.engine import verification
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.noise import Purpose, step_key

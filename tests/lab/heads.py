@@ -29,7 +29,7 @@ from forerun.drafters.medusa import (
     read_medusa,
     write_medusa,
 )
-from forerun.measure.judge.judge import read_text
+from forerun.measure.judge import read_text
 from forerun.models.base import LanguageModel
 from forerun.models.kv_store import KVStore
 from forerun.models.load import model_folder

@@ -14,7 +14,7 @@ from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.measure.judge.judge import attached_acceptance, head_in
+from forerun.measure.judge import attached_acceptance, head_in
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 

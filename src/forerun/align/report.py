@@ -27,8 +27,8 @@ from forerun.align.workspace import (
 )
 from forerun.bounded_documents import read_json
 from forerun.errors import InvalidModel
-from forerun.measure.judge.figures import AcceptanceFigures, DraftFigures, FigureChange, changes
-from forerun.measure.judge.judge import Judge
+from forerun.measure.judge import Judge
+from forerun.measure.judged import AcceptanceFigures, DraftFigures, FigureChange, changes
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder
 from forerun.pictures import BASELINE, COLOURS, picture

@@ -31,8 +31,8 @@ from forerun.align.texts import TrainingTexts
 from forerun.align.trainer import from_main
 from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
 from forerun.atomic_write import atomic_folder
-from forerun.measure.judge.figures import DraftFigures
-from forerun.measure.judge.judge import Judge
+from forerun.measure.judge import Judge
+from forerun.measure.judged import DraftFigures
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams

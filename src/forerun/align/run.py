@@ -48,7 +48,7 @@ from forerun.align.workspace import (
     of_training,
 )
 from forerun.engine.engine import Engine
-from forerun.measure.judge.judge import Judge
+from forerun.measure.judge import Judge
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash

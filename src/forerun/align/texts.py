@@ -24,7 +24,7 @@ from forerun.client.client import Client
 from forerun.client.config import ClientConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.measure.judge.figures import EvaluationPrompt
+from forerun.measure.judged import EvaluationPrompt
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.models.tokenizers import Tokenizer

@@ -34,7 +34,7 @@ from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.align.report import AlignReport
-    from forerun.measure.judge.figures import (
+    from forerun.measure.judged import (
         AcceptanceFigures,
         DraftFigures,
         FigureChange,

@@ -17,8 +17,13 @@ from torch import Tensor
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.draft_sequence import DraftSequence
-from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
+from forerun.drafters.draft_sequence import (
+    DraftSequence,
+    Levels,
+    draft_keys,
+    draft_levels,
+    race_keys,
+)
 from forerun.drafters.tree_builder import BuiltTree, Path
 from forerun.drafters.tree_growth import MAX_WIDTH, draft_trees, invalid_probs
 from forerun.errors import DrafterError

@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.drafters.draft_sequence import DraftSequence
-from forerun.drafters.levels import fit_vocabulary
+from forerun.drafters.draft_sequence import DraftSequence, fit_vocabulary
 from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, Span, pack

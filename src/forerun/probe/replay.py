@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from forerun.drafters.draft_sequence import fit_vocabulary
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import examine
-from forerun.drafters.levels import fit_vocabulary
 from forerun.drafters.medusa import MedusaHeads, read_medusa
-from forerun.measure.judge.judge import (
+from forerun.measure.judge import (
     head_logits,
     histories_before,
     logits_of,

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.trace.reader import METHODS
+from forerun.diagnose.readers.trace import METHODS
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
@@ -24,11 +24,10 @@ from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
 from forerun.engine.loading import load_pair_member
 from forerun.errors import NotEnoughMemory
-from forerun.measure.judge.judge import draft_model_of, evenly_spaced
+from forerun.measure.judge import draft_model_of, evenly_spaced
 from forerun.models.base import LanguageModel
 from forerun.models.load import model_folder
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.greedy import GreedyTally, noise_width
 from forerun.probe.models import (
     add_card_ratio,
     add_files,
@@ -40,7 +39,7 @@ from forerun.probe.models import (
     pass_config,
 )
 from forerun.probe.replay import ReferenceHead, Transform, reference_head, replay
-from forerun.probe.sampled import SampledTally
+from forerun.probe.tallies import GreedyTally, SampledTally, noise_width
 from forerun.probe.tape import TapedRequest, run_taped
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts

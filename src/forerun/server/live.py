@@ -18,7 +18,7 @@ import numpy as np
 
 import forerun
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.readers.trace.reader import evidence_of_steps
+from forerun.diagnose.readers.trace import evidence_of_steps
 from forerun.diagnose.words import change_line, changes_of, headline
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forerun.diagnose.readers.trace.stretches import (
+from forerun.diagnose.readers.trace_stretches import (
     OUTCOMES,
     Comparison,
     StretchCounts,
@@ -15,7 +15,7 @@ from forerun.diagnose.readers.trace.stretches import (
     compare,
     student_quantile,
 )
-from forerun.diagnose.readers.trace.totals import with_previous
+from forerun.diagnose.readers.trace_totals import with_previous
 
 K = 4
 NUM_STEPS = 30

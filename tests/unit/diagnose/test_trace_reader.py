@@ -14,8 +14,8 @@ from tests.records import HEADER, REQUEST, STEP, plain
 from forerun.diagnose.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace import reader
-from forerun.diagnose.readers.trace.reader import BLOCK_ROWS, blocks, read_trace_evidence
+from forerun.diagnose.readers import trace as reader
+from forerun.diagnose.readers.trace import BLOCK_ROWS, blocks, read_trace_evidence
 from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise

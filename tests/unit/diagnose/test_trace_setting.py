@@ -11,7 +11,7 @@ from tests.records import HEADER, REQUEST, STEP
 
 from forerun.diagnose.derive import derive
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.reader import read_trace_evidence
+from forerun.diagnose.readers.trace import read_trace_evidence
 from forerun.theory.record import StepRecord
 from forerun.trace.files import Record, open_trace
 

@@ -20,8 +20,13 @@ import re
 from collections.abc import Iterator, Mapping
 
 from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, shown
-from forerun.diagnose.readers.engine_logs import num_draft_tokens_of
-from forerun.diagnose.readers.tally import NUMBER, LineReader, Tally, matched_number
+from forerun.diagnose.readers.engine_logs import (
+    NUMBER,
+    LineReader,
+    Tally,
+    matched_number,
+    num_draft_tokens_of,
+)
 from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forerun.diagnose.evidence import MAX_NUMBER
-from forerun.diagnose.readers.tally import MAX_POSITIONS, LineReader, Tally, positive
+from forerun.diagnose.readers.engine_logs import MAX_POSITIONS, LineReader, Tally, positive
 
 SAMPLE = re.compile(
     r"^([a-zA-Z_:][a-zA-Z0-9_:]{0,200})(?:\{(.{0,4000})\})?\s+(\S{1,40})(?:\s+-?\d{1,20})?\s*$"

@@ -227,7 +227,7 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
 
 def read_trace(path: Path) -> Evidence:
     """Return the evidence of a forerun trace; pyarrow is imported for traces only."""
-    from forerun.diagnose.readers.trace.reader import read_trace_evidence
+    from forerun.diagnose.readers.trace import read_trace_evidence
 
     return read_trace_evidence(path)
 

@@ -14,9 +14,8 @@ from typing import Protocol, runtime_checkable
 from forerun.bounded_documents import parse_json, parse_yaml
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.documents import KEY, BenchmarkOutput, Documents, read_facts
-from forerun.diagnose.readers.engine_logs import LlamaCppLog, SglangLog, SpecDecodingLog
+from forerun.diagnose.readers.engine_logs import LineReader, LlamaCppLog, SglangLog, SpecDecodingLog
 from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
-from forerun.diagnose.readers.tally import LineReader
 from forerun.errors import InvalidRequest, UnreadableInput
 
 

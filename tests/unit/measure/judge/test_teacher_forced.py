@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.tiny import VOCAB_SIZE, adapted, network
 
-from forerun.measure.judge import judge
-from forerun.measure.judge.judge import acceptance_probabilities
+from forerun.measure import judge
+from forerun.measure.judge import acceptance_probabilities
 from forerun.sampling.config import SamplingParams
 
 PROMPT = (5, 17, 99, 4, 250, 31, 8)

@@ -10,7 +10,7 @@ from statistics import fmean, median
 import numpy as np
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.stretches import (
+from forerun.diagnose.readers.trace_stretches import (
     OUTCOMES,
     PAUSES,
     Comparison,
@@ -20,7 +20,7 @@ from forerun.diagnose.readers.trace.stretches import (
     compare,
     ends,
 )
-from forerun.diagnose.readers.trace.totals import PAUSING, Seconds, TraceTotals, merged
+from forerun.diagnose.readers.trace_totals import PAUSING, Seconds, TraceTotals, merged
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading
-from forerun.diagnose.readers.trace.facts import add_contrasts, add_figures
-from forerun.diagnose.readers.trace.totals import TraceTotals
+from forerun.diagnose.readers.trace_facts import add_contrasts, add_figures
+from forerun.diagnose.readers.trace_totals import TraceTotals
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import ngrams
 from forerun.trace.arrow import Piece, read_columns, table_of

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forerun.diagnose.readers.trace.stretches import AFTER_PAUSE, NO_RECENT_PAUSE, Stretches
+from forerun.diagnose.readers.trace_stretches import AFTER_PAUSE, NO_RECENT_PAUSE, Stretches
 
 SOON, LONG = 2, 5
 """Drafting steps after a plain one that it may affect, and after which it should not any more."""

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.draft_sequence import fit_vocabulary
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary
-from forerun.drafters.levels import fit_vocabulary
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.errors import InvalidRequest
-from forerun.measure.judge.figures import (
+from forerun.measure.judged import (
     DraftFigures,
     EvaluationPrompt,
     JudgedPrompt,
