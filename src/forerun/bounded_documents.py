@@ -1,4 +1,4 @@
-"""Parsing of JSON, YAML and Parquet within limits on depth, values, digits and unpacked size."""
+"""Parsing of JSON and Parquet within limits on depth, values, digits and unpacked size."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 DEFAULT = ReadLimits()
-YAML_LIMITS = ReadLimits(max_bytes=1 << 20, max_seconds=10.0, max_values=100_000)
-"""The YAML parser is written in Python: a megabyte takes it seconds."""
 
 
 def read_json(path: Path, limits: ReadLimits = DEFAULT) -> Any:
@@ -88,57 +86,6 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
     if text.count("[") + text.count("{") > limits.max_depth:
         _check_depth(value, name, limits)
     return value
-
-
-def parse_yaml(data: bytes | str, name: str, limits: ReadLimits = YAML_LIMITS) -> Any:
-    """Parse YAML of plain values; aliases are refused, since they can expand without limit.
-
-    Args:
-        data: one document.
-        name: of the source, for messages.
-        limits: all of them but lines are enforced here.
-
-    Raises:
-        UnreadableInput: it is not YAML, uses aliases, or is over a limit.
-    """
-    import yaml
-
-    if len(data) > limits.max_bytes:
-        raise UnreadableInput(
-            f"{name} is YAML of more than {limits.max_bytes} bytes, the limit here; write JSON"
-        )
-    deadline = Deadline(limits.max_seconds, name)
-    depth = num_tokens = 0
-    try:
-        for token in yaml.scan(data):
-            num_tokens += 1
-            if isinstance(token, yaml.AliasToken):
-                raise UnreadableInput(f"{name} uses YAML aliases; write the values out")
-            opens = (*YAML_BLOCKS, "FlowSequenceStartToken", "FlowMappingStartToken")
-            closes = ("BlockEndToken", "FlowSequenceEndToken", "FlowMappingEndToken")
-            kind = type(token).__name__
-            depth += (kind in opens) - (kind in closes)
-            if depth > limits.max_depth:
-                raise _too_deep(name, limits)
-            if num_tokens > limits.max_values:
-                raise UnreadableInput(
-                    f"{name} has more than {limits.max_values} YAML tokens, the limit here"
-                )
-            if num_tokens % 1024 == 0:
-                deadline.remaining_s()
-        value = yaml.safe_load(data)
-    except UnreadableInput:
-        raise
-    # Dates that do not exist, unhashable keys and unknown tags raise errors of many kinds.
-    except (yaml.YAMLError, RecursionError, ArithmeticError, LookupError) as error:
-        raise UnreadableInput(f"{name} is not YAML: {first_line(error)}") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UnreadableInput(f"{name} is not YAML: {first_line(error)}") from error
-    _check_depth(value, name, limits)
-    return value
-
-
-YAML_BLOCKS = ("BlockSequenceStartToken", "BlockMappingStartToken")
 
 
 def checked_number(digits: str, name: str, limits: ReadLimits) -> str:

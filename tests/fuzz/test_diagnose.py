@@ -39,7 +39,7 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0"} 200
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 80
 sglang:spec_accept_length 2.5
 """
-FACTS = b"forerun_facts: 1\nsource: notes\nfacts:\n  k: 4\n  acceptance_length: 2.5\n"
+FACTS = b'{"forerun_facts": 1, "source": "notes", "facts": {"k": 4, "acceptance_length": 2.5}}'
 JSON_FACTS = json.dumps(
     {
         "forerun_facts": 1,

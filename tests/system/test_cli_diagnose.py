@@ -99,7 +99,8 @@ def test_a_page_is_written(diagnose, log, tmp_path):
 
 
 def test_standard_input_and_facts_files(diagnose, log, monkeypatch):
-    facts = log("forerun_facts: 1\nfacts: {tokens_per_s: 80, tokens_per_s_plain: 100}\n", "f.yaml")
+    known = {"tokens_per_s": 80, "tokens_per_s_plain": 100}
+    facts = log(json.dumps({"forerun_facts": 1, "facts": known}), "f.json")
     with log(BAD).open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         code, captured = diagnose("-", facts, "--json")

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forerun.bounded_documents import json_lines, parquet_batches, parse_json, parse_yaml, read_json
+from forerun.bounded_documents import json_lines, parquet_batches, parse_json, read_json
 from forerun.bounded_read import (
     ReadLimits,
     gunzipped,
@@ -145,32 +144,6 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     for read in (read_text, read_json):
         with pytest.raises(UnreadableInput, match="UTF-8 at byte 2"):
             read(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: &x [1]\nb: *x", "aliases"),
-        ("[" * 50_000, "deep"),
-        ("\n".join(" " * depth + "a:" for depth in range(200)), "deep"),
-        ("a: 2024-13-45", "not YAML"),
-        ("a: !!python/object:os.system x", "not YAML"),
-        ("a: " + "9" * 400, "digits"),
-        ("a: 0x" + "9" * 4000, "digits"),
-        ("? [a]\n: 1", "not YAML"),
-        ("- 1\n" * 60_000, "tokens"),
-        ("a" * (1 << 21), "bytes"),
-    ],
-)
-def test_hostile_yaml_is_refused_quickly(text, message):
-    started_s = time.process_time()
-    with pytest.raises(UnreadableInput, match=message):
-        parse_yaml(text, "name")
-    assert time.process_time() - started_s < 15.0
-
-
-def test_ordinary_yaml_is_read():
-    assert parse_yaml(b"a: [1, {b: 2.5}]\nc: no\n", "name") == {"a": [1, {"b": 2.5}], "c": False}
 
 
 def test_compressed_data_has_limits():

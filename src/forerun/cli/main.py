@@ -188,7 +188,7 @@ EXTRAS = {
     **dict.fromkeys(["fastapi", "llguidance", "prometheus_client", "pydantic", "uvicorn"], "serve"),
     **dict.fromkeys(["accelerate", "filelock", "tensorboard"], "align"),
     **dict.fromkeys(["matplotlib", "scipy"], "plot"),
-    **dict.fromkeys(["pyarrow", "yaml"], "trace"),
+    "pyarrow": "trace",
 }
 """The extra of `pip install 'forerun[EXTRA]'` that has an optional module."""
 

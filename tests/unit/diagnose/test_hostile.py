@@ -37,43 +37,30 @@ def test_lines_that_say_nothing_are_passed_over_at_once(line):
     assert time.process_time() - started < 15.0
 
 
-def test_facts_may_follow_blank_lines_and_comments():
-    assert read(b"\n\n# notes\n---\nforerun_facts: 1\nfacts: {k: 4}").number("k") == 4.0
-
-
 @pytest.mark.parametrize(
     "facts",
     [
-        "k: " + "9" * 400,
-        "k: 1.0e+400",
-        "tokens_per_s: {value: 1, interval: [0, " + "9" * 400 + "]}",
-        "k: " + "[" * 50_000,
-        "changed: " + "{a: " * 200 + "1" + "}" * 200,
-        "output_differs: {value: [[[[1]]]]}",
-        "k: 4097",
-        "? [1]\n  : 2",
-        "k: 2024-99-99",
-        "accepted_per_position: [" + "1," * 5000 + "]",
+        '"k": ' + "9" * 400,
+        '"k": 1.0e+400',
+        '"tokens_per_s": {"value": 1, "interval": [0, ' + "9" * 400 + "]}",
+        '"k": ' + "[" * 50_000,
+        '"k": ' + "[" * 5000 + "]" * 5000,
+        '"changed": ' + '{"a": ' * 200 + "1" + "}" * 200,
+        '"output_differs": {"value": [[[[1]]]]}',
+        '"k": 4097',
+        '"accepted_per_position": [' + "1," * 5000 + "1]",
     ],
 )
 def test_facts_that_no_reader_can_use_are_refused(facts):
     started = time.process_time()
     with pytest.raises(ForerunError):
-        read(f"forerun_facts: 1\nfacts:\n  {facts}\n".encode())
+        read(('{"forerun_facts": 1, "facts": {' + facts + "}}").encode())
     assert time.process_time() - started < 15.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"forerun_facts": 1, "facts": {"k": ' + "9" * 400 + "}}",
-        '{"forerun_facts": 1, "facts": {"k": ' + "[" * 5000 + "]" * 5000 + "}}",
-        '{"forerun_facts": ' + "[" * 10 + "]" * 10 + "}",
-    ],
-)
-def test_facts_in_json_have_the_same_limits(text):
+def test_another_version_is_refused():
     with pytest.raises(ForerunError):
-        read(text.encode())
+        read(('{"forerun_facts": ' + "[" * 10 + "]" * 10 + "}").encode())
 
 
 def test_large_figures_of_a_log_are_left_out_with_a_note():

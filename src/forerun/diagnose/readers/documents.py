@@ -1,17 +1,11 @@
 """Reads JSON documents of engines, the text output of benchmark clients, and facts files.
 
-A facts file holds facts as YAML or JSON:
+A facts file is a JSON object, whose schema is `facts.schema.json` beside this module:
 
-    forerun_facts: 1
-    source: notes of the on-call engineer
-    facts:
-      tokens_per_s: 61
-      tokens_per_s_plain: 70
-      output_differs: no
-      changed: [target]
+    {"forerun_facts": 1, "source": "on-call notes",
+     "facts": {"tokens_per_s": 61, "output_differs": false, "changed": ["target"]}}
 
-A value may also be an object with `value`, and optionally `source` and `interval` (two ends). The
-JSON Schema `facts.schema.json` beside this module says the same.
+A value may also be an object with `value`, and optionally `source` and `interval` (two ends).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from forerun.bounded_documents import parse_json, parse_yaml
+from forerun.bounded_documents import parse_json
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.documents import KEY, BenchmarkOutput, Documents, read_facts
 from forerun.diagnose.readers.engine_logs import LineReader, LlamaCppLog, SglangLog, SpecDecodingLog
@@ -189,17 +189,16 @@ def _read_source_text(file: Readable, name: str) -> Evidence:
 
 
 def _as_document(data: bytes, name: str) -> Evidence | None:
-    """Parse a whole JSON document or facts file; None where it is neither."""
-    if _starts_as_facts(data[:8192]):
-        document = parse_yaml(data, name)
-    elif data.lstrip()[:1] in (b"{", b"["):
-        try:
-            document = parse_json(data, name)
-        except UnreadableInput:
-            if KEY.encode() in data[:8192]:
-                raise
-            return None
-    else:
+    """Parse a whole JSON document, such as a facts file; None where it is none."""
+    if data.startswith(f"{KEY}:".encode()):
+        raise InvalidRequest(f"{name} is a facts file in YAML; write it as JSON")
+    if data.lstrip()[:1] not in (b"{", b"["):
+        return None
+    try:
+        document = parse_json(data, name)
+    except UnreadableInput:
+        if KEY.encode() in data[:8192]:
+            raise
         return None
     if isinstance(document, Mapping) and KEY in document:
         return read_facts(document, name)
@@ -210,15 +209,6 @@ def _as_document(data: bytes, name: str) -> Evidence | None:
         return evidence
     _add_facts_of(documents, evidence, name)
     return evidence
-
-
-def _starts_as_facts(head: bytes) -> bool:
-    """Whether the first significant line of a file has the form `name:` of a facts file."""
-    for line in head.splitlines():
-        text = line.strip()
-        if text and not text.startswith((b"#", b"---", b"%")):
-            return re.match(KEY.encode() + rb"\s{0,80}:", line) is not None
-    return False
 
 
 def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
