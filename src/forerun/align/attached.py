@@ -115,7 +115,6 @@ class PassLoss(nn.Module):
     def forward(
         self, batch: PackedBatch, rows: FeatureTeacherRows
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return loss and acceptance probability, summed over the learned rows of a batch."""
         learning = learned_passes(batch, self.num_passes)
         found: PassStates = self.model(batch, rows, learning)
         learned = self._sorted(batch, rows, learning, found)
@@ -434,7 +433,6 @@ def read_parts(folder: Path) -> TargetParts:
 
 
 def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are the features of a new head."""
     layers = attached.feature_layers or default_feature_layers(num_layers)
     check_layers(layers, num_layers)
     return layers

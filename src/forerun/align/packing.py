@@ -22,7 +22,6 @@ HASH_BITS = 64
 
 
 def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
-    """Return whether a prompt is held out: its hash, as a number in [0, 1), is below the share."""
     return int(prompt_hash, 16) < held_out_share * 2.0**HASH_BITS
 
 

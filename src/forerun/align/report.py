@@ -63,7 +63,6 @@ class JudgedPair:
 
     @property
     def changes(self) -> tuple[FigureChange, ...]:
-        """Comparison of the figures of the first and the kept draft."""
         return changes(self.before, self.after)
 
 

@@ -210,8 +210,6 @@ class RoundData:
 
     @cached_property
     def steady(self) -> list[Sample]:
-        """Samples that do not depend on the draft and are the same in every round."""
-
         def make() -> list[Sample]:
             with self.phases.bar("responses", "responses") as on_progress:
                 return self.texts.steady(on_progress)
@@ -308,7 +306,6 @@ class DraftSelector:
 
     @property
     def latest(self) -> Judgement:
-        """Figures of the draft at the latest optimiser step that was judged."""
         return self.judgements[max(self.judgements)]
 
     def consider(self, step: int) -> Judgement:

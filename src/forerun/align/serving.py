@@ -413,7 +413,6 @@ def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]
 def section(
     title: str, language: str, command: str, notes: Sequence[str], source: str
 ) -> Iterator[str]:
-    """Return the lines of the page about one engine."""
     yield from ("", f"## {title}", "", f"```{language}", command, "```", "")
     for note in notes:
         yield f"- {note}"

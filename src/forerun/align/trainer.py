@@ -60,7 +60,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def trained_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the trained weights on the CPU by name, with shards gathered."""
     gathered = {}
     for name, parameter in _named_trained(module).items():
         tensor = whole(parameter.detach())

@@ -343,7 +343,6 @@ def _of_folder(identity: Identity) -> dict[str, str]:
 
 
 def of_training(identity: Identity) -> dict[str, str]:
-    """Return the part of the identity that a checkpoint must match."""
     return {name: text for name, text in identity.items() if not name.startswith("training.")}
 
 

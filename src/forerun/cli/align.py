@@ -124,7 +124,6 @@ class AlignOptions:
 
     @property
     def config(self) -> AlignConfig:
-        """Return the alignment settings that these options describe."""
         if self.data.prompts is NO_PROMPTS:
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):

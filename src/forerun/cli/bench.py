@@ -198,7 +198,6 @@ def _endpoint_run(options: BenchOptions) -> EndpointRun:
 
 
 def texts_of(options: BenchOptions) -> list[str]:
-    """Read the prompts of the file, or the shipped ones."""
     from forerun.measure.bench.comparison import neighbours_apart, read_prompts
 
     if options.prompts is not None:
@@ -211,7 +210,6 @@ def texts_of(options: BenchOptions) -> list[str]:
 def costs_of(
     options: BenchOptions, comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Return cost tables per draft: from profiles, measured at this call, or none."""
     if options.no_prediction:
         return {}
     from forerun.cli.pair_costs import measured_costs, read_costs

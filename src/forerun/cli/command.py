@@ -64,7 +64,6 @@ class Command(Generic[OptionsT]):
 
     @property
     def help(self) -> str:
-        """Description and examples as `--help` shows them."""
         lines = [f"  {line}" for line in self.examples]
         return "\n".join([self.description, "", "examples:", *lines])
 

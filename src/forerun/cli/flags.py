@@ -64,14 +64,12 @@ def check_plot(path: Path | None) -> None:
 
 
 def check_threads(num_threads: int | None) -> None:
-    """Refuse a number of threads that the machine cannot run."""
     most = max(MOST_THREADS, 4 * (os.cpu_count() or 1))
     if num_threads is not None and not 1 <= num_threads <= most:
         raise InvalidRequest(f"--threads is {num_threads}; it must be from 1 to {most}")
 
 
 def use_threads(num_threads: int | None) -> int:
-    """Set the number of threads of torch in this whole process."""
     check_threads(num_threads)
     import torch
 

@@ -74,7 +74,6 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether an engine would accept the draft."""
         return not self.problems
 
     def to_dict(self) -> dict[str, object]:

@@ -261,7 +261,6 @@ def _check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | Non
 def rooflines(
     machine: Machine, options: PlanOptions, profiles: Mapping[str, Profile], config: PlanConfig
 ) -> dict[str, CostTable]:
-    """Return roofline costs by draft model on a machine that is described by flags."""
     sources: Mapping[str, Profile | None] = profiles or {_name_without_profile(options): None}
     return {
         name: cost_table(
@@ -492,7 +491,6 @@ def break_even(advice: Advice) -> Table:
 
 
 def limits(found: BreakEven) -> tuple[str, ...]:
-    """Return the cells of one line of the table of break-even points."""
     alpha, rate = found.acceptance_probability, found.draft_acceptance_rate
     return (
         str(found.num_speculative_tokens),

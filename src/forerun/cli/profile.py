@@ -202,7 +202,6 @@ def _cycle_costs(profile: Profile) -> Table:
 
 
 def grid(heading: str, lines: Sequence[CostLine]) -> Table:
-    """Return an empty table with one column per batch and context."""
     table = table_of(Column(heading, no_wrap=True))
     for line in lines:
         table.add_column(f"batch {line.batch}\ncontext {line.context}", justify="right")
@@ -210,7 +209,6 @@ def grid(heading: str, lines: Sequence[CostLine]) -> Table:
 
 
 def forward(profile: Profile, line: CostLine) -> str:
-    """Return the time of the target pass in a plain step."""
     return cell(profile, Quantity.TARGET_PASS, line, 1)
 
 

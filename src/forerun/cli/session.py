@@ -63,7 +63,6 @@ class Figures:
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens over wall time, prefill included."""
         return self.num_tokens / self.total_s if self.total_s > 0 else 0.0
 
     @property

@@ -174,7 +174,6 @@ def _phase_cell(found: PhaseResult) -> str:
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """Return remarks on figures that depend on the length of the workload."""
     full = [result.controller for result in results if result.busy_share > SATURATED]
     if not full:
         return []

@@ -28,7 +28,6 @@ class SafeConsole(Console):
         super().__init__(highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as `rich.console.Console.print`, without control characters."""
         for table in objects:
             if isinstance(table, Table):
                 room = self.options.update(max_width=WIDEST)
@@ -40,7 +39,6 @@ class SafeConsole(Console):
         raise BrokenPipeError
 
     def status(self, status: Any, **options: Any) -> Any:
-        """Show a status as `rich.console.Console.status`, without control characters."""
         return super().status(safe(status), **options)
 
 
@@ -61,12 +59,10 @@ class FigureTable(Table):
     """A table whose cells are safe to print."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Add a row as `rich.table.Table.add_row`, without control characters."""
         super().add_row(*map(safe, cells), **options)
 
 
 def table_of(first: Column, *others: str, title: str | None = None) -> FigureTable:
-    """Return an empty table with names on the left and figures on the right."""
     table = FigureTable(
         first,
         title=None if title is None else safe(title),

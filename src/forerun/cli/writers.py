@@ -88,7 +88,6 @@ class PlainWriter:
         self.tokenizer = tokenizer
 
     def write(self, chunk: StreamChunk) -> None:
-        """Print the text of a step at once."""
         if self.is_streaming:
             self.show(chunk.text, chunk.token_ids, chunk.sources)
 

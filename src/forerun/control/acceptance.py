@@ -65,7 +65,6 @@ class Positions:
         return found + [prior] * (num_positions - len(found))
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
-        """Return posterior means with the estimate of similar requests as every prior."""
         strength = self.config.similar_strength
         found = [
             (wins + prior * strength) / (trials + strength)

@@ -117,7 +117,6 @@ def best_trees(
     times: StepTimes,
     max_nodes: int,
 ) -> Allocation:
-    """Return the allocation of nodes to trees with the most expected tokens per second."""
     batch, draft_s = len(survival), times.tree_s(levels.depth)
     nodes = ranked_nodes(survival)[:max_nodes]
     best = Allocation((0,) * batch, float(batch), times.plain_s)

@@ -67,7 +67,6 @@ class Tree:
 
     @classmethod
     def of_nodes(cls, num_nodes: int) -> Tree:
-        """Return a tree of this many nodes that is about as deep as a binary tree of that size."""
         return cls(num_nodes=num_nodes, depth=usual_depth(num_nodes), width=USUAL_WIDTH)
 
     @classmethod

@@ -139,7 +139,6 @@ class TimeFactor:
         self.total = self.total * self.config.memory + ratio
 
     def value(self, prior: float) -> float:
-        """Return the ratio, with `prior` weighted as the configured number of steps."""
         strength = self.config.cost_strength
         return (self.total + prior * strength) / (self.count + strength)
 
@@ -187,7 +186,6 @@ class BatchCosts:
         return found
 
     def weaken(self) -> None:
-        """Reduce every ratio to the weight of one step."""
         by_method = (self.levels, self.overheads, self.trees)
         factors = [self.plain, self.target, *self.passes.values()]
         for factor in chain(factors, *(kind.values() for kind in by_method)):

@@ -212,7 +212,6 @@ class ScoredCause:
 
     @property
     def support(self) -> float:
-        """Summed weight of the evidence for the cause, in nats."""
         return sum(finding.weight for finding in self.evidence_for)
 
     @property

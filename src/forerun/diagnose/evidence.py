@@ -257,7 +257,6 @@ def _similar_facts(name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, in Python's notation and shortened."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a number of more than 40 digits"
     if isinstance(value, str | int | float | None):

@@ -155,7 +155,6 @@ def over_time(evidence: Evidence) -> Curves:
 
 
 def by_tag(evidence: Evidence) -> Bars:
-    """Return the chart of acceptance at position 1 by tag."""
     return Bars(
         title="Acceptance by tag",
         caption="acceptance at position 1, and drafting steps",
@@ -181,7 +180,6 @@ def _k_histogram(evidence: Evidence) -> Bars:
 
 
 def spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Place values at equal horizontal distances."""
     last = max(1, len(values) - 1)
     return tuple((index / last, value) for index, value in enumerate(values))
 

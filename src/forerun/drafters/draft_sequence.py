@@ -68,7 +68,6 @@ class DraftSequence:
 
     @classmethod
     def begin(cls, request: DraftRequest, context: Context) -> DraftSequence:
-        """Return the state of a request for which nothing has been drafted yet."""
         params = draft_params(request.params)
         choice = Choice.COUPLED if request.coupled else Choice.SAMPLED
         return cls(
@@ -85,7 +84,6 @@ class DraftSequence:
 
     @property
     def num_committed(self) -> int:
-        """Number of prompt and output tokens at the start of the step."""
         return len(self.request.ids)
 
     def begin_step(self, plan: Plan, max_context: int) -> None:
@@ -115,7 +113,6 @@ class DraftSequence:
 
     @property
     def branches(self) -> bool:
-        """Whether this step's draft is a tree that may branch."""
         return self.tree_shape.width > 1
 
     def apply_stop_rule(self, values: Sequence[float]) -> None:
@@ -135,7 +132,6 @@ class DraftSequence:
         self.stop_values = tuple(values[: self.budget])
 
     def fits_one_call(self, num_tokens: int, max_context: int) -> bool:
-        """Whether `num_tokens` tokens, which may exceed the budget, can be drafted in one call."""
         fits = len(self.context.ids) + num_tokens - 1 <= max_context
         return fits and self.request.history is None and not self.params.has_processors
 
@@ -156,7 +152,6 @@ class DraftSequence:
         return span
 
     def tree_span(self, tree: TokenTree, rows: Mapping[tuple[int, ...], int]) -> Span:
-        """Return a span of the last committed token's row and a tree after it."""
         self.tree_rows = rows
         return self.context.span(1, tree, num_staged=self.num_chain - 1)
 
@@ -189,7 +184,6 @@ class DraftSequence:
 
 
 def _ranking_params(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of the distributions that rank the nodes of a tree."""
     if not params.greedy:
         return params
     return replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -342,7 +336,6 @@ class Chooser:
     def choose(
         self, probs: Float[Tensor, "sequences vocab"], level: int
     ) -> Int64[Tensor, " sequences"]:
-        """Return the next token of every sequence that is still drafting."""
         if len(self.kinds) == 1:
             return self._choose(self.choices[0], probs, level, slice(len(probs)))
         tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)

@@ -67,7 +67,6 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the state with the block's output added."""
         return hidden + F.silu(self.linear(hidden))
 
 

@@ -95,7 +95,6 @@ class RecyclingDrafter:
             self._hits[tokens.index(token)] += 1
 
     def forget(self, request_id: str) -> None:
-        """Drop the table of a request without a scope."""
         self._own.pop(request_id, None)
 
 

@@ -121,7 +121,6 @@ def followed(match: Match, suffixes: Suffixes, token: int) -> Suffixes:
 
 
 def continuations(match: Match, suffixes: Suffixes, width: int) -> dict[int, float]:
-    """Return tokens that may follow, with their probabilities."""
     left = 1.0
     probs: dict[int, float] = {}
     for state, length in suffixes:

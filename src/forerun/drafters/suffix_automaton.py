@@ -88,7 +88,6 @@ class SuffixAutomaton:
         return self._token[state], min(1.0, self._count[child] / max(1, num_followed))
 
     def followers(self, state: int, most: int) -> list[tuple[int, float]]:
-        """Return the most frequent continuations of `state` and their shares, descending."""
         branches = self._branches.get(state)
         if branches is None:
             token, share = self.favourite(state)
@@ -122,7 +121,6 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """Create a state for the strings of `target` that are now suffixes of the text."""
         link = self._link
         short = self._new_state(self._length[state] + 1)
         link[short] = link[target]

@@ -146,13 +146,11 @@ class Drawn:
         ]
 
     def children(self, path: Path) -> tuple[int, ...]:
-        """Return the children of a path's node in the fixed shape."""
         return self.template.children(self._nodes[path])
 
     def add(
         self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rows: Tensor
     ) -> None:
-        """Add the tokens drawn after the paths of the frontier, and their distributions."""
         level: list[int] = []
         for path, ids, left, row in zip(self.frontier, tokens, chances, rows, strict=True):
             node = self._nodes[path]

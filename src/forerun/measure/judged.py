@@ -60,7 +60,6 @@ def over_prompts(
     *,
     seed: int,
 ) -> Interval | None:
-    """Return sum(numerators) / sum(denominators) with a 95% bootstrap interval over prompts."""
     seen = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]
     if not seen:
         return None
@@ -92,7 +91,6 @@ class PredictedSpeedup:
 
     @property
     def best_drafting(self) -> float:
-        """Highest predicted speedup over all K above 0, by which drafts are ranked."""
         return max(speedup.estimate for speedup in self.per_k)
 
 

@@ -165,7 +165,6 @@ def padded(counts: Sequence[int], length: int) -> list[int]:
 
 
 def slopes(alphas: Sequence[float]) -> list[float]:
-    """Return the derivatives of tau by the acceptance of each position."""
     before = [1.0, *accumulate(alphas[:-1], mul)]
     follows = [1.0]
     for alpha in reversed(alphas[1:]):

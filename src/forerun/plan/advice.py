@@ -141,7 +141,6 @@ def _advice_on(measured: int, context: int) -> str:
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:
-    """Return kappa with its interval, averaged over the depths that drafts reach."""
     shares = [before - after for before, after in pairwise((1.0, *drafted, 0.0))]
     kappas = [
         (share, table.cycle_cost_interval(depth, context, batch))

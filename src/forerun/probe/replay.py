@@ -121,7 +121,6 @@ class Replay:
 
     @property
     def num_read(self) -> int:
-        """Number of output positions that both models have read."""
         return len(self.draft_probs)
 
 

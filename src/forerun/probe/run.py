@@ -79,7 +79,6 @@ class ProbedEngine:
 
     @cached_property
     def reference(self) -> LanguageModel | ReferenceHead | None:
-        """The model that recomputes drafts: the draft model, or the head of the checkpoint."""
         if self.reads_features and self.draft is None and self.draft_folder is not None:
             return reference_head(self.draft_folder, self.engine.target)
         return self.draft_model
@@ -146,7 +145,6 @@ def probe_engine(
 def _add_both(
     evidence: Evidence, greedy: GreedyTally, sampled: SampledTally, *, reads_features: bool
 ) -> None:
-    """Add facts that follow from greedy and sampled requests together."""
     use_probs = sampled.state.onsets and evidence.flag("draft_probs_differ") is False
     state = (sampled if use_probs else greedy).state
     state.add_facts(evidence, reads_features=reads_features)

@@ -166,7 +166,6 @@ def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, r
 
 
 def gaps(logits: Float[Tensor, "rows vocab"], top: Tensor) -> Float[Tensor, " rows"]:
-    """Return the difference between the logits of two given tokens in every row."""
     two = logits.gather(-1, top)
     return two[:, 0] - two[:, 1]
 

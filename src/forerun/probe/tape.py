@@ -36,7 +36,6 @@ class TapedStep:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a stop condition removed tokens of the verdict."""
         return self.record.num_emitted <= self.record.num_accepted
 
 

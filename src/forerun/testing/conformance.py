@@ -96,7 +96,6 @@ class Failures(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store the message, unless it reports a planned failure."""
         if PlannedFailure.__name__ not in repr(record.args):
             self.messages.append(record.getMessage())
 
@@ -146,7 +145,6 @@ def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
 
 
 def parameters(max_tokens: int) -> dict[str, SamplingParams]:
-    """Return sampling parameters under which prompt and seed determine the text."""
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     seeded = replace(greedy, temperature=1.0, seed=5)
     return {

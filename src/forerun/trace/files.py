@@ -53,7 +53,6 @@ def record_from(kind: str, values: Mapping[str, object]) -> Record:
 
 
 def checked(record: Record) -> Record:
-    """Return a record whose counts and times are possible."""
     if isinstance(record, StepRecord):
         _check_counts(record)
     elif isinstance(record, RequestRecord):
@@ -181,7 +180,6 @@ def version_of(line: bytes) -> object:
 
 
 def item_of(line: bytes, where: str) -> Item:
-    """Parse a line to a record, or to `Damage` if it is not valid."""
     try:
         return checked(DECODER.decode(line))
     except RecursionError:

@@ -69,7 +69,6 @@ class StepCosts:
         self.seconds[drafts, len(cycle)] += record.draft_s + record.verify_s + record.other_s
 
     def include(self, other: StepCosts) -> None:
-        """Add the totals of another group of steps."""
         self.num_steps.update(other.num_steps)
         for key, seconds in other.seconds.items():
             self.seconds[key] += seconds

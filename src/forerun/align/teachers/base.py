@@ -126,7 +126,6 @@ def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
 
 
 def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
-    """Put each sample into a row of its own, padded to the longest."""
     width = max(len(samples[index].token_ids) for index in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     owners = torch.full((len(rows), width), -1)

@@ -45,7 +45,6 @@ class HeadRows:
         return len(self._hidden)
 
     def distribution(self, rows: slice) -> TargetDistribution:
-        """Return the target's distribution at each of `rows`, on its output matrix's device."""
         return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 
@@ -177,12 +176,10 @@ class FeaturesOfRows(HeadRows):
 
     @property
     def features(self) -> Float[Tensor, "rows width layers hidden"]:
-        """The residual stream at the input of each selected layer."""
         return self._states[:, :, :-1]
 
     @property
     def last(self) -> Float[Tensor, "rows width hidden"]:
-        """The last hidden state, after the final norm."""
         return self._states[:, :, -1]
 
 

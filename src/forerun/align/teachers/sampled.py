@@ -140,7 +140,6 @@ def padded(
 
 
 def joined(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    """Join the rows of several samples, padded to one width."""
     if not parts:
         return torch.zeros(0, width, dtype=dtype)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

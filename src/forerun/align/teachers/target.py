@@ -81,7 +81,6 @@ def adopt_target(model: Any) -> TargetModel:
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    """Refuse layer numbers that the target does not have (UnsupportedFeatures)."""
     missing = [layer for layer in layers if not 0 <= layer <= num_layers]
     if missing:
         raise UnsupportedFeatures(

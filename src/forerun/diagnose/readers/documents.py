@@ -239,7 +239,6 @@ def _first_number(entry: Object, *names: str) -> float | None:
 
 
 def label(text: str) -> re.Pattern[str]:
-    """Return a pattern that matches a label, a colon, blanks and a number."""
     return re.compile(r"^\s*" + re.escape(text) + r":\s+" + NUMBER + r"\s*$")
 
 

@@ -53,7 +53,6 @@ class Tally:
         self.facts.setdefault(name, value)
 
     def positions(self, accepted: Sequence[float]) -> None:
-        """Add the accepted tokens per position from one line or sample."""
         for index, value in enumerate(accepted[:MAX_POSITIONS]):
             if index == len(self.per_position):
                 self.per_position.append(0.0)
@@ -270,7 +269,6 @@ class SpecDecodingLog(LineReader):
 def drafts_of(
     accepted: float, drafted: float, length: float | None, num_positions: int
 ) -> float | None:
-    """Return the number of drafts, computed from acceptance length and token counts."""
     if length is not None and length > 1.0 and accepted > 0.0:
         # Two decimals of a length near 1 say little: there, the number of positions says more.
         by_length = accepted / (length - 1.0)

@@ -99,7 +99,6 @@ class LimitedSocket(RawIOBase):
         self.num_bytes = 0
 
     def readable(self) -> bool:
-        """Return True, as `io.RawIOBase` requires of readable streams."""
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
@@ -294,7 +293,6 @@ def observations_in(text: str) -> Iterator[tuple[str, object]]:
 
 
 def holds(patterns: tuple[re.Pattern[str], ...], sentences: list[str]) -> bool:
-    """Whether some sentence matches all patterns, in any order."""
     return any(all(pattern.search(sentence) for pattern in patterns) for sentence in sentences)
 
 

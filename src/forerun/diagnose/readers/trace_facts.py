@@ -186,7 +186,6 @@ def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """Add medians and means of the requests' lengths and settings."""
     if not requests:
         return
     evidence.note("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)

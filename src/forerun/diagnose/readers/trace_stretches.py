@@ -219,7 +219,6 @@ class Comparison:
 
     @property
     def t(self) -> float:
-        """The difference in standard errors (Welch's t)."""
         return self.difference / self.error if self.error > 0.0 else math.inf * self.difference
 
     def is_lower(self, least: float, chance: float) -> bool | None:

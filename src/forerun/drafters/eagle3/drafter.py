@@ -170,7 +170,6 @@ class ShiftedContext(Context):
         return len(self.ids) - 1 - self.num_cached
 
     def pending(self, limit: int | None = None) -> list[int]:
-        """Return the tokens of the next uncached rows, at most `limit`."""
         start = self.num_cached + 1
         return self.ids[start : len(self.ids) if limit is None else start + limit]
 

@@ -173,7 +173,6 @@ def flag(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def number(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a field of a configuration that must be a positive number."""
     value = settings.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
         raise InvalidModel(f"config.json has {name}={value!r:.40}; it must be a positive number")
@@ -293,7 +292,6 @@ def speculators_settings(
 
 
 def raw_settings(config: Eagle3Config) -> dict[str, Any]:
-    """Return the contents of config.json in the raw form of EAGLE and SGLang."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_settings(config),

@@ -65,7 +65,6 @@ class Eagle3FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the feed-forward's output, without the residual."""
         output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return output
 
@@ -85,7 +84,6 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        """Return the output of the layer, before the final norm."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -241,7 +239,6 @@ def over_target_vocabulary(
 def rotate(
     heads: Float[Tensor, "*rows heads dim"], cos: Tensor, sin: Tensor
 ) -> Float[Tensor, "*rows heads dim"]:
-    """Rotate the pairs (i, i + dim / 2) of every head."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat([-second, first], dim=-1) * sin
 

@@ -436,7 +436,6 @@ def examine(folder: Path, target: LanguageModel) -> GateReport:
 
 
 def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
-    """Return the head as a model, which runs in the CPU kernels if the target does."""
     if isinstance(target, NativeModel):
         try:
             return NativeEagle3Model(head, target)

@@ -46,7 +46,6 @@ class Eagle3Model(StoredModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the input states of rows, computed from the target's features."""
         return self.network.fuse(features.to(self.device, self.dtype))
 
     @torch.inference_mode()
@@ -117,7 +116,6 @@ class NativeEagle3Model(NativeModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the input states of rows, computed from the target's features."""
         return self._projection.times_head(self.network.joined(features), self.hidden_size)
 
     def forward(self, batch: RowBatch) -> ModelOutput:

@@ -96,7 +96,6 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """Number of emitted tokens, including the first token of every prompt."""
         return sum(map(len, self.token_ids))
 
     @property

@@ -110,7 +110,6 @@ class BenchTrace:
         self.engines: list[TracedEngine] = []
 
     def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
-        """Return arms that record steps, with requests tagged by arm and by `tags`."""
         return tuple(self._traced(arms, tags))
 
     def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
@@ -260,7 +259,6 @@ class BenchComparison:
 
     @property
     def progress(self) -> str:
-        """Return a text with the number of finished blocks."""
         num_done = sum(map(len, self.blocks.values()))
         return f"comparing: {num_done} of {len(self.blocks) * self.config.num_blocks} blocks"
 

@@ -288,7 +288,6 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Demo
 
 
 def chains_and_trees(arms: Sequence[BenchArm]) -> Iterator[tuple[BenchArm, ...]]:
-    """Yield the arms with chains and then the arms with trees, if there are any."""
     for has_tree in (False, True):
         group = tuple(arm for arm in arms if (arm.tree is not None) is has_tree)
         if group:

@@ -152,8 +152,6 @@ def _summarise_arm(
 
 
 def best_arm(blocks: Sequence[Block]) -> BenchArm:
-    """Return the arm that emitted most tokens per second over `blocks`."""
-
     def tokens_per_s(measurements: Sequence[Measurement]) -> float:
         return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)
 
@@ -172,7 +170,6 @@ def step_s(measurements: Sequence[Measurement]) -> float:
 
 
 def mean_context(measurements: Sequence[Measurement]) -> float:
-    """Return the mean context length: the prompt and half of the completion."""
     num_tokens = sum(m.num_prompt_tokens + m.num_tokens / 2 for m in measurements)
     return num_tokens / sum(len(m.batch) for m in measurements)
 
@@ -318,5 +315,4 @@ def _draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
 
 
 def colour(row: int) -> str:
-    """Return the colour of an arm, which is the same in both panels."""
     return ARM_COLOURS[row % len(ARM_COLOURS)]

@@ -159,11 +159,9 @@ def without(cells: Collection[ProfileCell], failed: ProfileCell) -> list[Profile
 
 
 def alike(one: ProfileCell, other: ProfileCell) -> bool:
-    """Whether two cells differ only in size."""
     return (one.quantity, one.batch, one.context) == (other.quantity, other.batch, other.context)
 
 
 def sizes(cells: Iterable[ProfileCell], quantity: Quantity, batch: int, context: int) -> list[int]:
-    """Return the measured sizes of one kind of cell in ascending order."""
     wanted = ProfileCell(quantity, batch, context, 0)
     return sorted(c.size for c in cells if alike(c, wanted))

@@ -183,7 +183,6 @@ def readings(
 
 
 def total(*times: CostReading) -> CostReading:
-    """Add independent times and propagate their errors."""
     return CostReading(
         s=math.fsum(reading.s for reading in times),
         error_s=math.hypot(*(reading.error_s for reading in times)),
@@ -191,7 +190,6 @@ def total(*times: CostReading) -> CostReading:
 
 
 def less(time: CostReading) -> CostReading:
-    """Return the negative of a time, to subtract it, with the same error."""
     return CostReading(-time.s, time.error_s)
 
 

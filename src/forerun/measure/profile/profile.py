@@ -259,7 +259,6 @@ def _draw_limits(axes: Axes, profile: Profile) -> None:
 
 
 def finish(axes: Axes, profile: Profile) -> None:
-    """Set scales, labels and legend."""
     lines = profile.greedy.lines
     ticks = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= max(x.rows[-1] for x in lines)]
     axes.set_xscale("log", base=2)

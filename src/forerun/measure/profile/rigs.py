@@ -379,7 +379,6 @@ class EngineRig:
         self.cells = tuple(cells)
 
     def ready(self) -> AbstractContextManager[None]:
-        """Do nothing: visits share no state."""
         return nullcontext()
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:

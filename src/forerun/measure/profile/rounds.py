@@ -124,7 +124,6 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Set the number of torch's threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -58,7 +58,6 @@ class Histories:
         return low.repeat_interleave(run, 1), high.repeat_interleave(run, 1)
 
     def masked(self, kept: Tensor) -> Histories:
-        """Return the histories with the weight of those that are not `kept` set to 0."""
         return replace(self, weights=self.weights * kept)
 
     def compare(
@@ -89,7 +88,6 @@ class Histories:
         )
 
     def commit(self, tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Histories:
-        """Append tokens to the committed text of each history."""
         prefixes = self.prefixes
         for column in tokens.unbind(1):
             prefixes = prefixes * vocab_size + column
@@ -132,11 +130,9 @@ class ModelPairs:
         return len(self.target)
 
     def target_rows(self, num_committed: int, depth: int) -> Tensor:
-        """Return the target's rows after `depth` draft tokens, for every prefix."""
         return self.target[num_committed + depth]
 
     def draft_rows(self, num_committed: int, depth: int) -> Tensor:
-        """Return the draft's rows that verification reads, likewise."""
         return self.draft[num_committed + depth]
 
     def with_full_drafts(self) -> ModelPairs:

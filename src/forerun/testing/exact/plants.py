@@ -145,7 +145,6 @@ class ForeignPairs(ModelPairs):
     verified: Table
 
     def draft_rows(self, num_committed: int, depth: int) -> Tensor:
-        """Return the draft's rows as verification reads them."""
         return self.verified[num_committed + depth]
 
 

@@ -97,7 +97,6 @@ class ExactReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every verifier is exact and every deliberate bug was detected."""
         return all(v.ok for v in self.verifiers) and all(p.caught for p in self.planted)
 
     def to_dict(self) -> dict[str, object]:

@@ -181,7 +181,6 @@ def _target_texts(
 
 
 def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:
-    """Convert rows of tokens to numbers whose base is the vocabulary size."""
     powers = vocab_size ** torch.arange(tokens.shape[1]).flip(0)
     return (tokens * powers).sum(-1)
 
