@@ -34,7 +34,7 @@ PROGRAMS = (
 )
 """First words of shell lines."""
 LANGUAGES = {"python": "python", "sh": "shell", "bash": "shell", "console": "shell", "text": "text"}
-ALLOWED_CODES = {"diagnose": (0, 3, 4)}
+ALLOWED_CODES = {"audit": (0, 3, 4), "diagnose": (0, 3, 4)}
 
 
 @dataclass(frozen=True)

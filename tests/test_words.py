@@ -21,6 +21,7 @@ CLEAN: tuple[str, ...] = (
     "__main__.py",
     "align",
     "atomic_write.py",
+    "audit",
     "bounded_documents.py",
     "bounded_read.py",
     "cache.py",

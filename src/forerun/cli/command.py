@@ -18,15 +18,15 @@ class Exit(IntEnum):
     """Exit codes of every command; the table is part of `forerun --help`."""
 
     GOOD = 0
-    """The work is done; of `diagnose`: healthy."""
+    """The work is done; of `diagnose`: healthy; of `audit`: no deviation."""
     FAILED = 1
     """A check did not pass, or the work could not be finished: memory, disk, a broken model."""
     BAD_INPUT = 2
     """A flag, a value, a file or a model cannot be used."""
     PROBLEM = 3
-    """`diagnose` found a problem."""
+    """`diagnose` or `audit` found a problem."""
     INSUFFICIENT = 4
-    """`diagnose` needs more evidence."""
+    """`diagnose` or `audit` needs more evidence."""
     DEFECT = 70
     """An error that forerun did not foresee."""
     INTERRUPTED = 130

@@ -48,6 +48,7 @@ COMMANDS = {
     "align": "distil a draft to its target on your prompts, and measure the gain",
     "probe": "measure on loaded models which causes can be ruled out, for diagnose",
     "diagnose": "explain why speculation is slow or wrong, and what to change",
+    "audit": "test whether speculation changes the text of a server, and name the fault",
     "simulate": "serve a workload in simulated time under several controllers",
     "trace": "summarise a trace: tokens and cost per step, acceptance by position",
     "exact": "prove by enumeration that every verifier keeps the target's distribution",
@@ -74,11 +75,11 @@ examples:
   forerun profile --model zoo:code-40m --draft zoo:code-2m-for-40m --out profile.json
 
 exit codes:
-  0    the work is done; diagnose: healthy
+  0    the work is done; diagnose: healthy; audit: no deviation
   1    a check did not pass, or the work could not be finished (memory, disk, a broken model)
   2    a flag, a value, a file or a model cannot be used
-  3    diagnose: a problem was found
-  4    diagnose: the evidence is insufficient
+  3    diagnose, audit: a problem was found
+  4    diagnose, audit: the evidence is insufficient
   70   an error that forerun did not foresee; FORERUN_TRACEBACK=1 shows where
   130  interrupted
   141  the reader of the output ended early

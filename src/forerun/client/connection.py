@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
-from threading import Event
+from threading import Event, Lock
 from typing import Any, TypeVar
 
 import httpx
@@ -71,6 +71,7 @@ class Connection:
     Attributes:
         closing: set when answers are not needed any more; waits between tries then end.
         waits_s: seconds waited before every further try of a request.
+        num_posted: requests posted, further tries and refused ones included.
 
     Raises:
         InvalidRequest: the variable of the key is not set, or its value cannot be sent.
@@ -80,6 +81,8 @@ class Connection:
         self.config = config
         self.closing = Event()
         self.waits_s: list[float] = []
+        self.num_posted = 0
+        self._counting = Lock()
         self._num_refused_flags = 0
         self._clock = ReadClock()
         self._http = httpx.Client(
@@ -188,6 +191,8 @@ class Connection:
         """Post a request and return the successful response before its body is read."""
         for num_refused in range(self._num_refused_flags, len(ID_FLAGS)):
             fields = {**body, **ID_FLAGS[num_refused]}
+            with self._counting:
+                self.num_posted += 1
             reply = self._send(self._http.build_request("POST", url, json=fields), deadline)
             if reply.status_code not in _REFUSED:
                 self._num_refused_flags = num_refused

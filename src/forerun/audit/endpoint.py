@@ -1,0 +1,171 @@
+"""Questions of an audit to a server with the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import httpx
+import msgspec
+
+from forerun.audit.config import Kind
+from forerun.audit.records import AuditAnswer, Question
+from forerun.client.answers import ServerAnswer, TokenLogprob
+from forerun.client.client import Client
+from forerun.client.config import ClientConfig
+from forerun.client.connection import ID_FLAGS
+from forerun.errors import InvalidRequest, ServerUnavailable
+
+NUM_TOP = 20
+MOST_REQUESTS = len(ID_FLAGS)
+"""Requests that one question can take: a strict server refuses flags that it does not know."""
+
+
+@runtime_checkable
+class Endpoint(Protocol):
+    """What is audited.
+
+    Attributes:
+        name: for the report.
+        control: how tokens without speculation are had: "off" by a field of the request, "server"
+            from a second server, or "first tokens" by asking for single tokens.
+    """
+
+    name: str
+    control: str
+
+    def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
+        """Return the answers, in order; a failure is an answer with a problem."""
+        ...
+
+
+class HttpEndpoint:
+    """A server, and perhaps a second one with the same model and without speculation.
+
+    Args:
+        server: address, key and limits.
+        control: of the second server.
+        wants_logprobs: whether to ask for log-probabilities.
+        num_clients: requests at once.
+        transport: carries the requests, for tests; None takes the network.
+
+    Raises:
+        InvalidRequest: a server refuses the key, or does not serve the model.
+        ServerUnavailable: a server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        server: ClientConfig,
+        control: ClientConfig | None = None,
+        *,
+        wants_logprobs: bool,
+        num_clients: int,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.name = server.url
+        self.wants_logprobs = wants_logprobs
+        self._clients: dict[str, Client] = {}
+        for arm, config in (("served", server), ("control", control)):
+            if config is not None:
+                # A further try is a request of its own, which the limits count.
+                self._clients[arm] = Client(
+                    replace(config, num_tries=1, max_connections=num_clients), transport
+                )
+        try:
+            cards = {arm: client.find_model() for arm, client in self._clients.items()}
+        except BaseException:
+            self.close()
+            raise
+        self._models = {arm: card.id for arm, card in cards.items()}
+        self._is_forerun = {arm: card.drafters is not None for arm, card in cards.items()}
+        off = "off" if self._is_forerun["served"] else "first tokens"
+        self.control = "server" if "control" in self._clients else off
+        self._executor = ThreadPoolExecutor(num_clients)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            client.close()
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Names of the models by arm, as the servers list them."""
+        return self._models
+
+    def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
+        """Return the answers, in order; a failure is an answer with a problem."""
+        num_before = self._num_posted()
+        found = [*self._executor.map(lambda q: self._answer(q, kinds[q.kind]), questions)]
+        num_more = self._num_posted() - num_before - len(found)
+        first = found[0]
+        return [
+            msgspec.structs.replace(first, num_requests=first.num_requests + num_more),
+            *found[1:],
+        ]
+
+    def _num_posted(self) -> int:
+        return sum(client.connection.num_posted for client in self._clients.values())
+
+    def _answer(self, question: Question, kind: Kind) -> AuditAnswer:
+        arm = question.arm if question.arm in self._clients else "served"
+        fields: dict[str, object] = {
+            **kind.fields,
+            "model": self._models[arm],
+            "max_tokens": question.num_tokens,
+        }
+        if self._is_forerun[arm]:
+            fields["return_token_sources"] = True
+        if question.arm == "control" and self.control == "off":
+            fields["speculation"] = "off"
+        prompt = question.prompt if isinstance(question.prompt, str) else [*question.prompt]
+        events: list[ServerAnswer] = []
+        problem, is_refused = None, False
+        try:
+            wanted = NUM_TOP if self.wants_logprobs and not kind.has_grammar else None
+            for event in self._clients[arm].stream(prompt, fields, logprobs=wanted):
+                events.append(event)
+        except InvalidRequest as error:
+            problem, is_refused = str(error), True
+        except ServerUnavailable as error:
+            problem = str(error)
+        return _answer_of(question, events, problem, is_refused)
+
+
+def _answer_of(
+    question: Question, events: Sequence[ServerAnswer], problem: str | None, is_refused: bool
+) -> AuditAnswer:
+    logprobs = [token for event in events for token in event.logprobs or ()]
+    ids: list[int] | None = [token for event in events for token in event.token_ids or ()]
+    if not ids:
+        named = [token.token_id for token in logprobs]
+        ids = [n for n in named if n is not None] if named and None not in named else None
+    used = [event.usage.completion_tokens for event in events if event.usage is not None]
+    counted = max([len(ids or ()), *(n for n in used if n is not None)])
+    is_whole = problem is None and (ids is not None or any(n is not None for n in used))
+    refused = is_refused and not events
+    return AuditAnswer(
+        token_ids=None if ids is None else tuple(ids),
+        step_sizes=tuple(len(event.token_ids or event.logprobs or ()) for event in events),
+        sources=tuple(source for event in events for source in event.token_sources),
+        text="".join(event.text or "" for event in events),
+        finish_reason=next((e.finish_reason for e in reversed(events) if e.finish_reason), None),
+        top=tuple(_top_of(token) for token in logprobs),
+        logprobs=tuple(t.logprob if t.logprob is not None else 0.0 for t in logprobs),
+        num_charged=0 if refused else counted if is_whole else max(counted, question.num_tokens),
+        problem=problem,
+        is_refused=is_refused,
+    )
+
+
+def _top_of(token: TokenLogprob) -> tuple[tuple[int, float], ...]:
+    """Return the alternatives with their ids; a text without an id is named by its hash."""
+    return tuple((_id_of(text, token_id), value) for text, token_id, value in token.top)
+
+
+def _id_of(text: str, token_id: int | None) -> int:
+    if token_id is not None:
+        return token_id
+    return int.from_bytes(text.encode("utf-8", "replace")[:7].ljust(7, b"\0"), "big") + (1 << 40)

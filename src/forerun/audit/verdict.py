@@ -1,0 +1,229 @@
+"""The verdict of an audit: whether speculation changes the text, which fault it looks like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.audit.alternatives import FAMILIES
+from forerun.audit.ledger import Deviation, Ledger, PlaceDeviation
+from forerun.audit.readings import DIRECTIONS
+from forerun.audit.run import Audit
+
+Status = Literal["no_deviation", "deviates", "cannot_judge"]
+
+MEANINGS: Mapping[str, str] = {
+    "acceptance": "draft tokens are kept too often: acceptance compares with the wrong "
+    "distribution",
+    "typical_acceptance": "every draft token of some probability is kept: typical acceptance",
+    "residual": "the token after a rejection does not come from the residual distribution",
+    "argmax_slot": "a slot that should be sampled takes the most likely token",
+    "reused_noise": "the random numbers that drew the draft are used again to accept it",
+    "one_sided_filter": "top-p or top-k is applied to one of draft and target alone",
+    "threshold": "now and then a token of probability 0 is kept: the comparison accepts equality, "
+    "or the random numbers are coarse",
+    "relaxed_greedy": "at temperature 0 draft tokens are kept that are not the most likely ones",
+    "missing_penalties": "the verification pass leaves out the penalties",
+    "wrong_row": "the pass is read one row off",
+    "stale_state": "the text fits another context than its own: state of rejected tokens is kept",
+    "shared_seeds": "separate requests draw with the same random numbers",
+    "grammar": "the grammar does not bind every token: its mask is missing in the pass",
+    "unnamed": "the deviation resembles no fault that is known here",
+}
+"""What every family of faults means."""
+_FAVOURED = math.log(100.0)
+"""Log-likelihood ratio from which a text speaks for an alternative."""
+_FEW_TOKENS = 500
+_THRESHOLD_SHARE = 0.01
+_SIGMAS = 3.0
+_BOUND_TOKENS = 1000
+_PLACE_TOKENS = 30
+_COPIED_SHARE = 0.3
+"""Of tokens that repeat an earlier answer, above chance, from which noise is taken for shared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditVerdict:
+    """The outcome in words and figures.
+
+    Attributes:
+        status: "no_deviation", "deviates", or "cannot_judge".
+        sentence: the outcome.
+        family: of the fault, a key of `MEANINGS`; None without a deviation.
+        reasons: what the outcome rests on.
+        notes: what could not be examined, and why.
+        bound: total variation that was ruled out in the directions tested; None if none was.
+        profile: deviation at every place of an answer, of the strongest direction.
+        steps: the same by place in a step, where the server shows its steps.
+    """
+
+    status: Status
+    sentence: str
+    family: str | None = None
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    bound: float | None = None
+    profile: tuple[PlaceDeviation, ...] = ()
+    steps: tuple[PlaceDeviation, ...] = ()
+
+
+def judge(audit: Audit) -> AuditVerdict:
+    """Return the verdict on what an audit has seen until now."""
+    notes = _notes(audit)
+    if audit.progress.alarm_tokens is None:
+        return _without_alarm(audit, notes)
+    return _with_alarm(audit, notes)
+
+
+def _notes(audit: Audit) -> tuple[str, ...]:
+    progress, found = audit.progress, []
+    found += [
+        f"requests of the kind {k!r} are refused: {why}" for k, why in progress.dropped.items()
+    ]
+    found += [f"{num} answers failed: {why}" for why, num in progress.problems.most_common(3)]
+    if progress.num_without_ids:
+        found.append(
+            f"{progress.num_without_ids} answers without token ids: their tokens are not judged"
+        )
+    reported = getattr(audit.ledger.reference, "problems", ())
+    if reported:
+        found.append(f"{len(reported)} answers report impossible probabilities: {reported[0]}")
+    if audit.ledger.reference is None:
+        found.append("there is no reference: only grammars are checked")
+    return tuple(found)
+
+
+def _without_alarm(audit: Audit, notes: tuple[str, ...]) -> AuditVerdict:
+    num_tokens = sum(audit.ledger.arms["served"].num_tokens.values())
+    if num_tokens < _FEW_TOKENS:
+        return AuditVerdict(
+            status="cannot_judge",
+            sentence=f"Only {num_tokens} tokens could be judged; it takes {_FEW_TOKENS}.",
+            notes=notes,
+        )
+    bound = audit.ledger.bound(_BOUND_TOKENS)
+    if bound is None:
+        words = f"No deviation was found, but {num_tokens} tokens bound it little."
+    else:
+        words = f"No deviation above TV {bound:.3f} with 95%, in every direction tested."
+    return AuditVerdict(
+        status="no_deviation",
+        sentence=words,
+        bound=bound,
+        notes=notes,
+        reasons=(f"{num_tokens} tokens of {audit.endpoint.name} were compared",),
+    )
+
+
+def _with_alarm(audit: Audit, notes: tuple[str, ...]) -> AuditVerdict:
+    deviations = audit.ledger.deviations("served")
+    first = deviations[0]
+    family = family_of(audit.ledger, math.log(20.0))
+    cause = "shown" if family == "shared_seeds" else contrast(audit.ledger, first)
+    profile = audit.ledger.by_place(first.kind, first.direction, in_step=False)
+    steps = audit.ledger.by_place(first.kind, first.direction, in_step=True)
+    reasons = (
+        f"{DIRECTIONS[first.direction]}, in requests of the kind {first.kind!r}: "
+        f"{first.mean:+.3f} ({first.low:+.3f} to {first.high:+.3f}) over {first.num_tokens} tokens",
+        f"alarm after {audit.progress.alarm_tokens} tokens, e-value 10^"
+        f"{audit.progress.peak_log_e / math.log(10):.1f}",
+        *_control_words(audit, first),
+    )
+    if cause == "denied":
+        return AuditVerdict(
+            status="cannot_judge",
+            sentence="The text deviates without speculation as much as with it: the reference is "
+            "another model, other parameters are in force, or the reported probabilities are not "
+            "those that are sampled.",
+            reasons=reasons,
+            notes=notes,
+            profile=tuple(profile),
+        )
+    where = places_in_words(profile, steps)
+    doubt = "" if cause == "shown" else " Whether speculation is the cause is not shown."
+    return AuditVerdict(
+        status="deviates",
+        sentence=f"{where} from the reference: {MEANINGS[family]}.{doubt}",
+        family=family,
+        reasons=reasons,
+        notes=notes,
+        profile=tuple(profile),
+        steps=tuple(steps),
+    )
+
+
+def _control_words(audit: Audit, first: Deviation) -> tuple[str, ...]:
+    for item in audit.ledger.deviations("control"):
+        if (item.kind, item.direction) == (first.kind, first.direction):
+            return (
+                f"without speculation ({audit.endpoint.control}): {item.mean:+.3f} "
+                f"({item.low:+.3f} to {item.high:+.3f}) over {item.num_tokens} tokens",
+            )
+    return ()
+
+
+def contrast(ledger: Ledger, first: Deviation) -> Literal["shown", "denied", "open"]:
+    """Return whether the deviation is one of speculation, by the requests without it."""
+    served = ledger.moved("served", first.direction, first.kind)
+    control = ledger.moved("control", first.direction, first.kind)
+    if len(control) < 2 or not len(served):
+        return "open"
+    # A rate that was never seen has an error all the same.
+    error = math.hypot(
+        served.std() / math.sqrt(len(served)), control.std() / math.sqrt(len(control))
+    ) + 1.0 / (2 * len(control))
+    sigmas = abs(served.mean() - control.mean()) / error
+    if sigmas >= _SIGMAS and abs(control.mean()) < abs(served.mean()):
+        return "shown"
+    own = abs(control.mean()) / (control.std() / math.sqrt(len(control)) + 1.0 / (2 * len(control)))
+    return "denied" if own >= _SIGMAS else "open"
+
+
+def family_of(ledger: Ledger, alarm_log_e: float) -> str:
+    """Return the family of faults that a deviation speaks for.
+
+    Args:
+        ledger: with a deviation.
+        alarm_log_e: e-value, as a logarithm, from which one direction counts.
+    """
+    strong = [item for item in ledger.deviations("served") if item.log_e >= alarm_log_e]
+    by_direction = {item.direction: item for item in reversed(strong)}
+    copied = by_direction.get("copied")
+    if copied is not None and copied.mean >= _COPIED_SHARE:
+        return "shared_seeds"
+    plain = ledger.config.kinds[0].name
+    kinds = {item.kind for item in strong}
+    if plain in kinds:
+        return _likeliest(ledger.likelihoods(plain))
+    # What leaves plain sampling alone is a fault of what the other requests have in addition.
+    if "grammar" in by_direction:
+        return "grammar"
+    if (excluded := by_direction.get("excluded")) is not None:
+        return "threshold" if excluded.mean < _THRESHOLD_SHARE else "one_sided_filter"
+    if kinds == {"greedy"}:
+        return "relaxed_greedy"
+    return _likeliest(ledger.likelihoods(strong[0].kind)) if strong else "unnamed"
+
+
+def _likeliest(found: Mapping[str, float]) -> str:
+    best = max(found, key=lambda name: found[name], default=None)
+    return FAMILIES[best] if best is not None and found[best] >= _FAVOURED else "unnamed"
+
+
+def places_in_words(profile: list[PlaceDeviation], steps: list[PlaceDeviation]) -> str:
+    """Return where the text deviates: in which tokens of a step, or from which of an answer on."""
+    clear = [place.place + 1 for place in steps if _is_clear(place)]
+    if len(steps) > 1 and clear:
+        if len(clear) == 1:
+            return f"Token {clear[0]} of a step deviates"
+        return f"Tokens {clear[0]} to {clear[-1]} of a step deviate"
+    if profile and not profile[0].place and not _is_clear(profile[0]):
+        return "The text after the first token, which no draft precedes, deviates"
+    return "The text, its first tokens included, deviates"
+
+
+def _is_clear(place: PlaceDeviation) -> bool:
+    enough = place.num_tokens >= _PLACE_TOKENS and place.error > 0
+    return enough and abs(place.mean) > _SIGMAS * place.error

@@ -1,0 +1,180 @@
+"""`forerun audit`: does speculation change the text of a server?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from forerun.atomic_write import atomic_write
+from forerun.cli.command import Command, Exit
+from forerun.cli.flags import check_writable
+from forerun.cli.tables import SafeConsole, progress_bar
+from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from forerun.audit.run import Audit, Prompt
+    from forerun.audit.verdict import AuditVerdict
+    from forerun.models.tokenizers import Tokenizer
+
+_LONGEST_PROMPT = 400
+"""Characters of a prompt: an audit pays for its prompts too."""
+_CODES = {
+    "no_deviation": Exit.GOOD,
+    "deviates": Exit.PROBLEM,
+    "cannot_judge": Exit.INSUFFICIENT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditOptions:
+    """Options of `forerun audit`."""
+
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """Address of a server with the OpenAI API, such as http://localhost:8000/v1."""
+    reference: str | None = None
+    """What the text is compared with: a model (name or folder), which is the strongest test, or the
+    URL of a server with the same model and without speculation.
+    Default: the server's own log-probabilities."""
+    draft: str | None = None
+    """The draft model of the server: faults are named more sharply. Needs a --reference model."""
+    model: str | None = None
+    """Name of the model on the server. Default: the first one that it lists."""
+    api_key_env: UseAppendAction[tuple[str, ...]] = ()
+    """Environment variable with the API key; with two servers, one for each.
+    Default: OPENAI_API_KEY, if it is set."""
+    prompts: Path | None = None
+    """Texts to continue: .jsonl with "prompt", else one a line or between "---"."""
+    tokens: int = 20_000
+    """Most output tokens in all."""
+    requests: int = 2_000
+    """Most requests, refused ones included."""
+    max_tokens: int = 48
+    """Output tokens of a request."""
+    clients: int = 4
+    """Requests at once."""
+    false_alarms: float = 0.01
+    """Largest probability of an alarm over a server that follows the reference."""
+    tolerance: float = 0.002
+    """Total variation that counts as rounding."""
+    state: Path | None = None
+    """File that records every question and answer; an interrupted audit continues from it."""
+    out: Path | None = None
+    """Write the report to this HTML page."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(options: AuditOptions) -> int:
+    """Audit a server and show the verdict."""
+    from forerun.audit.config import AuditConfig
+
+    if options.draft is not None and (options.reference is None or _is_url(options.reference)):
+        raise InvalidRequest("--draft needs the model of the server as --reference")
+    config = AuditConfig(
+        max_tokens=options.tokens,
+        max_requests=options.requests,
+        num_tokens=options.max_tokens,
+        num_clients=options.clients,
+        false_alarms=options.false_alarms,
+        tolerance=options.tolerance,
+    )
+    for flag, path in (("--state", options.state), ("--out", options.out)):
+        check_writable(flag, path)
+    with ExitStack() as stack:
+        audit = _prepared(options, config, stack)
+        with progress_bar("asking", config.max_tokens) as report:
+            audit.run(report)
+    from forerun.audit.report import page_of, report_of
+    from forerun.audit.verdict import judge
+
+    verdict = judge(audit)
+    if options.out is not None:
+        with atomic_write(options.out) as scratch:
+            scratch.write_text(page_of(audit, verdict), encoding="utf-8")
+    if options.json:
+        print(json.dumps(report_of(audit, verdict)))
+    else:
+        _show(audit, verdict)
+    return _CODES[verdict.status]
+
+
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
+    from forerun.audit.config import AuditConfig
+    from forerun.audit.endpoint import HttpEndpoint
+    from forerun.audit.records import StateFile
+    from forerun.audit.reference import Reference, ReportedLogprobs, load_reference
+    from forerun.audit.run import Audit
+    from forerun.client.config import ClientConfig
+
+    assert isinstance(config, AuditConfig)
+    name, keys = options.reference, options.api_key_env
+    reference: Reference = ReportedLogprobs()
+    tokenizer, control = None, None
+    if name is not None and _is_url(name):
+        control = ClientConfig(url=name, key_variable=keys[-1] if keys else None)
+    elif name is not None:
+        loaded = load_reference(name, options.draft, max_context=_LONGEST_PROMPT + 2048)
+        reference, tokenizer = loaded, loaded.tokenizer
+    server = ClientConfig(
+        url=options.url, model=options.model, key_variable=keys[0] if keys else None
+    )
+    endpoint = HttpEndpoint(
+        server, control, wants_logprobs=tokenizer is None, num_clients=config.num_clients
+    )
+    stack.callback(endpoint.close)
+    header = {"url": options.url, "reference": name or "", "draft": options.draft or ""}
+    prompts = _prompts(options.prompts, tokenizer)
+    return Audit(config, endpoint, reference, prompts, StateFile(options.state, header))
+
+
+def _prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+    from forerun.measure.prompt_files import read_entries
+    from forerun.models.catalog import held_out_prompts
+
+    if path is None:
+        texts = [prompt.text for prompt in held_out_prompts()]
+    else:
+        texts = [entry.text for entry in read_entries(path) if entry.text]
+        if not texts:
+            raise InvalidRequest(f"--prompts {path} has no text to continue")
+    texts = [text[:_LONGEST_PROMPT] for text in texts]
+    if tokenizer is None:
+        return texts
+    return [tuple(tokenizer.encode(text)) for text in texts]
+
+
+def _show(audit: Audit, verdict: AuditVerdict) -> None:
+    from forerun.audit.report import spent_in_words
+
+    console = SafeConsole(soft_wrap=True)
+    console.print(verdict.sentence, style="bold", markup=False)
+    for line in (*verdict.reasons, spent_in_words(audit), *verdict.notes):
+        console.print(f"  {line}", markup=False)
+
+
+COMMAND = Command(
+    options=AuditOptions,
+    run=run,
+    has_positional=True,
+    lists={"--api-key-env": ","},
+    description="Test whether speculation changes the text of a server with the OpenAI API, and\n"
+    "name the fault. Sampled tokens are compared with the distributions they should follow, and\n"
+    "after a deviation with tokens made without speculation. Exit code 0: no deviation, 3: a\n"
+    "deviation, 4: the server gives too little to judge.",
+    examples=(
+        "forerun audit http://localhost:8000/v1 --reference zoo:code-40m --out audit.html",
+        "forerun audit http://localhost:8000/v1 --reference path/to/model --draft path/to/draft",
+        "forerun audit http://localhost:8000/v1 --reference http://localhost:8001/v1 --json",
+        "forerun audit http://localhost:8000/v1 --state audit.jsonl --tokens 50000",
+    ),
+)

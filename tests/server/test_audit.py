@@ -1,0 +1,147 @@
+"""`forerun audit` over our own server, healthy and broken, and over servers that misbehave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from tests.lab.audited import Rule, lenient, plant
+from tests.server.conftest import serving
+
+from forerun.audit.config import KINDS
+from forerun.audit.endpoint import HttpEndpoint
+from forerun.audit.records import AuditAnswer, Question
+from forerun.cli.main import main
+from forerun.client.config import ClientConfig
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+SMALL = ("--tokens", "1600", "--max-tokens", "24", "--json")
+CONFIG = EngineConfig(num_speculative_tokens=3, max_context=512, max_batch=4, controller="fixed")
+
+
+@contextmanager
+def address(change: Callable[[Engine], None] = lambda engine: None) -> Iterator[str]:
+    engine = Engine.load("zoo:code-2m", "zoo:books-1m", config=CONFIG)
+    change(engine)
+    with serving(engine) as client:
+        yield str(client.base_url)
+
+
+def test_a_healthy_server_passes_and_an_audit_resumes(tmp_path, capsys):
+    page, state = tmp_path / "audit.html", tmp_path / "state.jsonl"
+    files = ("--out", str(page), "--state", str(state))
+    with address() as url:
+        assert main(["audit", url, "--reference", "zoo:code-2m", *files, *SMALL]) == 0
+        first = json.loads(capsys.readouterr().out)
+        assert main(["audit", url, "--reference", "zoo:code-2m", *files, *SMALL]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["spent"] == first["spent"]
+    assert again["peak_log_e"] == pytest.approx(first["peak_log_e"])
+    assert first["status"] == "no_deviation"
+    assert first["spent"]["num_tokens"] <= 1200
+    kinds = {item["kind"] for item in first["deviations"]["served"]}
+    assert kinds == {kind.name for kind in KINDS}
+    assert "No deviation" in page.read_text() or "little" in page.read_text()
+
+
+def test_a_broken_server_is_found_and_the_control_is_clean(capsys):
+    flags = ("--reference", "zoo:code-2m", "--draft", "zoo:books-1m", "--tokens", "2400", "--json")
+    with address(lambda engine: plant(engine, Rule(accepts=lenient))) as url:
+        assert main(["audit", url, *flags]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == "deviates"
+    assert found["family"] == "acceptance"
+    assert found["control"] == "off"
+    assert [place["place"] for place in found["steps"]][:4] == [0, 1, 2, 3]
+
+
+def test_bad_input_is_refused(capsys):
+    assert main(["audit", "http://127.0.0.1:1/v1", "--draft", "zoo:code-2m"]) == 2
+    assert main(["audit", "http://127.0.0.1:1/v1", "--tokens", "0"]) == 2
+    assert main(["audit", "http://127.0.0.1:1/v1"]) == 1
+    shown = capsys.readouterr().err
+    assert "--reference" in shown
+    assert "max_tokens is 0" in shown
+
+
+# --------------------------------------------------------------------------- misbehaving servers
+
+QUESTION = Question(arm="served", kind="sampled", prompt="a", num_tokens=8, group=0)
+MODELS = {"data": [{"id": "m"}]}
+
+
+def asked(
+    reply: Callable[[httpx.Request], httpx.Response], question: Question = QUESTION
+) -> AuditAnswer:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=MODELS) if request.method == "GET" else reply(request)
+
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"),
+        wants_logprobs=True,
+        num_clients=1,
+        transport=httpx.MockTransport(answer),
+    )
+    kinds = {kind.name: replace(kind) for kind in KINDS}
+    return endpoint.ask([question], kinds)[0]
+
+
+def stream(*events: object, done: bool = True) -> httpx.Response:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    return httpx.Response(200, text="".join(lines) + ("data: [DONE]\n\n" if done else ""))
+
+
+def chunk(*ids: int, finish: str | None = None) -> dict[str, object]:
+    choice = {"text": "x" * len(ids), "token_ids": list(ids), "finish_reason": finish}
+    return {"choices": [choice]}
+
+
+def test_the_steps_of_a_stream_are_kept():
+    answer = asked(lambda _: stream(chunk(1, 2), chunk(3), chunk(4, 5, 6, finish="length")))
+    assert answer.token_ids == (1, 2, 3, 4, 5, 6)
+    assert answer.step_sizes == (2, 1, 3)
+    assert (answer.num_charged, answer.num_requests, answer.problem) == (6, 1, None)
+
+
+def test_a_busy_server_is_asked_once_and_charged_in_full():
+    answer = asked(lambda _: httpx.Response(429, headers={"retry-after": "1"}))
+    assert "429" in answer.problem
+    assert (answer.num_charged, answer.num_requests) == (8, 1)
+    assert not answer.is_refused
+
+
+def test_a_stream_that_is_cut_keeps_its_tokens_and_is_charged_in_full():
+    answer = asked(lambda _: stream(chunk(1, 2), done=False))
+    assert answer.token_ids == (1, 2)
+    assert answer.num_charged == 8
+    assert answer.problem is not None
+
+
+def test_every_try_of_a_refusal_counts():
+    answer = asked(lambda _: httpx.Response(400, text="no"))
+    assert answer.is_refused
+    assert (answer.num_charged, answer.num_requests) == (0, 3)
+
+
+def test_text_alone_is_charged_in_full():
+    answer = asked(lambda _: stream({"choices": [{"text": "abc", "finish_reason": "length"}]}))
+    assert answer.token_ids is None
+    assert answer.num_charged == 8
+
+
+def test_ids_are_taken_from_names_of_tokens():
+    logprobs = {
+        "tokens": ["token_id:7"],
+        "token_logprobs": [-0.1],
+        "top_logprobs": [{"token_id:7": -0.1, "token_id:9": -3.0}],
+    }
+    event = {"choices": [{"text": "x", "logprobs": logprobs, "finish_reason": "length"}]}
+    answer = asked(lambda _: stream(event))
+    assert answer.token_ids == (7,)
+    assert answer.top == (((7, -0.1), (9, -3.0)),)

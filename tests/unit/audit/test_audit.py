@@ -1,0 +1,239 @@
+"""Limits, resuming and verdicts of an audit, on simulated streams of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from tests.lab.audited import VOCAB_SIZE, pair, reference_of
+from tests.lab.dice import Dice
+
+from forerun.audit.config import KINDS, AuditConfig, Kind
+from forerun.audit.records import AuditAnswer, Question, StateFile
+from forerun.audit.reference import ReportedLogprobs
+from forerun.audit.run import Audit
+from forerun.audit.verdict import judge
+from forerun.errors import InvalidRequest
+
+PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
+SAMPLED = (replace(KINDS[0], share=1.0),)
+
+
+class Stream:
+    """Draws text from a table, and may misbehave.
+
+    Args:
+        change: called with the number of the question and its answer.
+    """
+
+    name, control = "a stream", "off"
+
+    def __init__(self, table=None, change=lambda number, question, answer: answer, logprobs=False):
+        self.table = table or pair(1)[0]
+        self.change = change
+        self.logprobs = logprobs
+        self.num_asked = 0
+
+    def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
+        return [self.one(question) for question in questions]
+
+    def one(self, question: Question) -> AuditAnswer:
+        self.num_asked += 1
+        dice = Dice(self.num_asked, repr(question.prompt))
+        ids, top, logprobs = [], [], []
+        for _ in range(question.num_tokens):
+            probs = self.table.probs([*question.prompt, *ids])
+            token = int((probs.cumsum(0) <= dice.uniform(0, 1)).sum())
+            ids.append(min(token, VOCAB_SIZE - 1))
+            logs = probs.log().tolist()
+            logprobs.append(logs[ids[-1]])
+            top.append(tuple(sorted(enumerate(logs), key=lambda item: -item[1])[:10]))
+        answer = AuditAnswer(
+            token_ids=tuple(ids),
+            text=str(ids),
+            finish_reason="length",
+            num_charged=len(ids),
+            top=tuple(top) if self.logprobs else (),
+            logprobs=tuple(logprobs) if self.logprobs else (),
+        )
+        return self.change(self.num_asked, question, answer)
+
+
+def audit_of(stream=None, *, reference=None, state=None, tokens=4000, kinds=SAMPLED, **changes):
+    config = AuditConfig(max_tokens=tokens, kinds=kinds, **changes)
+    reference = reference or reference_of(pair(1)[0], None)
+    state = StateFile(state, {"url": "here"})
+    return Audit(config, stream or Stream(), reference, PROMPTS, state, wait=lambda s: None)
+
+
+def silent(what, done):
+    pass
+
+
+def test_a_stream_of_the_reference_passes_within_its_limits():
+    audit = audit_of()
+    audit.run(silent)
+    verdict = judge(audit)
+    assert verdict.status == "no_deviation"
+    assert verdict.family is None
+    assert 0 < verdict.bound < 0.2
+    assert 2900 < audit.progress.spent.num_tokens <= 3000  # a quarter is kept for the control
+
+
+@pytest.mark.parametrize("limits", [{"tokens": 100}, {"max_requests": 7}, {"num_tokens": 5000}])
+def test_no_limit_is_passed(limits):
+    audit = audit_of(**limits)
+    audit.run(silent)
+    assert audit.progress.spent.num_tokens <= audit.config.max_tokens
+    assert audit.progress.spent.num_requests <= audit.config.max_requests
+    assert judge(audit).status == "cannot_judge"
+
+
+def test_an_answer_that_is_lost_is_charged_in_full():
+    def cut(number, question, answer):
+        return (
+            AuditAnswer(num_charged=question.num_tokens, problem="cut off")
+            if number > 3
+            else answer
+        )
+
+    audit = audit_of(Stream(change=cut))
+    audit.run(silent)
+    assert audit.progress.spent.num_tokens == 48 * audit.progress.spent.num_requests
+    assert audit.progress.spent.num_requests < 15  # it gives up after failures in a row
+    verdict = judge(audit)
+    assert verdict.status == "cannot_judge"
+    assert "cut off" in " ".join(verdict.notes)
+
+
+def test_text_without_ids_is_not_judged():
+    def without(number, question, answer):
+        return AuditAnswer(text="abc", finish_reason="length", num_charged=48)
+
+    audit = audit_of(Stream(change=without))
+    audit.run(silent)
+    verdict = judge(audit)
+    assert verdict.status == "cannot_judge"
+    assert "without token ids" in " ".join(verdict.notes)
+
+
+def test_another_model_is_no_fault_of_speculation():
+    audit = audit_of(Stream(pair(5)[0]), tokens=8000)
+    audit.run(silent)
+    verdict = judge(audit)
+    assert audit.progress.alarm_tokens is not None
+    assert verdict.status == "cannot_judge"
+    assert "another model" in verdict.sentence
+
+
+def test_a_deviation_of_the_served_arm_alone_is_one_of_speculation():
+    other = Stream(pair(5)[0])
+
+    def change(number, question, answer):
+        return answer if question.arm == "control" else other.one(question)
+
+    audit = audit_of(Stream(change=change), tokens=8000)
+    audit.run(silent)
+    verdict = judge(audit)
+    assert verdict.status == "deviates"
+    assert "is not shown" not in verdict.sentence
+
+
+def test_a_refused_kind_is_left_out():
+    def refuse(number, question, answer):
+        if question.kind == "penalised":
+            return AuditAnswer(num_charged=0, problem="no such field", is_refused=True)
+        return answer
+
+    kinds = (KINDS[0], KINDS[2])
+    audit = audit_of(Stream(change=refuse), kinds=kinds)
+    audit.run(silent)
+    assert set(audit.progress.dropped) == {"penalised"}
+    assert judge(audit).status == "no_deviation"
+    assert "no such field" in " ".join(judge(audit).notes)
+
+
+def test_log_probabilities_of_the_server_itself_serve_as_reference():
+    audit = audit_of(Stream(logprobs=True), reference=ReportedLogprobs())
+    audit.run(silent)
+    assert judge(audit).status == "no_deviation"
+
+
+def test_log_probabilities_that_lie_are_never_a_fault_of_speculation():
+    other = pair(5)[0]
+
+    def lie(number, question, answer):
+        stream = Stream(other, logprobs=True)
+        found = stream.one(question)
+        return replace_answer(answer, top=found.top, logprobs=found.logprobs)
+
+    audit = audit_of(Stream(change=lie), reference=ReportedLogprobs(), tokens=8000)
+    audit.run(silent)
+    assert judge(audit).status == "cannot_judge"
+
+
+def replace_answer(answer: AuditAnswer, **changes) -> AuditAnswer:
+    import msgspec
+
+    return msgspec.structs.replace(answer, **changes)
+
+
+def test_impossible_probabilities_are_said():
+    def inflate(number, question, answer):
+        top = tuple(tuple((t, v + 1.0) for t, v in row) for row in answer.top)
+        return replace_answer(answer, top=top)
+
+    audit = audit_of(Stream(change=inflate, logprobs=True), reference=ReportedLogprobs())
+    audit.run(silent)
+    assert judge(audit).status == "cannot_judge"
+    assert "impossible probabilities" in " ".join(judge(audit).notes)
+
+
+# ------------------------------------------------------------------------------------------- resume
+
+
+def test_an_interrupted_audit_ends_as_an_uninterrupted_one(tmp_path):
+    whole = audit_of(tokens=2000)
+    whole.run(silent)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(what, done):
+        if done > 700:
+            raise Interrupted
+
+    stream, path = Stream(), tmp_path / "state.jsonl"
+    with pytest.raises(Interrupted):
+        audit_of(stream, state=path, tokens=2000).run(interrupt)
+    second = audit_of(stream, state=path, tokens=2000)
+    second.run(silent)
+    assert second.progress.spent == whole.progress.spent
+    assert second.ledger.log_e == pytest.approx(whole.ledger.log_e)
+    third = audit_of(state=path, tokens=2000)
+    third.run(silent)
+    assert third.endpoint.num_asked == 0
+
+
+def test_a_question_whose_answer_was_lost_counts(tmp_path):
+    path = tmp_path / "state.jsonl"
+    state = StateFile(path, {"url": "here"})
+    state.load()
+    state.ask([Question(arm="served", kind="sampled", prompt=(1, 2), num_tokens=48, group=0)])
+    with path.open("a") as file:
+        file.write('{"number":0,"answ')  # torn
+    audit = audit_of(state=path, tokens=100)
+    audit.run(silent)
+    assert audit.progress.spent.num_tokens == 48
+    assert "interrupted" in " ".join(audit.progress.problems)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"header": {"url": "there", "format": "1"}}\n', "{}\n", "x\ny\n"]
+)
+def test_a_state_file_of_something_else_is_refused(tmp_path, content):
+    path = tmp_path / "state.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match="state"):
+        audit_of(state=path).run(silent)
