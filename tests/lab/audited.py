@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tests import tiny
 from tests.automaton import Automaton
+from tests.tabular import TabularModel, TokenStore
 from torch import Tensor
 
 from forerun.audit.config import Kind
@@ -20,7 +21,6 @@ from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import verify
-from forerun.models.tabular import TabularModel, TokenStore
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import pack_params, target_probs

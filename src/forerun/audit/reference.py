@@ -147,7 +147,7 @@ class ReferenceModel:
     def _draft_probs(
         self, ids: Sequence[int], params: SamplingParams, prompt: Sequence[int], tokens: list[int]
     ) -> ndarray:
-        from forerun.drafters.levels import fit_vocabulary
+        from forerun.drafters.draft_sequence import fit_vocabulary
 
         assert self.draft is not None
         logits = fit_vocabulary(_logits(self.draft, ids, len(prompt) - 1), self.model.vocab_size)
@@ -156,7 +156,7 @@ class ReferenceModel:
     def _probs(
         self, logits: Tensor, params: SamplingParams, prompt: Sequence[int], tokens: list[int]
     ) -> ndarray:
-        from forerun.measure.judge.teacher_forced import histories_before, probs_of_rows
+        from forerun.measure.judge import histories_before, probs_of_rows
         from forerun.sampling.history import History
 
         histories = []
@@ -194,7 +194,7 @@ def load_reference(name: str, draft: str | None, *, max_context: int) -> Referen
 def _logits(model: LanguageModel, ids: Sequence[int], first: int) -> Tensor:
     import torch
 
-    from forerun.measure.judge.teacher_forced import logits_of
+    from forerun.measure.judge import logits_of
 
     with torch.inference_mode():
         return torch.cat([*logits_of(model, ids, first)]).float().cpu()
