@@ -178,9 +178,11 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--seeds", default="0-4")
     parser.add_argument("--seconds", type=float, default=80.0, help="stop before the next run")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     first, last = map(int, options.seeds.split("-"))
-    path = RESULTS / f"{options.name}.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{options.name}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {(row["label"], row["seed"]) for row in rows}
     started_s = time.monotonic()
