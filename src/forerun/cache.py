@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ from forerun.errors import UnreadableInput
 
 logger = logging.getLogger("forerun.cache")
 
+PRIVATE = 0o700
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 HASH_LENGTH = 16
 """Hexadecimal digits of every hash here."""
 LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
@@ -34,6 +37,39 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(chosen).expanduser()
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
+
+
+def prepare_folder(folder: Path) -> str | None:
+    """Create a cache folder that only its user can write; return why another user could, or None.
+
+    What is in a folder of the second kind must not be used: it may come from anyone.
+    """
+    with suppress(OSError):  # reported where something is to be kept
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    return _unsafe_folder(folder)
+
+
+def _unsafe_folder(folder: Path) -> str | None:
+    """Return why another user could place a file in a folder; None if only root could.
+
+    A folder that does not exist is safe: only its own user could create it here.
+    """
+    if not folder.exists():
+        return None
+    folder = folder.resolve()
+    if reason := unsafe(folder):
+        return reason
+    return next(filter(None, (unsafe(above, is_above=True) for above in folder.parents)), None)
+
+
+def unsafe(path: Path, *, is_above: bool = False) -> str | None:
+    """Return why another user could replace a file or a folder's content; None if none could."""
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to another user (uid {found.st_uid})"
+    if found.st_mode & WRITABLE_BY_OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
+        return f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
 
 
 def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
@@ -51,6 +87,7 @@ def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
     path = folder / f"{stem}-{hash_of(content)}{suffix}"
     with atomic_write(path) as scratch:
         scratch.write_bytes(content)
+        scratch.chmod(stat.S_IMODE(scratch.stat().st_mode) & ~WRITABLE_BY_OTHERS)
     return path
 
 
@@ -66,8 +103,15 @@ def find_cached(folder: Path, stem: str, suffix: str) -> Path | None:
 
 
 def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from the cache; compute and write it if it is missing."""
-    if path := find_cached(folder, stem, ".json"):
+    """Return a JSON object from the cache; compute and write it if it is missing.
+
+    Nothing is read from or written to a folder that other users can write.
+    """
+    if danger := prepare_folder(folder):
+        logger.warning("%s is not taken from the cache: %s", stem, danger)
+        return make()
+    path = find_cached(folder, stem, ".json")
+    if path is not None and unsafe(path) is None:
         with suppress(UnreadableInput):
             known: dict[str, Any] = parse_json(read_bytes(path), str(path))
             return known

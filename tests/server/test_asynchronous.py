@@ -114,7 +114,8 @@ def test_none_of_several_prompts_is_queued_where_one_is_refused():
         async with AsyncEngine(engine) as running:
             with pytest.raises(InvalidRequest):
                 await Generation.begin(lambda: running.submit_all([PROMPT, ""], LONG), 1, None)
-            assert not engine.has_unfinished
+            assert not running._tickets
+            await until_idle(engine)
             assert engine.stats().num_steps == 0
 
     asyncio.run(main())

@@ -207,6 +207,26 @@ def test_a_prompt_may_be_scored_alone_and_echoed_in_a_stream(client):
     assert texts[0].startswith(PROMPT) and texts[3].startswith("x")
 
 
+class Ranks:
+    """An observer that notes the priorities of the sequences that emit tokens."""
+
+    is_required = wants_logits = False
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def observe(self, step) -> None:
+        self.seen |= {entry.sequence.rank[0] for entry in step.emitting}
+
+
+def test_the_priority_of_a_request_is_that_of_its_sequences(client):
+    observers = client.app.state.server.engine.engine.observers
+    observers.append(ranks := Ranks())
+    client.post("/v1/completions", json={"prompt": PROMPT, **SEEDED, "priority": 7})
+    observers.remove(ranks)
+    assert ranks.seen == {7}
+
+
 def test_without_max_tokens_a_text_goes_on_to_the_end_of_the_context(client):
     body = {"prompt": PROMPT, "ignore_eos": True, "seed": 1}
     usage = client.post("/v1/completions", json=body).json()["usage"]

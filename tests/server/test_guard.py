@@ -289,6 +289,38 @@ def test_the_token_bucket_refills():
         pass
 
 
+def test_an_allowance_does_not_grow_beyond_a_minute():
+    now = [0.0]
+    key = ApiKey(tenant="a", requests_per_minute=2)
+    ring = Keyring([key], clock=lambda: now[0])
+    for at_s in (0.0, 3600.0):
+        now[0] = at_s
+        for _ in range(2):
+            with ring.admitted(key):
+                pass
+        with pytest.raises(LimitReached), ring.admitted(key):
+            pass
+
+
+def test_an_ended_request_makes_room_however_it_ended():
+    key = ApiKey(tenant="a", max_concurrent=1)
+    ring = Keyring([key], max_requests=1)
+    for _ in range(3):
+        with pytest.raises(KeyError), ring.admitted(key):
+            raise KeyError
+        with ring.admitted(key):
+            assert ring.num_running == 1
+
+
+def test_the_limits_of_a_key_are_allowed_and_one_more_is_not():
+    key = ApiKey(tenant="a", sha256="0" * 64, max_tokens=12, priority=5)
+    key.check(5, 3, 4)
+    key.check(6, 1, 12)
+    for priority, num_choices, max_tokens in ((4, 3, 4), (5, 1, 13), (5, 13, 1), (5, 1, None)):
+        with pytest.raises(InvalidRequest):
+            key.check(priority, num_choices, max_tokens)
+
+
 def test_requests_at_once_are_counted():
     key = ApiKey(tenant="a", max_concurrent=1)
     other = ApiKey(tenant="b")

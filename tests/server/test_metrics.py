@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.server.conftest import serving, tiny_engine
 from tests.server.test_completions import PROMPT, SEEDED
 
 from forerun.diagnose.readers.prometheus import PrometheusText
+from forerun.sampling.config import SamplingParams
+from forerun.server.metrics import ServerMetrics
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,25 @@ def test_counters_are_those_of_the_usage(scraped):
     assert samples["forerun:http_responses_total", "200"] == 2
     steps = {key[1:]: n for key, n in samples.items() if key[0] == "forerun:sequence_steps_total"}
     assert steps["draft_model", "2"] == figures["num_steps"]
+
+
+def test_times_of_a_request_are_parts_of_its_latency():
+    """Waiting, reading the prompt and decoding follow each other."""
+    engine = tiny_engine()
+    metrics = ServerMetrics(engine, "tiny")
+    output = engine.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))[0]
+    times = {"ttft_s": 3.0, "prefill_s": 1.0, "total_s": 7.0}
+    metrics.finished(replace(output, completions=(replace(output.completions[0], **times),)))
+    sums = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+    }
+    assert sums["vllm:request_queue_time_seconds_sum"] == 2.0
+    assert sums["vllm:request_prefill_time_seconds_sum"] == 1.0
+    assert sums["vllm:time_to_first_token_seconds_sum"] == 3.0
+    assert sums["vllm:request_time_per_output_token_seconds_sum"] == 1.0
+    assert sums["vllm:e2e_request_latency_seconds_sum"] == 7.0
 
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

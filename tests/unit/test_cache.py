@@ -94,6 +94,31 @@ def test_an_object_is_made_once(tmp_path):
     assert cached_json(tmp_path, "other", lambda: {"b": 1}) == {"b": 1}
 
 
+def test_a_folder_that_others_can_write_is_not_used(tmp_path, caplog):
+    """Another user could have put a chat template there."""
+    folder = tmp_path / "cache"
+    cached_json(folder, "thing", lambda: {"a": 1})
+    folder.chmod(0o777)
+    assert cached_json(folder, "thing", lambda: {"a": 2}) == {"a": 2}
+    assert "can be written by other users (mode 777)" in caplog.text
+    folder.chmod(0o700)
+    (path,) = folder.iterdir()
+    path.chmod(0o666)
+    assert cached_json(folder, "thing", lambda: {"a": 3}) == {"a": 3}
+
+
+def test_a_cache_is_private_whatever_the_umask(tmp_path):
+    folder = tmp_path / "cache"
+    before = os.umask(0)
+    try:
+        cached_json(folder, "thing", lambda: {"a": 1})
+    finally:
+        os.umask(before)
+    (path,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o644)
+    assert cached_json(folder, "thing", lambda: pytest.fail("again")) == {"a": 1}
+
+
 def test_a_damaged_object_is_worked_out_again(tmp_path):
     cached_json(tmp_path, "thing", lambda: {"a": 1})
     (path,) = tmp_path.iterdir()

@@ -7,12 +7,11 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_size_t, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -21,7 +20,14 @@ from types import MappingProxyType
 
 import torch
 
-from forerun.cache import cache_folder, find_cached, hash_of, write_cached
+from forerun.cache import (
+    cache_folder,
+    find_cached,
+    hash_of,
+    prepare_folder,
+    unsafe,
+    write_cached,
+)
 from forerun.errors import RunnerUnavailable
 from forerun.theory.stop_rule import Measure
 
@@ -31,8 +37,6 @@ SOURCES = Path(__file__).parent / "kernels"
 MAIN = "kernels.cpp"
 SUFFIX = ".so"
 COMPILERS = ("c++", "g++", "clang++")
-PRIVATE = 0o700
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
 
 
@@ -55,9 +59,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
 @cache
 def _load(folder: Path, compiler: str) -> ctypes.CDLL:
     stem = f"kernels-{fingerprint(compiler)}"
-    with suppress(OSError):  # reported where the library is to be kept
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    danger = _unsafe_folder(folder)
+    danger = prepare_folder(folder)
     if danger:
         logger.warning(
             "compiled kernels are neither loaded from %s nor kept there: %s; they are compiled at "
@@ -88,29 +90,6 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
                 error,
             )
     return library
-
-
-def _unsafe_folder(folder: Path) -> str | None:
-    """Return why another user could place a library in a folder; None if only root could.
-
-    A folder that does not exist is safe: only its own user could create it here.
-    """
-    if not folder.exists():
-        return None
-    folder = folder.resolve()
-    if reason := unsafe(folder):
-        return reason
-    return next(filter(None, (unsafe(above, is_above=True) for above in folder.parents)), None)
-
-
-def unsafe(path: Path, *, is_above: bool = False) -> str | None:
-    """Return why another user could replace a file or a folder's content; None if none could."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0):
-        return f"{path} belongs to another user (uid {found.st_uid})"
-    if found.st_mode & WRITABLE_BY_OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
-        return f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
-    return None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.thread import Ticket
 from forerun.errors import ForerunError
+from forerun.server.errors import error_body
 
 END = None
 """Put into a queue of chunks where one ticket has no more."""
@@ -180,6 +181,10 @@ class EventStream(Response):
             await while_connected(receive, self._send(send))
         except Disconnected:
             return
+        except asyncio.CancelledError:  # by the server, whose time to end has passed
+            event = b"data: " + error_body("the server is stopping", 503) + b"\n\n"
+            await self._write(send, {"body": event, "more_body": True})
+            raise
         finally:
             self.close()
 

@@ -105,6 +105,11 @@ class Guard:
 
         try:
             await self._handle(scope, receive, counted)
+        except asyncio.CancelledError:  # by the server, whose time to end has passed
+            if not has_begun:
+                await error_response("the server is stopping", 503)(scope, receive, counted)
+            else:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception:
             if not has_begun:  # what is outside of this middleware answers
                 self.count(500)

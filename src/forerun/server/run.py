@@ -12,10 +12,10 @@ from starlette.types import ASGIApp
 from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
+from forerun.server.connections import BACKLOG, Connection
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
-BACKLOG = 256
 CHECK_S = 1
 """Between two looks at whether the engine is alive."""
 
@@ -73,7 +73,8 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
     return uvicorn.Config(
         app,
-        http="h11",  # the other parser, which uvicorn prefers where it is installed, has no bounds
+        http=Connection,
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         ws="none",
