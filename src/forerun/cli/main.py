@@ -190,6 +190,7 @@ EXTRAS = {
     **dict.fromkeys(["accelerate", "filelock", "tensorboard"], "align"),
     **dict.fromkeys(["matplotlib", "scipy"], "plot"),
     "pyarrow": "trace",
+    "gguf": "gguf",
 }
 """The extra of `pip install 'forerun[EXTRA]'` that has an optional module."""
 

@@ -28,7 +28,7 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, UnsupportedFeatures
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
-from forerun.models.checkpoint import read_object
+from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
 from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
@@ -235,6 +235,8 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     """
     found = {tokenizer.eos_token_id}
     folder = model_folder(name)
+    if (gguf := read_checkpoint(folder).gguf) is not None:
+        return frozenset(token for token in found if token is not None) | gguf.eos_token_ids
     for file in ("generation_config.json", "config.json"):
         path = folder / file
         if path.exists():

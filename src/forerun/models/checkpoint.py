@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.bounded_documents import read_json
 from forerun.bounded_read import ReadLimits, check_regular
@@ -18,6 +18,10 @@ from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.architecture import SUPPORTED
 
+if TYPE_CHECKING:
+    from forerun.models.gguf_file import GGUFFile
+
+GGUF = ".gguf"
 SAMPLE_BYTES = 4096
 """Bytes from the middle of every tensor that its sample hash covers."""
 INDEX = "model.safetensors.index.json"
@@ -35,14 +39,16 @@ PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model folder whose files are present and complete.
+    """A model folder, or a GGUF file, that is present and complete.
 
     Attributes:
-        folder: where it is.
+        folder: where it is; of a GGUF file its path.
         architecture: class of the model in transformers.
-        weight_files: safetensors files.
+        weight_files: safetensors files, or the GGUF file.
         num_parameters: elements over all tensors.
-        stored_dtype: most common element type, in safetensors' spelling ("BF16").
+        stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
+            with blocks of fewer bits the one that the rest is computed in.
+        gguf: the GGUF file; None for a folder.
     """
 
     folder: Path
@@ -50,15 +56,18 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     num_parameters: int
     stored_dtype: str
+    gguf: GGUFFile | None = None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Check a model folder; reads configuration and headers only.
+    """Check a model folder or a GGUF file; reads configuration and headers only.
 
     Raises:
         InvalidModel: a file is missing, unreadable or truncated, or the folder needs what is not
             supported: remote code, adapters, pickled or quantised weights.
     """
+    if folder.suffix.lower() == GGUF and folder.is_file():
+        return _read_gguf(folder)
     check_folder(folder)
     if (folder / "adapter_config.json").exists():
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
@@ -86,6 +95,23 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
+def _read_gguf(path: Path) -> Checkpoint:
+    from forerun.models.gguf_file import open_gguf
+
+    gguf = open_gguf(path)
+    counts = gguf.type_counts
+    if not counts:
+        raise InvalidModel(f"{path} holds no tensors")
+    return Checkpoint(
+        folder=path,
+        architecture=gguf.architecture,
+        weight_files=(path,),
+        num_parameters=counts.total(),
+        stored_dtype=counts.most_common(1)[0][0] if counts.keys() <= FLOATS else "BF16",
+        gguf=gguf,
+    )
+
+
 def _refuse_heads(folder: Path, architecture: str) -> None:
     """Refuse a head on hidden states that is of no supported kind, before its weights are read."""
     if "eagle" in architecture.lower() or "medusa" in architecture.lower():
@@ -108,6 +134,14 @@ def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) 
     own_class = str(code.get("AutoModelForCausalLM")).rpartition(".")[2]
     if own_class != architecture or architecture not in SUPPORTED:
         raise InvalidModel(f"{folder} needs code of its own (auto_map); remote code is never run")
+
+
+def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the options with which transformers reads a model's other files."""
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if folder.is_file():
+        return folder.parent, options | {"gguf_file": folder.name}
+    return folder, options
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -145,6 +179,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         InvalidModel: there are none, or the index names one that is missing.
     """
+    if folder.is_file():
+        return (folder,)
     check_folder(folder)
     names = _indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
@@ -277,6 +313,11 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
     """
     total = hashlib.sha256()
     for path in sorted(weight_files):
+        if path.suffix.lower() == GGUF:
+            from forerun.models.gguf_file import open_gguf
+
+            total.update(open_gguf(path).sample(SAMPLE_BYTES))
+            continue
         header, data_starts = _read_header(path, path.stat().st_size)
         header.pop("__metadata__", None)
         total.update(json.dumps(header, sort_keys=True).encode())
@@ -290,7 +331,7 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash of the tokenizer in a model folder.
+    """Hash of the tokenizer in a model folder; of a GGUF file that of its whole header.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.
@@ -298,6 +339,10 @@ def tokenizer_hash(folder: Path) -> str:
     Raises:
         InvalidModel: the folder has no tokenizer.json.
     """
+    if folder.is_file():
+        from forerun.models.gguf_file import open_gguf
+
+        return open_gguf(folder).header_hash
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InvalidModel(f"{path} is missing; is {folder} a model folder?")

@@ -10,16 +10,43 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float16, Int8
 from torch import Tensor
 
 from forerun.models.architecture import Architecture
 
 ReadTensor = Callable[[str], Tensor]
 """A parameter by its name in the checkpoint, in the dtype and on the device wanted."""
+
+
+class QuantisedMatrix(NamedTuple):
+    """Weights as integers times a scale per output and group of inputs."""
+
+    values: Int8[Tensor, "outputs inputs"]
+    scales: Float16[Tensor, "outputs groups"]
+
+
+@runtime_checkable
+class StoredBlocks(Protocol):
+    """Matrices that are stored in 8 or 4 bits, in groups of 32 inputs."""
+
+    def bits(self, name: str) -> int | None:
+        """Return the bits of a matrix, by its name in transformers; None for others."""
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """Return a matrix that has `bits`, without rounding."""
+
+
+MATRIX_PARTS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""Modules of a layer whose weights are fused into one matrix, in the order of `MatrixKind`."""
 
 # transformers calls the same function by both names.
 SILU = ("silu", "swish")

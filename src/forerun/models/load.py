@@ -1,4 +1,6 @@
-"""Loading of models and tokenizers; everything is checked before memory is allocated.
+"""Loading of models and tokenizers: files, configuration, memory, runner, weights, in this order.
+
+Everything is checked before memory is allocated.
 
 To read a configuration transformers loads a good part of itself and torch's compiler: a second of
 every start, for a handful of numbers. So the result is cached on disk by the content of the file
@@ -11,7 +13,9 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.cache import cache_folder, cached_json, hash_of
-from forerun.errors import InvalidModel, InvalidRequest
+from forerun.errors import InvalidModel, InvalidRequest, RunnerUnavailable
 from forerun.models.architecture import (
+    QUANTISED,
     WEIGHT_FORMATS,
     Architecture,
     Runner,
@@ -29,11 +34,18 @@ from forerun.models.architecture import (
     check_layer_count,
     read_architecture,
 )
-from forerun.models.base import LanguageModel
+from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.catalog import PREFIX, zoo_path
-from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
-from forerun.models.memory import check_fits, estimate, geometry_of
-from forerun.models.runner.choose import ModelFiles, run_by, try_out
+from forerun.models.checkpoint import (
+    GGUF,
+    Checkpoint,
+    from_transformers,
+    read_checkpoint,
+    read_object,
+)
+from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
+from forerun.models.memory import KVGeometry, check_fits, estimate, geometry_of
+from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 from forerun.models.tokenizers import Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -50,8 +62,11 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
     Raises:
         InvalidModel: transformers refuses it.
     """
-    check_layer_count(read_object(checkpoint.folder / "config.json"))
-    content = (checkpoint.folder / "config.json").read_bytes()
+    if checkpoint.gguf is None:
+        check_layer_count(read_object(checkpoint.folder / "config.json"))
+        content = (checkpoint.folder / "config.json").read_bytes()
+    else:
+        content = checkpoint.gguf.header_hash.encode()
     key = hash_of(content + b"\0" + version("transformers").encode())
     return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint))
 
@@ -60,15 +75,16 @@ def understood(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the configuration with transformers and convert it to JSON types."""
     from transformers import AutoConfig
 
+    place, options = from_transformers(checkpoint.folder)
     try:
-        config = AutoConfig.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(place, **options)
     except Exception as error:
         raise InvalidModel(
             f"the configuration in {checkpoint.folder} is refused: {error}"
         ) from error
     settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    if checkpoint.gguf is not None and (width := checkpoint.gguf.head_dim) is not None:
+        settings["head_dim"] = width  # of Qwen3 transformers takes its own default
     return settings
 
 
@@ -90,7 +106,8 @@ STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "F64": torch.float32,
     }
 )
-logger = logging.getLogger("forerun.preparation")
+preparation = logging.getLogger("forerun.preparation")
+logger = logging.getLogger("forerun.runner")
 
 LARGE_BYTES = 1 << 28
 """Weights that take long enough to read for the user to wonder."""
@@ -148,52 +165,206 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
         RunnerUnavailable: the runner named cannot run this model here.
         NotEnoughMemory: weights, KV and logits do not fit; nothing has been allocated yet.
     """
+    if weights not in WEIGHT_FORMATS:
+        raise InvalidRequest(f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}")
     checkpoint = read_checkpoint(model_folder(source))
     settings, architecture = read_config(checkpoint)
-    chosen_device = choose_device(device)
-    check_weights(weights)
-    geometry = geometry_of(
-        architecture,
-        num_slots=max_batch,
-        capacity=_choose_context(max_context, architecture),
-        max_staged_rows=max_staged_rows,
-        dtype=choose_dtype("bf16" if weights == "bf16" else dtype, checkpoint),
-    )
-    is_tied = bool(settings.get("tie_word_embeddings"))
-    needed = estimate(checkpoint.num_parameters, architecture, geometry, weights, is_tied=is_tied)
-    check_fits(str(source), needed, geometry, chosen_device)
     files = ModelFiles(
         checkpoint=checkpoint,
         settings=settings,
         architecture=architecture,
-        geometry=geometry,
-        device=chosen_device,
+        geometry=geometry_of(
+            architecture,
+            num_slots=max_batch,
+            capacity=_choose_context(max_context, architecture),
+            max_staged_rows=max_staged_rows,
+            dtype=choose_dtype("bf16" if weights == "bf16" else dtype, checkpoint),
+        ),
+        device=choose_device(device),
         num_threads=num_threads,
         weights=weights,
+        keeps_blocks=dtype == "auto" and weights == "auto",
     )
-    return _run_by(runner, files, needed.weights_bytes)
+    return _prepare(runner, files, str(source))
 
 
-def _run_by(runner: Runner, files: ModelFiles, num_bytes: int) -> LanguageModel:
-    """Load the model, and log how long it takes if it is large."""
+def _prepare(runner: Runner, files: ModelFiles, name: str) -> LanguageModel:
+    """Check the memory and load the weights; says how long it takes if they are large."""
+    num_bytes = files.check_memory(name)
     if num_bytes < LARGE_BYTES:
         return run_by(runner, files)
-    folder = files.checkpoint.folder
-    logger.info("preparing %.1f GB of weights of %s ...", num_bytes / 1e9, folder)
+    preparation.info("preparing %.1f GB of weights of %s ...", num_bytes / 1e9, name)
     start_s = time.monotonic()
     model = run_by(runner, files)
-    logger.info("prepared them in %.1f s", time.monotonic() - start_s)
+    preparation.info("prepared them in %.1f s", time.monotonic() - start_s)
     return model
 
 
-def check_weights(weights: str) -> None:
-    """Refuse a format of weights that does not exist.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelFiles:
+    """Properties of a model that are known before its weights are read.
 
-    Raises:
-        InvalidRequest: naming those there are.
+    Attributes:
+        checkpoint: its files.
+        settings: its configuration, defaults filled in.
+        architecture: its sizes.
+        geometry: of the KV store it is to have.
+        device: where it is to live.
+        num_threads: for runners with threads of their own; None: as many as torch has.
+        weights: bits of the matrices; fewer than stored only on the native runner.
+        keeps_blocks: whether the native runner packs blocks of a GGUF file as they are stored.
     """
-    if weights not in WEIGHT_FORMATS:
-        raise InvalidRequest(f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}")
+
+    checkpoint: Checkpoint
+    settings: Mapping[str, Any]
+    architecture: Architecture
+    geometry: KVGeometry
+    device: torch.device
+    num_threads: int | None = None
+    weights: WeightFormat = "auto"
+    keeps_blocks: bool = False
+
+    def check_memory(self, name: str) -> int:
+        """Return the bytes of the weights; raises NotEnoughMemory if all does not fit."""
+        gguf, is_tied = self.checkpoint.gguf, bool(self.settings.get("tie_word_embeddings"))
+        needed = estimate(
+            self.checkpoint.num_parameters,
+            self.architecture,
+            self.geometry,
+            self.weights,
+            is_tied=is_tied,
+        )
+        if gguf is not None and self.keeps_blocks:
+            kept = gguf.num_bytes_kept(self.geometry.dtype.itemsize, is_tied=is_tied)
+            needed = replace(needed, weights_bytes=kept)
+        check_fits(name, needed, self.geometry, self.device)
+        return needed.weights_bytes
+
+    def read_decoder(self) -> Decoder:
+        """Check the weight files and return the sizes and constants of the model.
+
+        Raises:
+            RunnerUnavailable: only the eager runner supports it.
+            InvalidModel: files or configuration do not fit each other.
+        """
+        num_positions = self.geometry.capacity + self.geometry.max_staged_rows
+        try:
+            if objection := unsupported(self.architecture, self.settings, num_positions):
+                raise RunnerUnavailable(f"only the eager runner supports {objection}")
+            decoder = read_decoder(self.architecture, self.settings)
+        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidModel(
+                f"the configuration in {self.checkpoint.folder} cannot be used: "
+                f"{type(error).__name__} {error}"
+            ) from error
+        gguf = self.checkpoint.gguf
+        if gguf is not None and (factors := gguf.rope_factors) is not None:
+            if factors.shape != decoder.inv_freq.shape or not bool((factors > 0).all()):
+                raise InvalidModel(f"{gguf.path} has factors of the rotation of a wrong form")
+            decoder = replace(decoder, inv_freq=decoder.inv_freq / factors)
+        if decoder.tied and has_own_head(self.checkpoint, self.geometry.dtype):
+            decoder = replace(decoder, tied=False)
+        check_parameters(self.checkpoint, parameter_shapes(decoder))
+        return decoder
+
+
+def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
+    """Load the model with the requested runner; "auto" is the fastest available one."""
+    if files.weights in QUANTISED and runner not in ("auto", "native"):
+        raise InvalidRequest(
+            f"weights in {files.weights} need the native runner, not {runner}; leave one out"
+        )
+    wanted = "native" if files.weights in QUANTISED else runner
+    model = LOADERS[wanted](files) if wanted != "auto" else _run_by_fastest(files)
+    if files.device.type == "cpu":  # elsewhere a first pass may take seconds to prepare
+        try_out(model, f"the weights in {files.checkpoint.folder}")
+    return model
+
+
+def _run_by_fastest(files: ModelFiles) -> LanguageModel:
+    reasons: list[str] = []
+    for name in PREFERRED[files.device.type]:
+        try:
+            return LOADERS[name](files)
+        except RunnerUnavailable as error:
+            if str(error) not in reasons:  # the fast runners have the same form, and its limits
+                reasons.append(str(error))
+                logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
+    return _eager(files)
+
+
+def try_out(model: LanguageModel, name: str) -> None:
+    """Run a test pass over one token and refuse a model whose pass fails or returns NaN."""
+    slot = model.store.reserve()
+    tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
+    span = Span(slot=slot, start=0, num_chain=1)
+    batch = RowBatch(tokens=tokens, positions=tokens, spans=(span,), logit_rows=tokens)
+    try:
+        logits = model.forward(batch).logits
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{name} cannot be run with its configuration: {error}") from error
+    finally:
+        model.store.free(slot)
+    if not logits.isfinite().all():
+        raise InvalidModel(
+            f"{name}: the logits of the first token are NaN or infinite; the weights are damaged, "
+            "or too large for this dtype (try float32)"
+        )
+
+
+def _native(files: ModelFiles) -> LanguageModel:
+    if files.device.type != "cpu":
+        raise RunnerUnavailable(f"the native runner runs on the CPU, not on {files.device}")
+    from forerun.models.runner.native import build_native_model
+    from forerun.native.library import load_kernels
+
+    decoder = files.read_decoder()
+    kernels = load_kernels(files.num_threads or _usual_threads())
+    # The kernels keep every core busy; what torch does between passes is too little to share, and
+    # its idle threads would spin on the cores the kernels need next.
+    torch.set_num_threads(1)
+    read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
+    kept = files.checkpoint.gguf if files.keeps_blocks else None
+    return build_native_model(decoder, read, files.geometry, kernels, files.weights, kept)
+
+
+def _graphs(files: ModelFiles) -> LanguageModel:
+    from forerun.models.runner.graphs.model import build_torch_model
+
+    decoder = files.read_decoder()
+    read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
+    return build_torch_model(decoder, read, files.geometry, files.device)
+
+
+def _eager(files: ModelFiles) -> LanguageModel:
+    if files.checkpoint.gguf is not None:
+        raise RunnerUnavailable(
+            f"{files.checkpoint.folder} is a GGUF file, which only the native and the graphs "
+            "runner read; give a folder with *.safetensors"
+        )
+    from forerun.models.huggingface import adapt, read_weights
+
+    model = read_weights(files.checkpoint, files.geometry.dtype)
+    return adapt(
+        model.to(files.device),
+        num_slots=files.geometry.num_slots,
+        max_context=files.geometry.capacity,
+        max_staged_rows=files.geometry.max_staged_rows,
+    )
+
+
+# Imported when chosen: the eager one alone costs seconds of start-up.
+LOADERS: Mapping[str, Callable[[ModelFiles], LanguageModel]] = MappingProxyType(
+    {"native": _native, "graphs": _graphs, "eager": _eager}
+)
+PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("native", "graphs"), "cuda": ("graphs",), "mps": ("graphs",)}
+)
+
+
+@cache
+def _usual_threads() -> int:
+    return torch.get_num_threads()
 
 
 def share_loaded(
@@ -257,7 +428,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
 
 
 def model_folder(source: str | Path) -> Path:
-    """The local folder of a model, fetched from the Hugging Face hub if it is not one already.
+    """The local folder or GGUF file of a model, fetched from the Hugging Face hub if need be.
 
     Raises:
         InvalidModel: there is no such folder and no such model.
@@ -266,19 +437,15 @@ def model_folder(source: str | Path) -> Path:
     if name.startswith(PREFIX):
         return zoo_path(name)
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == GGUF):
         return folder
     if folder.is_file():
-        gguf = "; GGUF files are not supported" if folder.suffix == ".gguf" else ""
         raise InvalidModel(
-            f"{folder} is a file, not a model folder{gguf}; give the folder with config.json and "
-            "*.safetensors"
+            f"{folder} is a file, not a model folder; give the folder with config.json and "
+            f"*.safetensors, or a *{GGUF} file"
         )
-    if folder.suffix.lower() == ".gguf":
-        raise InvalidModel(
-            f"there is no file {folder}, and GGUF files are not supported; give a folder with "
-            "config.json and *.safetensors"
-        )
+    if folder.suffix.lower() == GGUF:
+        raise InvalidModel(f"there is no file {folder}")
     if name.lower() == "none":
         raise InvalidModel(
             f"there is no model {name!r}; to decode without a draft, give no draft (None)"
@@ -308,7 +475,8 @@ def fetched(name: str) -> Path:
     if not any(folder.glob("*.safetensors")):
         raise InvalidModel(
             f"{name!r} has no safetensors weights in its main folder; pickled weights (*.bin) and "
-            "GGUF files are not fetched: use a revision or a copy converted to safetensors"
+            "GGUF files are not fetched: give the path of a GGUF file, or use a revision or a copy "
+            "converted to safetensors"
         )
     return folder
 
@@ -320,7 +488,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
         InvalidModel: transformers refuses it, or the model is not supported.
     """
     settings = read_settings(checkpoint)
-    where = f"config.json in {checkpoint.folder}"
+    where = f"the configuration in {checkpoint.folder}"
     return settings, _checked_architecture(checkpoint.architecture, settings, where)
 
 

@@ -59,6 +59,8 @@ def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
     The file is mapped only while it is read from, so what has been read does not stay in memory.
     """
+    if (gguf := checkpoint.gguf) is not None:
+        return lambda name: gguf.read(name).to(device=device, dtype=dtype)
     files = {
         _full_name(name): (path, name)
         for path in checkpoint.weight_files
@@ -101,12 +103,15 @@ def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Te
 
 def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse files whose parameters are not exactly those of the model."""
-    found = {
-        _full_name(name): shape
-        for path in checkpoint.weight_files
-        for name, shape in _shapes_in(path).items()
-        if not name.endswith(IGNORED_SUFFIXES)
-    }
+    if checkpoint.gguf is not None:
+        found = {name: tensor.shape for name, tensor in checkpoint.gguf.tensors.items()}
+    else:
+        found = {
+            _full_name(name): shape
+            for path in checkpoint.weight_files
+            for name, shape in _shapes_in(path).items()
+            if not name.endswith(IGNORED_SUFFIXES)
+        }
     tied_head = {HEAD} if HEAD not in expected else set()
     misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
     problems = {
@@ -157,6 +162,8 @@ def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
 
     transformers then takes it, even where the configuration says that the two are tied.
     """
+    if checkpoint.gguf is not None:
+        return HEAD in checkpoint.gguf.tensors
     if not any(HEAD in _shapes_in(path) for path in checkpoint.weight_files):
         return False
     read = tensor_reader(checkpoint, dtype, torch.device("cpu"))

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
+from forerun.models.checkpoint import from_transformers, tokenizer_hash
 from forerun.models.token_text import TextStream, token_decoder
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -335,11 +336,12 @@ def _renderer(backend: Any, template: str = "") -> Renderer:
 
 
 def by_transformers(folder: Path) -> Any:
-    """Read the tokenizer of a folder with transformers."""
+    """Read the tokenizer of a folder or of a GGUF file with transformers."""
     from transformers import AutoTokenizer
 
+    place, options = from_transformers(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:
         if (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists():
             raise InvalidModel(
@@ -354,6 +356,8 @@ def key_of(folder: Path) -> str:
     """Hash the files and library versions that determine how a tokenizer behaves."""
     versions = [version(name) for name in ("transformers", "tokenizers")]
     parts = ["\0".join(versions).encode()]
+    if folder.is_file():
+        return hash_of(b"".join(parts) + tokenizer_hash(folder).encode())
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in SUFFIXES and path.is_file():
             parts.append(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

@@ -201,7 +201,7 @@ def test_names_of_other_systems_for_suffix_drafting(name):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("x.gguf", "no file x.gguf, and GGUF files are not supported"), ("none", "give no draft")],
+    [("x.gguf", "there is no file x.gguf"), ("none", "give no draft")],
 )
 def test_names_that_are_not_asked_of_the_hub(name, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
@@ -209,7 +209,7 @@ def test_names_that_are_not_asked_of_the_hub(name, message, monkeypatch):
         model_folder(name)
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "config.json"])
+@pytest.mark.parametrize("name", ["model.bin", "config.json"])
 def test_files_are_no_model_folders(name, tmp_path):
     (tmp_path / name).write_text("{}")
     with pytest.raises(InvalidModel, match="is a file, not a model folder"):

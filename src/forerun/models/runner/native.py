@@ -23,16 +23,26 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.architecture import QUANTISED, Architecture, WeightFormat
+from forerun.models.architecture import Architecture, WeightFormat
 from forerun.models.base import ModelOutput, RowBatch, StoredModel
-from forerun.models.decoder import Decoder, ReadTensor, read_ends, read_layer
+from forerun.models.decoder import (
+    MATRIX_PARTS,
+    Decoder,
+    QuantisedMatrix,
+    ReadTensor,
+    StoredBlocks,
+    parameter_shapes,
+    read_ends,
+    read_layer,
+)
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry, available_bytes, readable, weights_bytes
 from forerun.models.one_call import LikelyTree, SampledTokens
-from forerun.models.runner.packed import PackedWeights, new_decoder
+from forerun.models.runner.packed import PackedWeights, matrix_formats, new_decoder
 from forerun.native.library import (
     MEASURES,
     Kernels,
+    MatrixFormat,
     MatrixKind,
     PassStruct,
     StopsStruct,
@@ -321,26 +331,90 @@ class Stops:
         )
 
 
+BLOCK_FORMATS = {
+    None: MatrixFormat.ELEMENT,
+    8: MatrixFormat.INT8_GROUPS_32,
+    4: MatrixFormat.INT4_GROUPS_32,
+}
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class _Blocks:
+    """The matrices that are packed as they are stored, by their places among all matrices.
+
+    Args:
+        decoder: whose.
+        stored: the blocks; None: nothing is packed as it is stored.
+    """
+
+    def __init__(self, decoder: Decoder, stored: StoredBlocks | None) -> None:
+        self.stored = stored
+        self.names = matrix_names(decoder)
+        self.bits = [None if stored is None else common_bits(stored, n) for n in self.names]
+        kept = [names for names, bits in zip(self.names, self.bits, strict=True) if bits]
+        self.unread = {name for names in kept for name in names} - {EMBEDDING}
+
+    @property
+    def formats(self) -> tuple[MatrixFormat, ...]:
+        return tuple(BLOCK_FORMATS[bits] for bits in self.bits)
+
+    def read(self, place: int) -> QuantisedMatrix | None:
+        if self.stored is None or self.bits[place] is None:
+            return None
+        parts = [self.stored.quantised(name) for name in self.names[place]]
+        values, scales = zip(*parts, strict=True)
+        return QuantisedMatrix(torch.cat(values), torch.cat(scales))
+
+    def read_layer(self, index: int) -> dict[MatrixKind, QuantisedMatrix]:
+        found = {kind: self.read(4 * index + kind) for kind in list(MatrixKind)[:4]}
+        return {kind: matrix for kind, matrix in found.items() if matrix is not None}
+
+
 def build_native_model(
     decoder: Decoder,
     read: ReadTensor,
     geometry: KVGeometry,
     kernels: Kernels,
     stored_as: WeightFormat = "auto",
+    stored: StoredBlocks | None = None,
 ) -> NativeModel:
-    """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model."""
-    handle = new_decoder(decoder, geometry.dtype, kernels, weights=stored_as)
+    """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model.
+
+    Args:
+        decoder: sizes and constants.
+        read: returns a parameter by its name.
+        geometry: of the KV store.
+        kernels: what will run it.
+        stored_as: bits of the matrices.
+        stored: matrices that are packed as they are stored; None: all are read and packed.
+    """
+    blocks = _Blocks(decoder, stored)
+    num_layers = decoder.architecture.num_layers
+    formats = blocks.formats if stored else matrix_formats(stored_as, num_layers)
+    handle = new_decoder(decoder, geometry.dtype, kernels, formats=formats)
     weights = PackedWeights(kernels, handle, decoder.norm_eps)
+
+    shapes = parameter_shapes(decoder)
+
+    def read_rest(name: str) -> Tensor:
+        # Blocks take the place of these; only their shapes are of use.
+        return torch.empty(shapes[name], device="meta") if name in blocks.unread else read(name)
+
     num_parameters = 0
-    for index in range(decoder.architecture.num_layers):
-        num_parameters += weights.put_layer(index, read_layer(decoder, index, read))
-    ends = read_ends(decoder, read)
+    for index in range(num_layers):
+        layer = read_layer(decoder, index, read_rest)
+        num_parameters += weights.put_layer(index, layer, blocks.read_layer(index))
+    ends = read_ends(decoder, read_rest)
     num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, ends.norm)
     weights.last_norm = ends.norm.float()
-    num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, ends.head)
+    if (head := blocks.read(-1)) is not None:
+        num_parameters += weights.put_quantised(MatrixKind.HEAD, 0, head)
+    else:
+        num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, ends.head)
     if not decoder.tied:
         num_parameters += weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)
-    elif stored_as in QUANTISED:  # a head in fewer bits has no embeddings to read
+    elif formats and formats[-1] != MatrixFormat.ELEMENT:
+        # A head in fewer bits has no embeddings to read.
         weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)
     return NativeModel(
         weights=weights,
@@ -348,3 +422,22 @@ def build_native_model(
         architecture=decoder.architecture,
         num_parameters=num_parameters,
     )
+
+
+def matrix_names(decoder: Decoder) -> list[tuple[str, ...]]:
+    """Return the names of the parameters of every matrix, the output layer's last."""
+    layers = range(decoder.architecture.num_layers)
+    return [
+        *(
+            tuple(f"model.layers.{index}.{part}.weight" for part in parts)
+            for index in layers
+            for parts in MATRIX_PARTS
+        ),
+        (EMBEDDING if decoder.tied else "lm_head.weight",),
+    ]
+
+
+def common_bits(stored: StoredBlocks, names: Sequence[str]) -> int | None:
+    """Return the bits in which all parts of a matrix are stored; None if they differ."""
+    found = {stored.bits(name) for name in names}
+    return found.pop() if len(found) == 1 else None

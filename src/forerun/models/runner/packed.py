@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import QUANTISED, WeightFormat
-from forerun.models.decoder import Decoder, LayerWeights
+from forerun.models.decoder import Decoder, LayerWeights, QuantisedMatrix
 from forerun.native.library import (
     ELEMENTS,
     Kernels,
@@ -63,7 +63,7 @@ class PackedWeights:
         Raises:
             NotEnoughMemory: there is no memory for them.
         """
-        formats = matrix_formats(weights, num_layers)
+        formats = array("i", matrix_formats(weights, num_layers))
         address = formats.buffer_info()[0]
         handle = self.kernels.library.forerun_decoder_requantised(self.handle, address)
         if not handle:
@@ -86,6 +86,14 @@ class PackedWeights:
         self.kernels.library.forerun_decoder_put_matrix(self.handle, kind, layer, values.data_ptr())
         return values.numel()
 
+    def put_quantised(self, kind: MatrixKind, layer: int, matrix: QuantisedMatrix) -> int:
+        """Pack integers and scales as they are; returns the number of weights."""
+        values, scales = matrix.values.contiguous(), matrix.scales.contiguous()
+        put = self.kernels.library.forerun_decoder_put_quantised
+        if not put(self.handle, kind, layer, values.data_ptr(), scales.data_ptr()):
+            raise ValueError(f"{kind.name} of layer {layer} is not packed in groups of its width")
+        return values.numel()
+
     def times_head(
         self, rows: Float[Tensor, "rows width"], num_outputs: int
     ) -> Float32[Tensor, "rows num_outputs"]:
@@ -98,8 +106,13 @@ class PackedWeights:
             raise NotEnoughMemory(f"no memory for the head over {len(rows)} rows; pass fewer")
         return products
 
-    def put_layer(self, index: int, layer: LayerWeights) -> int:
-        """Pack a layer; returns its number of elements."""
+    def put_layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        quantised: Mapping[MatrixKind, QuantisedMatrix] = MappingProxyType({}),
+    ) -> int:
+        """Pack a layer, with some matrices already quantised; returns its number of elements."""
         vectors = {
             VectorKind.INPUT_NORM: layer.input_norm,
             VectorKind.POST_NORM: layer.post_norm,
@@ -114,7 +127,10 @@ class PackedWeights:
             MatrixKind.DOWN: layer.down,
         }
         size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
-            self.put_matrix(kind, index, m) for kind, m in matrices.items()
+            self.put_quantised(kind, index, quantised[kind])
+            if kind in quantised
+            else self.put_matrix(kind, index, matrix)
+            for kind, matrix in matrices.items()
         )
         self.layer_sizes.append(size)
         return size
@@ -124,10 +140,12 @@ FORMATS = {8: MatrixFormat.INT8_GROUPS_64, 4: MatrixFormat.INT4_GROUPS_32}
 """By bits; the groups are `GROUP_SIZES` in models/memory.py."""
 
 
-def matrix_formats(weights: WeightFormat, num_layers: int) -> array[int]:
-    """Return the `MatrixFormat` of the four matrices of every layer and of the output layer."""
+def matrix_formats(weights: WeightFormat, num_layers: int) -> tuple[MatrixFormat, ...]:
+    """Return the formats of the four matrices of every layer, then of the output layer."""
+    if weights not in QUANTISED:
+        return ()
     body, head = (FORMATS[bits] for bits in QUANTISED[weights])
-    return array("i", [*([body] * 4 * num_layers), head])
+    return (*([body] * 4 * num_layers), head)
 
 
 def new_decoder(
@@ -135,7 +153,7 @@ def new_decoder(
     dtype: torch.dtype,
     kernels: Kernels,
     flags: Mapping[str, bool] = MappingProxyType({}),
-    weights: WeightFormat = "auto",
+    formats: Sequence[MatrixFormat] = (),
 ) -> int:
     """Create a decoder without weights in the kernels.
 
@@ -144,11 +162,11 @@ def new_decoder(
         dtype: of the weights.
         kernels: what will run it.
         flags: of an attached head, by their names in `Sizes`.
-        weights: bits of the matrices.
+        formats: of the matrices of every layer and of the output layer; none: `dtype`.
     """
     architecture = decoder.architecture
     inv_freq = decoder.inv_freq.contiguous()
-    formats = matrix_formats(weights, architecture.num_layers) if weights in QUANTISED else None
+    listed = array("i", formats)
     sizes = Sizes(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -161,7 +179,7 @@ def new_decoder(
         norm_eps=decoder.norm_eps,
         rope_scale=decoder.rope_scale,
         inv_freq=inv_freq.data_ptr(),
-        formats=None if formats is None else formats.buffer_info()[0],
+        formats=listed.buffer_info()[0] if listed else None,
         **flags,
     )
     if dtype not in ELEMENTS:

@@ -299,9 +299,8 @@ def test_the_kernels_are_of_the_cpu(save):
 
 def run_on_meta(folder: Path) -> LanguageModel:
     from forerun.models.checkpoint import read_checkpoint
-    from forerun.models.load import read_config
+    from forerun.models.load import ModelFiles, read_config, run_by
     from forerun.models.memory import geometry_of
-    from forerun.models.runner.choose import ModelFiles, run_by
 
     checkpoint = read_checkpoint(folder)
     settings, architecture = read_config(checkpoint)

@@ -11,10 +11,9 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED
 from forerun.models.base import Context, pack
-from forerun.models.load import load_model
+from forerun.models.load import load_model, try_out
 from forerun.models.memory import weights_bytes
 from forerun.models.runner import packed
-from forerun.models.runner.choose import try_out
 from forerun.models.runner.native import NativeModel
 from forerun.native.library import MatrixFormat, MatrixKind
 
