@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -83,6 +82,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return read_lines(path, StepMetrics)
 
 
+MEMORY = 0.9
+"""Shown figures are running means that forget a tenth per step: single steps are noisy."""
 OnProgress = Callable[[int, int], None]
 """Told how many are done, and of how many, whenever that changes."""
 
@@ -130,68 +131,33 @@ class Phases:
         with self.phase(phase), status:
             yield
 
-
-MEMORY = 0.9
-"""Shown figures are running means that forget a tenth per step: single steps are noisy."""
-
-
-class TrainingProgress:
-    """Progress bar of the training; a context manager."""
-
-    def __init__(self, console: Console, num_steps: int, first_step: int) -> None:
-        self.num_steps = num_steps
-        self.first_step = first_step
-        self._bar = Progress(
+    @contextmanager
+    def training(
+        self, num_steps: int, first_step: int, speedup: float | None
+    ) -> Iterator[Callable[[StepMetrics], None]]:
+        """Run the training with a bar of steps; yields the callback that shows their metrics."""
+        columns = (
             TextColumn("train"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=console,
         )
-        self._task: TaskID | None = None
-        self._loss: float | None = None
-        self._alpha: float | None = None
-        self._speedup: float | None = None
+        judged = [] if speedup is None else [f"predicted speedup {speedup:.2f}x"]
+        means: dict[str, float] = {}
+        with self.phase("training"), Progress(*columns, console=self.console) as shown:
+            task = shown.add_task("  ".join(judged), total=num_steps, completed=first_step)
 
-    def __enter__(self) -> TrainingProgress:
-        self._bar.start()
-        self._task = self._bar.add_task(
-            "train", total=self.num_steps, completed=self.first_step, figures=""
-        )
-        return self
+            def on_step(metrics: StepMetrics) -> None:
+                now = {"loss": metrics.loss, "alpha": metrics.acceptance_probability}
+                for name, value in now.items():
+                    if value is not None:
+                        means[name] = MEMORY * means.get(name, value) + (1 - MEMORY) * value
+                figures = [f"{name} {mean:.3f}" for name, mean in means.items()]
+                shown.update(
+                    task, completed=metrics.step, description="  ".join([*figures, *judged])
+                )
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, metrics: StepMetrics) -> None:
-        """Update the bar with the metrics of one step."""
-        self._loss = _smoothed(self._loss, metrics.loss)
-        if metrics.acceptance_probability is not None:
-            self._alpha = _smoothed(self._alpha, metrics.acceptance_probability)
-        self._draw(metrics.step)
-
-    def judged(self, predicted_speedup: float) -> None:
-        """Show the predicted speedup of the last judgement."""
-        self._speedup = predicted_speedup
-        self._draw(None)
-
-    def _draw(self, step: int | None) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, completed=step, figures=self.figures)
-
-    @property
-    def figures(self) -> str:
-        """Metrics that are shown beside the progress bar."""
-        shown = [] if self._loss is None else [f"loss {self._loss:.3f}"]
-        if self._alpha is not None:
-            shown.append(f"alpha {self._alpha:.3f}")
-        if self._speedup is not None:
-            shown.append(f"predicted speedup {self._speedup:.2f}x")
-        return "  ".join(shown)
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else MEMORY * before + (1 - MEMORY) * now
+            yield on_step

@@ -24,7 +24,7 @@ from forerun.align.config import AlignConfig
 from forerun.align.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.objectives import objective_of
 from forerun.align.packing import Packing
-from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
+from forerun.align.progress import MetricsLog, Phases, StepMetrics
 from forerun.align.report import (
     AlignReport,
     DataSummary,
@@ -269,16 +269,12 @@ class Alignment:
         if selector is None:
             trainer.run(packing, until, lambda metrics: None)
             return
-        with (
-            self.phases.phase("training"),
-            TrainingProgress(self.phases.console, self.num_steps, trainer.step) as progress,
-        ):
-            if (speedup := selector.latest.predicted_speedup) is not None:
-                progress.judged(speedup)
+        speedup = selector.latest.predicted_speedup
+        with self.phases.training(self.num_steps, trainer.step, speedup) as show:
 
             def on_step(metrics: StepMetrics) -> None:
                 log.append(metrics)
-                progress.show(metrics)
+                show(metrics)
 
             trainer.run(packing, until, on_step)
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from forerun.align.progress import MetricsLog, StepMetrics, TrainingProgress, read_metrics
+from forerun.align.progress import MetricsLog, Phases, StepMetrics, read_metrics
 from forerun.align.report import plot_training
 
 
@@ -74,15 +74,13 @@ def test_what_is_not_known_is_not_drawn_by_tensorboard(tmp_path: Path) -> None:
 
 def test_the_bar_says_where_the_run_is() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    with TrainingProgress(console, num_steps=10, first_step=3) as progress:
-        progress.show(step(4))
-        assert progress.figures == "loss 0.250  alpha 0.500"
-        progress.judged(1.337)
-        progress.show(step(5, loss=1.25, acceptance_probability=0.6))
-        assert progress.figures == "loss 0.350  alpha 0.510  predicted speedup 1.34x"
+    phases = Phases(Console(file=out, force_terminal=True, width=120))
+    with phases.training(num_steps=10, first_step=3, speedup=1.337) as show:
+        show(step(4))
+        show(step(5, loss=1.25, acceptance_probability=0.6))
     assert "5/10" in out.getvalue()
-    assert "predicted speedup 1.34x" in out.getvalue()
+    assert "loss 0.350  alpha 0.510  predicted speedup 1.34x" in out.getvalue()
+    assert phases.seconds.keys() == {"training"}
 
 
 @pytest.fixture
