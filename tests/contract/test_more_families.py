@@ -95,10 +95,83 @@ MORE: dict[str, dict[str, Any]] = {
     "VaultGemma": WINDOW,
     "Youtu": LATENT,
 }
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+SHARED = ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+CONVOLVED = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Bamba": MAMBA | {"attn_layer_indices": [1]},
+    "FalconH1": MAMBA,
+    "FalconMamba": {"state_size": 8},
+    "GraniteMoeHybrid": MAMBA
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+    },
+    "Jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "KimiLinear": ROUTED
+    | LATENT
+    | {
+        "num_experts": 4,
+        "layer_types": DELTA["layer_types"],
+        "linear_attn_config": {"head_dim": 8, "num_heads": 2, "short_conv_kernel_size": 4},
+    },
+    "Lfm2": CONVOLVED,
+    "Lfm2Moe": ROUTED | CONVOLVED | {"num_experts": 4, "num_dense_layers": 1},
+    "Mamba": {"state_size": 8},
+    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2},
+    "NemotronH": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+    },
+    "OlmoHybrid": DELTA,
+    "Qwen3Next": DELTA | SHARED,
+    "Qwen3_5": DELTA,
+    "Qwen3_5Moe": DELTA | SHARED,
+}
+MORE |= RECURRENT
 # Networks that with their first seed hardly say more than one token: another seed.
 SEEDS = {"Apertus": 5}
 # What differs from the others in attention, positions or head; the rest is in the full grid.
-TELLING = ("Cohere2", "DeepseekV3", "Gemma2", "Glm4Moe", "GptOss", "Ministral3", "Mixtral", "Phi")
+TELLING = (
+    "Cohere2",
+    "DeepseekV3",
+    "FalconH1",
+    "Gemma2",
+    "Glm4Moe",
+    "GptOss",
+    "Lfm2",
+    "Mamba",
+    "Ministral3",
+    "Mixtral",
+    "Phi",
+    "Qwen3Next",
+)
 
 
 def network(family: str, **changes: Any) -> PreTrainedModel:

@@ -467,7 +467,7 @@ class Engine:
                 ) from error
         for sequence in self.scheduler.preempt(store.num_free):
             self._release(sequence)
-        for sequence in self.scheduler.admit(store.num_free):
+        for sequence in self.scheduler.admit(store.num_free, shares_parts=store.shares_parts):
             sequence.context = Context(store, sequence.ids, sequence.scope)
             if sequence.joined_at_s is None:
                 sequence.joined_at_s = time.monotonic()

@@ -311,17 +311,21 @@ class Scheduler:
             return False
         return not self._has_room(self.waiting[0], num_free_slots)
 
-    def admit(self, num_free_slots: int) -> Iterator[Sequence]:
+    def admit(self, num_free_slots: int, *, shares_parts: bool = True) -> Iterator[Sequence]:
         """Move waiting sequences into the batch one at a time while there is room.
 
         Give each its context before asking for the next: the next may begin with its tokens.
+
+        Args:
+            num_free_slots: of the store.
+            shares_parts: see `KVStore`; without it no sequence waits for another's prompt.
         """
         place = 0
         while place < min(len(self.waiting), MAX_LOOKED_AT):
             sequence = self.waiting[place]
             if not self._has_room(sequence, num_free_slots):
                 return
-            if self._is_being_read(sequence):
+            if shares_parts and self._is_being_read(sequence):
                 place += 1  # the sequences after it need not wait
                 continue
             self.running.append(self.waiting.pop(place))

@@ -20,11 +20,46 @@ FAMILIES = (
 """Prefixes of the class names in transformers that the contract test covers. Their modules compute
 everything but attention, so a family is listed once attention is all that it needs of us."""
 
-SUPPORTED = ("GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES.split()))
+RECURRENT: Mapping[str, str] = MappingProxyType(
+    {
+        "BambaForCausalLM": "BambaMixer",
+        "FalconH1ForCausalLM": "FalconH1Mixer",
+        "FalconMambaForCausalLM": "FalconMambaMixer",
+        "GraniteMoeHybridForCausalLM": "GraniteMoeHybridMambaLayer",
+        "JambaForCausalLM": "JambaMambaMixer",
+        "KimiLinearForCausalLM": "KimiLinearDeltaAttention",
+        "Lfm2ForCausalLM": "Lfm2ShortConv",
+        "Lfm2MoeForCausalLM": "Lfm2MoeShortConv",
+        "Mamba2ForCausalLM": "Mamba2Mixer",
+        "MambaForCausalLM": "MambaMixer",
+        "NemotronHForCausalLM": "NemotronHMamba2Mixer",
+        "OlmoHybridForCausalLM": "OlmoHybridGatedDeltaNet",
+        "Qwen3NextForCausalLM": "Qwen3NextGatedDeltaNet",
+        "Qwen3_5ForCausalLM": "Qwen3_5GatedDeltaNet",
+        "Qwen3_5MoeForCausalLM": "Qwen3_5MoeGatedDeltaNet",
+    }
+)
+"""Models with recurrent layers, and the class of these in transformers."""
+
+SUPPORTED = (
+    "GPT2LMHeadModel",
+    *(f"{family}ForCausalLM" for family in FAMILIES.split()),
+    *RECURRENT,
+)
+
+# All their layers are recurrent: there are no heads, no keys and no longest position.
+WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM")
+UNLIMITED = 1 << 17
+"""Positions counted for models that name no limit."""
 
 # Keys and values are made per head from a compressed row; keys are wider than values. The store
 # keeps both per head.
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM")
+LATENT = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "KimiLinearForCausalLM",
+    "YoutuForCausalLM",
+)
 
 LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
 
@@ -45,6 +80,7 @@ MAX_LAYERS = 4096
 MAX_SIZE = 1 << 31
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+RECURRENT_TYPES = ("linear_attention", "conv", "mamba")
 
 # Settings that make of a supported model one whose output we would not reproduce.
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -72,6 +108,9 @@ class Architecture:
         learned_positions: whether positions are looked up in a table of `max_positions` rows.
         windows: how many positions back layers see, their own included; None: all. Each value once,
             in the order of the first layer that has it.
+        attention_layers: layers with keys and values; None: all.
+        recurrent: class of the recurrent layers in transformers, see `RECURRENT`; None: there are
+            none.
     """
 
     name: str
@@ -84,6 +123,13 @@ class Architecture:
     max_positions: int
     learned_positions: bool = False
     windows: tuple[int | None, ...] = (None,)
+    attention_layers: tuple[int, ...] | None = None
+    recurrent: str | None = None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers that have keys and values."""
+        return self.num_layers if self.attention_layers is None else len(self.attention_layers)
 
 
 def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
@@ -104,8 +150,10 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     _refuse_quantised(settings)
     _refuse_settings(name, settings)
     _refuse_rope(name, settings)
-    num_heads = size(settings, "num_attention_heads", "n_head")
     hidden_size = size(settings, "hidden_size", "n_embd")
+    if name in RECURRENT:
+        settings = _recurrent_settings(name, settings)
+    num_heads = size(settings, "num_attention_heads", "n_head")
     given = {} if name in MULTI_HEAD else settings
     num_kv_heads = optional_size(given, "num_key_value_heads", num_heads)
     head_dim = optional_size(given, "head_dim", max(1, hidden_size // num_heads))
@@ -128,7 +176,32 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         max_positions=size(settings, "max_position_embeddings", "n_positions"),
         learned_positions=name in LEARNED_POSITIONS,
         windows=_windows_of(name, settings),
+        attention_layers=_attention_layers(name, settings),
+        recurrent=RECURRENT.get(name),
     )
+
+
+def _recurrent_settings(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with what models with recurrent layers may leave out."""
+    kinds = settings.get("layers_block_type")
+    given = dict(settings)
+    if given.get("num_hidden_layers") is None and isinstance(kinds, list):
+        given["num_hidden_layers"] = len(kinds)
+    if given.get("max_position_embeddings") is None:
+        given["max_position_embeddings"] = UNLIMITED
+    if name in WITHOUT_ATTENTION:
+        given |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
+    return given
+
+
+def _attention_layers(name: str, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the layers with keys and values; None where the configuration does not tell."""
+    if name in WITHOUT_ATTENTION:
+        return ()
+    kinds = settings.get("layer_types")
+    if name not in RECURRENT or kinds is None:
+        return None
+    return tuple(i for i, kind in enumerate(kinds) if kind not in RECURRENT_TYPES)
 
 
 def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
@@ -176,11 +249,12 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
     kinds = settings.get("layer_types")
     if kinds is None:
         return (window,)
+    known = (*LAYER_TYPES, *RECURRENT_TYPES) if name in RECURRENT else LAYER_TYPES
     for kind in kinds:
-        if kind not in LAYER_TYPES:
+        if kind not in known:
             raise InvalidModel(
                 f"{name} with layers of type {kind!r} is not supported; "
-                f"supported are {', '.join(LAYER_TYPES)}"
+                f"supported are {', '.join(known)}"
             )
     return tuple(dict.fromkeys(window if kind == "sliding_attention" else None for kind in kinds))
 

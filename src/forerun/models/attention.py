@@ -211,6 +211,7 @@ class AttentionPass:
         pieces: rows attending together.
         store: where the keys and values before them are.
         num_groups: query heads per key/value head.
+        layers: the layers that the store has places for, in this order; None: all.
     """
 
     def __init__(
@@ -220,12 +221,18 @@ class AttentionPass:
         pieces: tuple[Piece, ...],
         store: ContiguousKVStore,
         num_groups: int,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self.writes = writes
         self.pieces = pieces
         self._store = store
         self._num_groups = num_groups
+        self._layers = layers
         self._blocks: dict[int | None, tuple[Block, ...]] = {}
+
+    def place_of(self, layer: int) -> int:
+        """Return the index of a layer in the store."""
+        return layer if self._layers is None else self._layers.index(layer)
 
     def write(
         self,
@@ -290,9 +297,10 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     value_dim = value.shape[-1]
     if value_dim < key.shape[-1]:  # the store has one width
         value = F.pad(value, (0, key.shape[-1] - value_dim))
-    attention_pass.write(module.layer_idx, key, value)
+    index = attention_pass.place_of(module.layer_idx)
+    attention_pass.write(index, key, value)
     blocks = attention_pass.blocks(sliding_window)
-    attended = attend_blocks(module.layer_idx, query, blocks, scaling, softcap, s_aux)
+    attended = attend_blocks(index, query, blocks, scaling, softcap, s_aux)
     return attended.flatten(2, 3)[..., :value_dim], None
 
 
@@ -389,13 +397,19 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
-def plan_pass(spans: Sequence[Span], store: ContiguousKVStore, num_groups: int) -> AttentionPass:
+def plan_pass(
+    spans: Sequence[Span],
+    store: ContiguousKVStore,
+    num_groups: int,
+    layers: Sequence[int] | None = None,
+) -> AttentionPass:
     """Stage the rows of a pass and cut them into blocks.
 
     Args:
         spans: the sequences of the pass, in row order.
         store: where keys and values go and come from.
         num_groups: query heads per key/value head.
+        layers: as for `AttentionPass`.
 
     Raises:
         NotEnoughMemory: rows do not fit into their slot.
@@ -409,5 +423,9 @@ def plan_pass(spans: Sequence[Span], store: ContiguousKVStore, num_groups: int) 
         pieces += pieces_of(span, row)
         row += span.num_rows
     return AttentionPass(
-        writes=tuple(writes), pieces=tuple(pieces), store=store, num_groups=num_groups
+        writes=tuple(writes),
+        pieces=tuple(pieces),
+        store=store,
+        num_groups=num_groups,
+        layers=layers,
     )

@@ -22,6 +22,7 @@ from forerun.models.base import ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
+from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -49,7 +50,28 @@ MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
     dict.fromkeys(SUPPORTED, ModuleNames())
     | {
         name: ModuleNames(norm="model.final_layernorm")
-        for name in ("PersimmonForCausalLM", "PhiForCausalLM")
+        for name in (
+            "BambaForCausalLM",
+            "FalconH1ForCausalLM",
+            "JambaForCausalLM",
+            "PersimmonForCausalLM",
+            "PhiForCausalLM",
+        )
+    }
+    | {
+        name: ModuleNames(norm="model.embedding_norm")
+        for name in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
+    }
+    | {
+        name: ModuleNames(
+            layers=f"{root}.layers", embedding=f"{root}.embeddings", norm=f"{root}.norm_f"
+        )
+        for name, root in (
+            ("FalconMambaForCausalLM", "backbone"),
+            ("Mamba2ForCausalLM", "backbone"),
+            ("MambaForCausalLM", "backbone"),
+            ("NemotronHForCausalLM", "model"),
+        )
     }
     | {
         "GPT2LMHeadModel": ModuleNames(
@@ -86,6 +108,9 @@ class HuggingFaceModel(StoredModel):
     ) -> None:
         super().__init__(architecture, store)
         self.network = network
+        self._recurrent_pass: RecurrentPass | None = None
+        if isinstance(store, RecurrentStore) and architecture.recurrent is not None:
+            self._recurrent_pass = pack_recurrent_layers(network, architecture, store)
 
     @property
     def num_parameters(self) -> int:
@@ -107,13 +132,16 @@ class HuggingFaceModel(StoredModel):
             # Rows staged past the end of the table can never be committed: any position does.
             positions = positions.clamp(max=sizes.max_positions - 1)
         groups = sizes.num_heads // sizes.num_kv_heads
+        attention = plan_pass(batch.spans, self.store, groups, sizes.attention_layers)
+        if self._recurrent_pass is not None:
+            self._recurrent_pass.begin(batch.spans)
         with captured(self._layers, batch.feature_layers) as features:
             outputs = self.network(
                 input_ids=batch.tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
-                attention_pass=plan_pass(batch.spans, self.store, groups),
+                attention_pass=attention,
             )
         if not features:
             return ModelOutput(logits=outputs.logits[0])
@@ -244,9 +272,10 @@ def adapt(
     untyped.eval()
     if freeze:
         untyped.requires_grad_(False)
+    store_class = ContiguousKVStore if architecture.recurrent is None else RecurrentStore
     return HuggingFaceModel(
         network=model,
-        store=ContiguousKVStore(geometry, model.device),
+        store=store_class(geometry, model.device),
         architecture=architecture,
     )
 

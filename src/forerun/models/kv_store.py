@@ -145,6 +145,11 @@ class KVStore(ABC):
         """Number of slots that are not reserved."""
         return self._slots.num_free
 
+    @property
+    def shares_parts(self) -> bool:
+        """Whether a sequence may begin with a part of what a slot holds."""
+        return not self._slots.shares_whole_only
+
     def reserve(self) -> int:
         """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
         return self._slots.reserve()

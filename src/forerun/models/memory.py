@@ -55,7 +55,7 @@ def geometry_of(
 ) -> KVGeometry:
     """Return the sizes of the KV store for a model of this architecture."""
     return KVGeometry(
-        num_layers=architecture.num_layers,
+        num_layers=architecture.num_attention_layers,
         num_kv_heads=architecture.num_kv_heads,
         head_dim=architecture.head_dim,
         num_slots=num_slots,

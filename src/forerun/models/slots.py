@@ -55,6 +55,7 @@ def _longest_match(
     kept: Mapping[int, Prefix],
     shared: Mapping[int, Prefix],
     committed: Mapping[int, int],
+    whole_only: bool,
 ) -> Match | None:
     """Find the slot that shares the most tokens with a new sequence.
 
@@ -63,11 +64,12 @@ def _longest_match(
     best: Match | None = None
     least = MIN_SHARED_TOKENS
     for slot, prefix in (*kept.items(), *shared.items()):
-        usable = min(committed.get(slot, len(prefix.ids)), len(wanted.ids) - 1)
-        if prefix.scope != wanted.scope or usable < least:
+        held = committed.get(slot, len(prefix.ids))
+        usable = min(held, len(wanted.ids) - 1)
+        if prefix.scope != wanted.scope or usable < (held if whole_only else least):
             continue
         length = min(usable, common_length(prefix.ids, wanted.ids))
-        if length >= least:
+        if length >= max(least, held if whole_only else 0):
             best, least = Match(slot=slot, num_tokens=length), length + 1
     return best
 
@@ -86,12 +88,17 @@ class SlotTable:
         capacity: most tokens a slot may commit.
         max_staged_rows: rows that may be staged past `capacity`; a token tree near the end of the
             context has more rows than it can commit.
+
+    Attributes:
+        shares_whole_only: what belongs to a slot's tokens cannot be cut, so that a sequence begins
+            with all of them or with none.
     """
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
         self.max_staged_rows = max_staged_rows
+        self.shares_whole_only = False
         self._committed: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self._shared: dict[int, Prefix] = {}
@@ -144,7 +151,9 @@ class SlotTable:
         Raises:
             NotEnoughMemory: every slot is taken.
         """
-        match = _longest_match(wanted, self._kept, self._shared, self._committed)
+        match = _longest_match(
+            wanted, self._kept, self._shared, self._committed, self.shares_whole_only
+        )
         if match is None:
             slot = self.reserve()
         elif match.num_tokens >= self._least_to_take_over(match.slot):
@@ -187,6 +196,16 @@ class SlotTable:
         held = self.length(slot) if kept is None else len(kept.ids)
         if not 0 <= num_tokens <= held:
             raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held}")
+
+    def check_whole(self, slot: int, num_tokens: int | None) -> None:
+        """Refuse a part of what a reserved or kept slot holds; None stands for all of it."""
+        kept = self._kept.get(slot)
+        held = self.length(slot) if kept is None else len(kept.ids)
+        if num_tokens is not None and num_tokens != held:
+            raise ValueError(
+                f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held} and whose "
+                "recurrent states belong to all of them"
+            )
 
     def length(self, slot: int) -> int:
         """Number of committed tokens in `slot`.

@@ -1,0 +1,349 @@
+"""Recurrent layers of transformers' models over packed rows: Mamba, gated delta nets, convolutions.
+
+Keys and values of rejected rows can be cut off; a recurrent state has absorbed them. So a layer
+keeps its state after every row that a commit may end with, and a commit chooses one of them. A row
+starts from the state of the row before it: of its parent, in a tree. Rows of all sequences that
+stand equally deep run as one batch; the beginning of a long chain, with which no commit ends, runs
+as one sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from forerun.errors import NotEnoughMemory
+from forerun.models.architecture import Architecture
+from forerun.models.base import Span
+from forerun.models.kv_store import ContiguousKVStore, KVPrefix
+from forerun.models.memory import KVGeometry, available_bytes, readable
+from forerun.models.slots import Prefix
+
+LayerState = Mapping[tuple[str, int], Tensor]
+"""The tensors of one layer, [1, ...] each, by what they are ("conv", "recurrent") and a number."""
+
+RowState = dict[int, LayerState]
+"""The states of all recurrent layers after one row, by layer."""
+
+CONTINUED_BY_ROW = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
+"""Modules whose scan over several rows starts from zero, whatever the state is."""
+
+NUM_CHAIN_STATES = 2
+"""Rows at the end of a chain that keep their states: the last one is committed, and a drafter that
+grows a tree level by level feeds it again."""
+
+
+class RecurrentStore(ContiguousKVStore):
+    """A KV store that also holds recurrent states: after the last committed and every staged row.
+
+    A state belongs to one length. So a prefix can be shared or copied only as a whole, and what is
+    cut is read again from the beginning.
+    """
+
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        super().__init__(geometry, device)
+        self._slots.shares_whole_only = True
+        self._committed: list[RowState] = [{} for _ in range(geometry.num_slots)]
+        self._staged: list[dict[int, RowState]] = [{} for _ in range(geometry.num_slots)]
+
+    def state_before(self, slot: int, row: int, layer: int) -> LayerState:
+        """Return the state that a row of a slot starts from; empty at the beginning of a text."""
+        if row == self.length(slot):
+            return self._committed[slot].get(layer, {})
+        return self._staged[slot][row - 1][layer]
+
+    def put_state(self, slot: int, row: int, layer: int, state: LayerState) -> None:
+        """Keep the state of a layer after a staged row."""
+        self._staged[slot].setdefault(row, {})[layer] = state
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        """Commit staged rows, and the states after the last of them.
+
+        Raises:
+            ValueError: no state was kept after that row, or as `KVStore.commit`.
+        """
+        start = self.length(slot)
+        if rows and start + rows[-1] not in self._staged[slot]:
+            raise ValueError(f"row {rows[-1]} of slot {slot} has no recurrent state to commit")
+        super().commit(slot, rows)
+        if rows:
+            self._committed[slot] = self._staged[slot][start + rows[-1]]
+        self._staged[slot] = {}
+
+    def reserve(self) -> int:
+        """Take a free slot with committed length 0; see `KVStore`."""
+        return self._without_state(super().reserve())
+
+    def begin(self, wanted: Prefix) -> int:
+        """Reserve a slot that already contains a stored text that `wanted` continues."""
+        slot = super().begin(wanted)
+        return slot if self.length(slot) else self._without_state(slot)
+
+    def _without_state(self, slot: int) -> int:
+        self._committed[slot], self._staged[slot] = {}, {}
+        return slot
+
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Free `slot`, but keep its text for `begin` if `num_tokens` is all of it."""
+        super().keep(slot, num_tokens if num_tokens == self.length(slot) else 0)
+        self._staged[slot] = {}
+
+    def cut(self, slot: int, num_tokens: int) -> None:
+        """Drop all tokens of `slot`, unless it has exactly `num_tokens`."""
+        if num_tokens == self.length(slot):
+            super().cut(slot, num_tokens)
+            self._staged[slot] = {}
+        else:
+            self._slots.check_prefix(slot, num_tokens)
+            super().cut(slot, 0)
+            self._without_state(slot)
+
+    def fork(self, slot: int, num_tokens: int | None = None) -> int:
+        """Copy all committed tokens of `slot` into a new slot."""
+        self._slots.check_whole(slot, num_tokens)
+        copy = super().fork(slot, num_tokens)
+        self._committed[copy], self._staged[copy] = self._committed[slot], {}
+        return copy
+
+    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
+        """Refuse: states are not exported."""
+        raise ValueError("the prefix of a model with recurrent states cannot be exported")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows that run as one sequence from one state.
+
+    Attributes:
+        first: first row in the pass.
+        num_rows: how many.
+        slot: of their sequence.
+        start: index in the slot that the first row continues after: its parent's index plus one.
+        end: index in the slot of the last row.
+    """
+
+    first: int
+    num_rows: int
+    slot: int
+    start: int
+    end: int
+
+
+def _schedule(spans: Sequence[Span]) -> list[list[_Rows]]:
+    """Return the batches of a pass, in the order in which they run.
+
+    A batch holds several rows in sequence, or single rows that do not depend on each other.
+    """
+    chunks: list[list[_Rows]] = []
+    levels: list[list[_Rows]] = []
+
+    def add(level: int, row: _Rows) -> None:
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(row)
+
+    first = 0
+    for span in spans:
+        num_early = max(0, span.num_chain - NUM_CHAIN_STATES)
+        if num_early:
+            last = span.start + num_early - 1
+            chunks.append(
+                [_Rows(first=first, num_rows=num_early, slot=span.slot, start=span.start, end=last)]
+            )
+        for row in range(num_early, span.num_rows):
+            node = row - span.num_chain
+            before = row - 1 if node < 0 else span.num_chain + span.tree.parents[node]
+            level = row - num_early
+            if node >= 0:
+                level = span.num_chain - num_early - 1 + span.tree.depths[node]
+                before = before if span.tree.parents[node] >= 0 else span.num_chain - 1
+            add(
+                level,
+                _Rows(
+                    first=first + row,
+                    num_rows=1,
+                    slot=span.slot,
+                    start=span.start + before + 1,
+                    end=span.start + row,
+                ),
+            )
+        first += span.num_rows
+    return chunks + levels
+
+
+class RecurrentPass:
+    """What the recurrent layers of a model need to know of the pass that is running."""
+
+    def __init__(self, store: RecurrentStore) -> None:
+        self.store = store
+        self.batches: list[list[_Rows]] = []
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        """Plan the next pass over these rows."""
+        self.batches = _schedule(spans)
+
+    def __deepcopy__(self, memo: object) -> RecurrentPass:
+        """Return itself: a model cut after its first layers works on the same store."""
+        return self
+
+
+class PackedRecurrence(nn.Module):
+    """A recurrent module of transformers that takes packed rows of several sequences.
+
+    Args:
+        inner: the module.
+        layer: its index in the model.
+        current: the pass that is running.
+        by_row: the module takes several rows only at the beginning of a text.
+    """
+
+    def __init__(
+        self, inner: nn.Module, layer: int, current: RecurrentPass, *, by_row: bool
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self.by_row = by_row
+        self.layer = layer
+        self.current = current
+
+    def forward(
+        self, hidden_states: Float[Tensor, "1 rows width"], **others: Any
+    ) -> Float[Tensor, "1 rows width"]:
+        """Run every row from the state of the row before it, and keep the states after them."""
+        cache_name = "cache_params" if "cache_params" in others else "past_key_values"
+        store, layer = self.current.store, self.layer
+        outputs = torch.empty_like(hidden_states)
+        for batch in self.current.batches:
+            before = [store.state_before(row.slot, row.start, layer) for row in batch]
+            states = StackedStates(before)
+            places = [slice(row.first, row.first + row.num_rows) for row in batch]
+            given = torch.cat([hidden_states[:, place] for place in places])
+            # A module that cannot continue a text by several rows takes them one by one.
+            parts = given.split(1, dim=1) if self.by_row and before[0] else [given]
+            given_states: dict[str, Any] = {cache_name: states, "attention_mask": None}
+            out = torch.cat([self.inner(part, **given_states) for part in parts], dim=1)
+            for index, (row, place) in enumerate(zip(batch, places, strict=True)):
+                outputs[:, place] = out[index]
+                store.put_state(row.slot, row.end, layer, states.of(index))
+        return outputs
+
+
+class StackedStates:
+    """States of one layer for a batch of sequences, in the place of a cache of transformers.
+
+    Args:
+        states: one per sequence; an empty one stands for the beginning of a text.
+    """
+
+    def __init__(self, states: Sequence[LayerState]) -> None:
+        self._tensors: dict[tuple[str, int], Tensor] = {}
+        for key, like in max(states, key=len).items():
+            parts = [state.get(key, torch.zeros_like(like)) for state in states]
+            self._tensors[key] = torch.cat(parts)  # a copy: modules write into what they are given
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def of(self, index: int) -> LayerState:
+        """Return the state of one sequence."""
+        return {key: tensor[index : index + 1] for key, tensor in self._tensors.items()}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of the convolution; None at the beginning of all texts."""
+        return self._tensors.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the recurrent state; None at the beginning of all texts."""
+        return self._tensors.get(("recurrent", state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Whether any text has begun."""
+        return ("conv", state_idx) in self._tensors
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states are kept row by row instead."""
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Append inputs of the convolution, and return them after those it saw before."""
+        key = ("conv", state_idx)
+        before = self._tensors.get(key)
+        if before is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            before = conv_states.new_zeros((*conv_states.shape[:-1], width))
+        seen = torch.cat([before, conv_states], dim=-1)
+        self._tensors[key] = seen[..., -before.shape[-1] :]
+        return seen
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Replace the recurrent state."""
+        self._tensors["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+def pack_recurrent_layers(
+    network: nn.Module, architecture: Architecture, store: RecurrentStore
+) -> RecurrentPass:
+    """Put `PackedRecurrence` in the place of every recurrent module of a network.
+
+    Returns:
+        The object to which every pass is announced.
+
+    Raises:
+        NotEnoughMemory: there is no room for the states of all slots.
+    """
+    current = RecurrentPass(store)
+    for parent in [*network.modules()]:
+        if isinstance(parent, PackedRecurrence):
+            parent.current = current
+            continue
+        for name, child in [*parent.named_children()]:
+            if type(child).__name__ == architecture.recurrent:
+                untyped: Any = child
+                by_row = architecture.recurrent in CONTINUED_BY_ROW
+                packed = PackedRecurrence(child, untyped.layer_idx, current, by_row=by_row)
+                setattr(parent, name, packed)
+    _check_room(network, architecture.hidden_size, store.geometry, store.device)
+    return current
+
+
+@torch.inference_mode()
+def _check_room(
+    network: nn.Module, hidden_size: int, geometry: KVGeometry, device: torch.device
+) -> None:
+    """Refuse states that do not fit: one after what is committed, and one per row of a step."""
+    num_bytes = 0
+    for module in network.modules():
+        if isinstance(module, PackedRecurrence):
+            states = StackedStates([{}])
+            row = torch.zeros(
+                1, 1, hidden_size, dtype=geometry.dtype, device=next(module.parameters()).device
+            )
+            for cache_name in ("cache_params", "past_key_values"):
+                if cache_name in inspect.signature(module.inner.forward).parameters:
+                    module.inner(row, **{cache_name: states})
+            num_bytes += states.num_bytes
+    needed = num_bytes * geometry.num_slots * (geometry.max_staged_rows + NUM_CHAIN_STATES)
+    if needed > (available := available_bytes(device)):
+        raise NotEnoughMemory(
+            f"the recurrent states of {geometry.num_slots} sequences need {readable(needed)} "
+            f"({readable(num_bytes)} each, for up to {geometry.max_staged_rows} draft rows); "
+            f"{readable(available)} are available: lower max_batch or K"
+        )
