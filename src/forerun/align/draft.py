@@ -29,7 +29,7 @@ from forerun.align.teachers.base import TeacherRows
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.errors import IncompatibleDraft, InvalidModel
-from forerun.models.architecture import read_architecture
+from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import load_tokenizer, read_config
@@ -189,7 +189,7 @@ def base_model(config: DraftConfig) -> Any:
     if config.draft is None:
         return _fresh_model(config, target)
     checkpoint = read_checkpoint(config.draft)
-    read_config(checkpoint)  # refuses what the engine could not serve
+    check_trainable(read_config(checkpoint)[1])  # refuses what the engine could not serve, too
     model = read_weights(checkpoint, torch.float32)
     model.set_attn_implementation(ATTENTION)
     if model.config.vocab_size != target["vocab_size"]:
@@ -212,7 +212,7 @@ def _fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
     settings |= {name: target[name] for name in TOKEN_SETTINGS if name in target}
     shape = AutoConfig.for_model(**settings)
     # Refuses what the engine could not serve.
-    read_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], shape.to_dict())
+    check_trainable(read_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], shape.to_dict()))
     shape._attn_implementation = ATTENTION
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # noqa: TID251 (transformers fills weights from it)

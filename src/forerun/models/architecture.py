@@ -181,6 +181,19 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     )
 
 
+def check_trainable(architecture: Architecture) -> None:
+    """Refuse models with recurrent layers, whose states would run on into the next packed text.
+
+    Raises:
+        InvalidModel: the model has recurrent layers.
+    """
+    if architecture.recurrent is not None:
+        raise InvalidModel(
+            f"{architecture.name} has recurrent layers, with which alignment does not work: draft "
+            "for it with suffix, recycling or a model that is trained already"
+        )
+
+
 def _recurrent_settings(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with what models with recurrent layers may leave out."""
     kinds = settings.get("layers_block_type")

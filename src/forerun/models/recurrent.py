@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from forerun.errors import NotEnoughMemory
+from forerun.errors import InvalidModel, NotEnoughMemory
 from forerun.models.architecture import Architecture
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore, KVPrefix
@@ -112,8 +112,11 @@ class RecurrentStore(ContiguousKVStore):
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Refuse: states are not exported."""
-        raise ValueError("the prefix of a model with recurrent states cannot be exported")
+        """Refuse, with InvalidModel: a state belongs to one length."""
+        raise InvalidModel(
+            "a profile needs prefixes of several lengths, and the recurrent layers of this model "
+            "have a state for one only: it cannot be profiled"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +228,8 @@ class PackedRecurrence(nn.Module):
             places = [slice(row.first, row.first + row.num_rows) for row in batch]
             given = torch.cat([hidden_states[:, place] for place in places])
             # A module that cannot continue a text by several rows takes them one by one.
-            parts = given.split(1, dim=1) if self.by_row and before[0] else [given]
+            by_row = self.by_row and before[0]
+            parts = [*torch.split(given, 1, dim=1)] if by_row else [given]
             given_states: dict[str, Any] = {cache_name: states, "attention_mask": None}
             out = torch.cat([self.inner(part, **given_states) for part in parts], dim=1)
             for index, (row, place) in enumerate(zip(batch, places, strict=True)):

@@ -51,8 +51,8 @@ def test_gpt2_has_names_of_its_own():
 @pytest.mark.parametrize(
     "name",
     [
-        "MambaForCausalLM",
-        "JambaForCausalLM",
+        "RwkvForCausalLM",
+        "ZambaForCausalLM",
         "GPTNeoForCausalLM",
         "T5ForConditionalGeneration",
         "BloomForCausalLM",

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from forerun.align.samples import PackedBatch, Sample, packed_inputs
 from forerun.align.teachers.base import ProcessShare
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
-from forerun.models.architecture import read_architecture
+from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
@@ -70,6 +70,7 @@ def adopt_target(model: Any) -> TargetModel:
     """Freeze a transformers model and use it as a teacher's target."""
     model.eval().requires_grad_(False)
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
+    check_trainable(architecture)
     return TargetModel(
         body=model.get_decoder(),
         layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),

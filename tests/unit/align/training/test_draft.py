@@ -130,8 +130,8 @@ def test_nothing_to_begin_with(tmp_path: Path) -> None:
     shape.write_text('{"model_type": "no-such"}')
     with pytest.raises(InvalidModel, match="model_type 'no-such'"):
         load_draft(DraftConfig(target=target, init=shape))
-    shape.write_text('{"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}')
-    with pytest.raises(InvalidModel, match="Mamba"):
+    shape.write_text('{"model_type": "rwkv", "hidden_size": 16, "num_hidden_layers": 1}')
+    with pytest.raises(InvalidModel, match="Rwkv"):
         load_draft(DraftConfig(target=target, init=shape))
 
 
