@@ -73,6 +73,16 @@ def written(text: str) -> dict:
     return {"structured_outputs": {"grammar": "start: " + " ".join(parts)}}
 
 
+def test_an_enforced_call_has_no_argument_that_the_tool_does_not_name(tools):
+    properties = {"q": {"enum": ["a", "b"]}}
+    open_schema = {"type": "object", "properties": properties, "required": ["q"]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": open_schema}}
+    for seed in range(8):  # a model of random weights goes on with further arguments
+        (choice,) = asked(tools, tools=[tool], tool_choice="required", seed=seed)
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"q"}
+
+
 def test_a_call_in_the_text_is_found(tools):
     (choice,) = asked(tools, **written(f"I look.\n{CALL}"))
     assert choice["finish_reason"] == "tool_calls"

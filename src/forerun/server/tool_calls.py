@@ -257,6 +257,13 @@ def unfinished(text: str, mark: str) -> int:
     return size + len(before) - len(before.rstrip(SPACES))
 
 
+def _closed(parameters: dict[str, Any]) -> dict[str, bool]:
+    """Return what excludes arguments without a name in the schema, where it leaves them open."""
+    composed = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
+    is_plain = "properties" in parameters and composed.isdisjoint(parameters)
+    return {"additionalProperties": False} if is_plain else {}
+
+
 def forced(
     tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat | None, added: Mapping[str, int]
 ) -> str:
@@ -286,7 +293,7 @@ def forced(
         parameters = function.get("parameters") or {"type": "object"}
         if not isinstance(parameters, dict):
             raise InvalidRequest(f"the parameters of tool {number} are no JSON schema: an object")
-        schema = {"x-guidance": LAYOUT, **parameters}
+        schema = {"x-guidance": LAYOUT, **_closed(parameters), **parameters}
         rules.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
