@@ -7,9 +7,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 PAIRS  := build/pairs/.made
+CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz check format docs exact profile pairs soak zoo clean
+.PHONY: help install demo test test-full fuzz clients check format docs exact profile pairs soak zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -34,6 +35,19 @@ test-full: check  ## the same with the full grid of cases (twice as long)
 
 fuzz: $(STAMP)  ## every reader against hostile inputs; SECONDS=600 for each
 	FORERUN_FUZZ_SECONDS=$(or $(SECONDS),600) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz
+
+clients: $(CLIENTS)/.installed  ## real client libraries against a served model; ARGS="litellm" for one
+	$(BIN)/python -m tests.clients.run $(ARGS)
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-openai-2.txt tests/clients/package.json | $(STAMP)
+	$(PYTHON) -m venv $(CLIENTS)/python
+	$(CLIENTS)/python/bin/pip install -r tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/openai-2
+	$(CLIENTS)/openai-2/bin/pip install -r tests/clients/requirements-openai-2.txt
+	mkdir -p $(CLIENTS)/node
+	cp tests/clients/package.json $(CLIENTS)/node
+	npm install --prefix $(CLIENTS)/node
+	touch $@
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
