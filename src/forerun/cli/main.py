@@ -51,6 +51,7 @@ COMMANDS = {
     "audit": "test whether speculation changes the text of a server, and name the fault",
     "simulate": "serve a workload in simulated time under several controllers",
     "trace": "summarise a trace: tokens and cost per step, acceptance by position",
+    "explain": "explain the steps of a request in a trace, token by token",
     "exact": "prove by enumeration that every verifier keeps the target's distribution",
 }
 OVERVIEW = """\

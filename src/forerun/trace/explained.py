@@ -1,0 +1,261 @@
+"""Explains a request of a trace: its cycles, what became of every drafted token, the best K.
+
+All figures follow from the records alone. What another K would have emitted is exact for chains:
+a step that accepted n of K tokens would have accepted min(n, k) of k. Its time is estimated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from forerun.errors import InvalidTrace
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.record import RequestRecord, StepRecord
+from forerun.trace.files import Item
+
+Outcome = Literal["accepted", "rejected", "not reached"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HindsightK:
+    """What a request would have taken with another fixed K.
+
+    Attributes:
+        num_speculative_tokens: that K; 0 is plain decoding.
+        tokens_per_step: exact, from the accepted counts.
+        step_s: estimated: drafting in proportion to K, the pass as the median of passes of as many
+            rows, or the median of all where there are none.
+    """
+
+    num_speculative_tokens: int
+    tokens_per_step: float
+    step_s: float
+
+    @property
+    def s_per_token(self) -> float:
+        """Estimated seconds per token."""
+        return self.step_s / self.tokens_per_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedRequest:
+    """Records of one request, with the figures that follow from them.
+
+    Attributes:
+        request: None if it did not finish.
+        steps: in order.
+    """
+
+    request_id: str
+    request: RequestRecord | None
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def drafting(self) -> tuple[StepRecord, ...]:
+        """The steps that drafted."""
+        return tuple(step for step in self.steps if step.num_drafted)
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        """Acceptance over the steps that drafted."""
+        return AcceptanceCounts.from_records(self.drafting)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Seconds of drafting that was accepted and that was not, of passes, and of the rest."""
+        rejected_s = sum(
+            step.draft_s * (1.0 - step.num_accepted / step.num_drafted) for step in self.drafting
+        )
+        return {
+            "drafting tokens that were accepted": sum(s.draft_s for s in self.steps) - rejected_s,
+            "drafting tokens that were not": rejected_s,
+            "target passes": sum(step.verify_s for step in self.steps),
+            "everything else in a step": sum(step.other_s for step in self.steps),
+        }
+
+    def hindsight(self) -> list[HindsightK]:
+        """Return what every K up to the largest drafted would have given; empty for trees."""
+        steps = self.drafting
+        if not steps or any(step.depth_drafted != step.num_drafted for step in steps):
+            return []
+        rows: dict[int, list[float]] = defaultdict(list)
+        for step in self.steps:
+            rows[step.batch_rows].append(step.verify_s)
+        others = median(step.batch_rows - step.num_drafted - 1 for step in steps)
+        every_s = median(step.verify_s for step in steps)
+        per_token_s = sum(s.draft_s for s in steps) / sum(s.num_drafted for s in steps)
+        other_s = sum(step.other_s for step in steps) / len(steps)
+        found = []
+        # A step that drafted less says nothing about a larger K.
+        for k in range(min(step.num_drafted for step in steps) + 1):
+            emitted = sum(min(step.num_accepted, k) + 1 for step in steps)
+            passes = rows.get(int(others) + k + 1)
+            found.append(
+                HindsightK(
+                    num_speculative_tokens=k,
+                    tokens_per_step=emitted / len(steps),
+                    step_s=per_token_s * k + (median(passes) if passes else every_s) + other_s,
+                )
+            )
+        return found
+
+
+def outcomes_of(step: StepRecord) -> list[Outcome]:
+    """Return what became of every drafted token of a chain."""
+    rejected: list[Outcome] = ["rejected"] if step.num_accepted < step.num_drafted else []
+    later = step.num_drafted - step.num_accepted - len(rejected)
+    return ["accepted"] * step.num_accepted + rejected + ["not reached"] * later
+
+
+def explain_request(items: Iterable[Item], request_id: str | None = None) -> ExplainedRequest:
+    """Collect the records of one request, by default the first of the trace.
+
+    Raises:
+        InvalidTrace: the trace has no step, or no such request.
+    """
+    steps: list[StepRecord] = []
+    known: list[str] = []
+    request: RequestRecord | None = None
+    for item in items:
+        if not isinstance(item, StepRecord | RequestRecord):
+            continue
+        if item.request_id not in known:
+            known.append(item.request_id)
+        request_id = request_id or item.request_id
+        if item.request_id == request_id:
+            if isinstance(item, StepRecord):
+                steps.append(item)
+            else:
+                request = item
+    if not steps:
+        there = ", ".join(known[:8]) or "none"
+        raise InvalidTrace(f"the trace has no steps of request {request_id!r}; there are: {there}")
+    steps.sort(key=lambda step: (step.cycle_id, step.step))
+    return ExplainedRequest(request_id=str(request_id), request=request, steps=tuple(steps))
+
+
+def step_in_words(step: StepRecord) -> list[str]:
+    """Return what happened in one step, in order."""
+    if not step.num_drafted:
+        why = f" ({step.stop_reason})" if step.stop_reason else ""
+        lines = [f"Nothing was drafted{why}: one pass gave one token, in {_ms(step.verify_s)}."]
+    else:
+        lines = [
+            f"1. {step.method} drafted {step.num_drafted} tokens of at most {step.k_budget} "
+            f"in {_ms(step.draft_s)}.",
+            f"2. One pass of the target scored {step.batch_rows} rows in {_ms(step.verify_s)}: the "
+            f"last token and {step.num_drafted} drafted ones of this request"
+            + (", and those of other requests." if step.batch_rows > step.num_drafted + 1 else "."),
+            f"3. Verification kept {step.num_accepted}; {step.expected_accepted:.2f} were to be "
+            "expected of this draft.",
+        ]
+        if step.depth_drafted == step.num_drafted:
+            for place, outcome in enumerate(outcomes_of(step), start=1):
+                lines.append(f"   token {place}: {outcome}{_token(step, place - 1, outcome)}")
+    lines.append(_last_token(step))
+    lines.append(f"   {step.num_emitted} tokens emitted; the rest of the step {_ms(step.other_s)}.")
+    return lines
+
+
+def _token(step: StepRecord, place: int, outcome: Outcome) -> str:
+    ids = step.token_ids
+    if outcome == "accepted" and ids is not None and place < len(ids):
+        return f" (id {ids[place]})"
+    if outcome == "not reached":
+        return ", because its context was rejected"
+    return ""
+
+
+def _last_token(step: StepRecord) -> str:
+    meanings = {
+        "recovered": "the last token is recovered: drawn from what the target has more of than the "
+        "draft, at the place of the rejected token, with the same pass",
+        "bonus": "the last token is a bonus: every drafted token was kept, and the row behind the "
+        "last of them gives one more"
+        if step.num_drafted
+        else "the token is drawn from the target's distribution",
+        "accepted": "a stop cut the text at an accepted token",
+    }
+    return f"   {meanings.get(step.last_token_source, step.last_token_source)}."
+
+
+def bottleneck_of(found: ExplainedRequest) -> str:
+    """Return the largest part of the time, and what to change."""
+    shares = found.shares
+    total_s = sum(shares.values()) or 1.0
+    name = max(shares, key=lambda part: shares[part])
+    advice = {
+        "drafting tokens that were accepted": "a smaller draft would help most",
+        "drafting tokens that were not": "a smaller K would help most",
+        "target passes": "more accepted tokens per pass would help most",
+        "everything else in a step": "the host would have to do less per step",
+    }
+    return f"{name}: {shares[name] / total_s:.0%} of {total_s:.3f} s; {advice[name]}"
+
+
+def quiz_of(found: ExplainedRequest) -> list[tuple[str, str]]:
+    """Return exercises on the request, each with its answer."""
+    steps = found.drafting
+    if not steps:
+        return []
+    asked = max(steps, key=lambda step: (step.num_drafted - step.num_accepted, -step.step))
+    counts, each = found.counts, found.hindsight()
+    exercises = [
+        (
+            f"Step {asked.step} drafted {asked.num_drafted} tokens and kept {asked.num_accepted}. "
+            "How many tokens did it emit, and how many passes of the target did that take?",
+            f"{asked.num_emitted} tokens with one pass: the kept ones and one of the target's own "
+            f"({asked.last_token_source}).",
+        ),
+        (
+            f"{counts.num_drafted} tokens were drafted in {counts.num_steps} steps and "
+            f"{counts.num_accepted} kept. What are draft_acceptance_rate and tau?",
+            f"{counts.num_accepted / counts.num_drafted:.3f} and "
+            f"{1 + counts.num_accepted / counts.num_steps:.3f}: tau counts the target's own token.",
+        ),
+        ("Where does the time go?", bottleneck_of(found)),
+    ]
+    if each:
+        best = min(each, key=lambda item: item.s_per_token)
+        exercises.append(
+            (
+                "Which K would have been best for this request?",
+                f"K = {best.num_speculative_tokens}: {best.tokens_per_step:.2f} tokens per step at "
+                f"about {_ms(best.step_s)}.",
+            )
+        )
+    return exercises
+
+
+def in_words(found: ExplainedRequest, steps: Sequence[StepRecord]) -> list[str]:
+    """Return the explanation of a request, with these of its steps in detail."""
+    num_tokens = sum(step.num_emitted for step in found.steps)
+    lines = [f"Request {found.request_id}: {num_tokens} tokens in {len(found.steps)} steps."]
+    if found.drafting:
+        counts = found.counts
+        lines.append(
+            f"{counts.num_drafted} tokens drafted, {counts.num_accepted} kept; "
+            f"{1 + counts.num_accepted / counts.num_steps:.3f} tokens per drafting step (tau)."
+        )
+    lines.append(f"Bottleneck: {bottleneck_of(found)}.")
+    for step in steps:
+        lines += ["", f"Step {step.step}, after {step.context_tokens} tokens:"]
+        lines += [f"  {line}" for line in step_in_words(step)]
+    if each := found.hindsight():
+        best = min(each, key=lambda item: item.s_per_token)
+        lines += ["", "In hindsight (tokens exact, times estimated):"]
+        for item in each:
+            mark = "  <- best" if item is best else ""
+            lines.append(
+                f"  K = {item.num_speculative_tokens}: {item.tokens_per_step:.2f} tokens per step, "
+                f"{_ms(item.step_s)} per step, {_ms(item.s_per_token)} per token{mark}"
+            )
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

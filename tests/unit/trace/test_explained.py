@@ -1,0 +1,133 @@
+"""Every figure of an explanation is recomputed from the records."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+
+import pytest
+from msgspec.structs import replace
+from tests.records import HEADER, REQUEST, STEP
+
+from forerun.cli.main import main
+from forerun.errors import InvalidTrace
+from forerun.trace.explained import (
+    bottleneck_of,
+    explain_request,
+    in_words,
+    outcomes_of,
+    quiz_of,
+)
+from forerun.trace.files import open_trace
+
+ACCEPTED = (2, 4, 0, 1, 4, 3)
+STEPS = [
+    replace(
+        STEP,
+        cycle_id=number,
+        step=number,
+        num_accepted=accepted,
+        num_emitted=accepted + 1,
+        draft_s=0.001 * (number + 1),
+        verify_s=0.004 + 0.001 * number,
+        other_s=0.0005,
+        last_token_source="bonus" if accepted == 4 else "recovered",
+        token_ids=tuple(range(100, 101 + accepted)),
+    )
+    for number, accepted in enumerate(ACCEPTED)
+]
+OTHER = replace(STEP, request_id="other", cycle_id=3)
+
+
+def found():
+    return explain_request([HEADER, *STEPS[3:], OTHER, *STEPS[:3], REQUEST], "r")
+
+
+def test_the_steps_of_one_request_are_taken_in_order():
+    assert [step.step for step in found().steps] == [0, 1, 2, 3, 4, 5]
+    assert found().request == REQUEST
+    assert explain_request([OTHER, *STEPS]).request_id == "other"
+
+
+def test_every_drafted_token_has_an_outcome():
+    assert outcomes_of(STEPS[0]) == ["accepted", "accepted", "rejected", "not reached"]
+    assert outcomes_of(STEPS[1]) == ["accepted"] * 4
+    assert outcomes_of(STEPS[2])[0] == "rejected"
+
+
+def test_the_parts_of_the_time_are_those_of_the_records():
+    shares = found().shares
+    assert sum(shares.values()) == pytest.approx(
+        sum(step.draft_s + step.verify_s + step.other_s for step in STEPS)
+    )
+    wasted = sum(0.001 * (n + 1) * (4 - a) / 4 for n, a in enumerate(ACCEPTED))
+    assert shares["drafting tokens that were not"] == pytest.approx(wasted)
+    assert bottleneck_of(found()).startswith("target passes")
+
+
+def test_hindsight_counts_what_a_smaller_k_would_have_accepted():
+    each = found().hindsight()
+    assert [item.num_speculative_tokens for item in each] == [0, 1, 2, 3, 4]
+    for k, item in enumerate(each):
+        assert item.tokens_per_step == pytest.approx(sum(min(a, k) + 1 for a in ACCEPTED) / 6)
+        drafted_s = k * sum(step.draft_s for step in STEPS) / 24
+        assert item.step_s == pytest.approx(
+            drafted_s + median(step.verify_s for step in STEPS) + 0.0005
+        )
+
+
+def test_trees_have_no_hindsight_of_chains():
+    tree = [replace(step, num_drafted=7, depth_drafted=4) for step in STEPS]
+    assert explain_request(tree).hindsight() == []
+
+
+def test_the_figures_of_the_page_are_those_of_the_records():
+    text = "\n".join(in_words(found(), found().steps))
+    assert "20 tokens in 6 steps" in text
+    assert "24 tokens drafted, 14 kept; 3.333 tokens per drafting step" in text
+    assert re.findall(r"Verification kept (\d)", text) == [str(a) for a in ACCEPTED]
+    drafted = re.findall(r"of at most 4 in ([0-9.]+) ms", text)
+    assert drafted == [f"{step.draft_s * 1e3:.2f}" for step in STEPS]
+    assert "(id 100)" in text
+    assert text.count("<- best") == 1
+
+
+def test_a_plain_step_is_explained():
+    plain = replace(
+        STEP,
+        num_drafted=0,
+        depth_drafted=0,
+        num_accepted=0,
+        num_emitted=1,
+        last_token_source="bonus",
+    )
+    text = "\n".join(in_words(explain_request([plain]), [plain]))
+    assert "Nothing was drafted" in text
+    assert quiz_of(explain_request([plain])) == []
+
+
+def test_exercises_have_answers_of_the_records():
+    exercises = quiz_of(found())
+    assert len(exercises) == 4
+    assert "Step 2 drafted 4 tokens and kept 0" in exercises[0][0]
+    assert exercises[0][1].startswith("1 tokens with one pass")
+    assert exercises[1][1].startswith("0.583 and 3.333")
+
+
+def test_the_command_reads_a_trace(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    with open_trace(path) as writer:
+        for record in (HEADER, *STEPS, REQUEST):
+            writer.add(record)
+    assert main(["explain", str(path), "--step", "2"]) == 0
+    assert "Verification kept 0" in capsys.readouterr().out
+    assert main(["explain", str(path), "--quiz"]) == 0
+    assert "Answers" in capsys.readouterr().out
+    assert main(["explain", str(path), "--step", "9"]) == 2
+    assert main(["explain", str(path), "--request", "x"]) == 2
+    assert "there are: r" in capsys.readouterr().err
+
+
+def test_a_trace_without_steps_is_refused():
+    with pytest.raises(InvalidTrace, match="no steps"):
+        explain_request([HEADER])
