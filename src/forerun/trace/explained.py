@@ -106,9 +106,13 @@ class ExplainedRequest:
 
 def outcomes_of(step: StepRecord) -> list[Outcome]:
     """Return what became of every drafted token of a chain."""
-    rejected: list[Outcome] = ["rejected"] if step.num_accepted < step.num_drafted else []
-    later = step.num_drafted - step.num_accepted - len(rejected)
-    return ["accepted"] * step.num_accepted + rejected + ["not reached"] * later
+    found: list[Outcome] = []
+    for place in range(step.num_drafted):
+        if place < step.num_accepted:
+            found.append("accepted")
+        else:
+            found.append("rejected" if place == step.num_accepted else "not reached")
+    return found
 
 
 def explain_request(items: Iterable[Item], request_id: str | None = None) -> ExplainedRequest:
