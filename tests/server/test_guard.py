@@ -181,6 +181,29 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(long_bo
         assert response.json()["error"]["param"] == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {"prompt": [1] * 200_000}, "the body has 200001 values; at most"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(range(5000), 1)}, "4096"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}] * 5000}, "at most 4096 items"),
+        ("/detokenize", {"tokens": [1] * 1000}, "there are 1000 tokens; the context holds"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": ["a"] * 90_000}, "stop_token_ids.0"),
+    ],
+)
+def test_large_bodies_are_refused_before_they_take_long(long_bodies, path, body, message):
+    response = long_bodies.post(path, json=body)
+    assert is_error(response, 400, message)
+    assert len(response.text) < 1000
+
+
+def test_commas_and_braces_in_texts_are_no_values(long_bodies):
+    """A table or a program is one value; quotes and backslashes in it end no text."""
+    text = '{"a": [1, 2]}, \\ "' * 20_000
+    response = long_bodies.post("/tokenize", json={"prompt": text})
+    assert is_error(response, 400, f"{len(text)} characters; the context holds")
+
+
 @pytest.fixture
 def long_bodies():
     with serving(tiny_engine()) as client:

@@ -17,6 +17,8 @@ from typing import Any
 MAX_SECONDS = 2
 MAX_WALL_SECONDS = 8
 MAX_BYTES = 2 << 30
+NICENESS = 10
+"""The engine's threads go first where processors are scarce."""
 STACK_BYTES = 4 << 20
 """Less than the stack of any thread that compiles the grammar afterwards."""
 MAX_CHARACTERS = 300
@@ -73,8 +75,10 @@ def _compile(tokenizer: Any, grammar: str, problems: list[str]) -> None:
 def _serve() -> None:
     """Read a JSON request per line from stdin and write what is wrong with its grammar."""
     import math
+    import os
     import resource
 
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     sys.path[:] = json.loads(sys.stdin.readline())
     threading.stack_size(STACK_BYTES)

@@ -22,9 +22,9 @@ import forerun
 from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.config import RequestTerms
 from forerun.engine.thread import Ticket
-from forerun.errors import ForerunError, InvalidRequest
+from forerun.errors import ForerunError, InvalidRequest, PromptTooLong
 from forerun.server.answers import Answer
-from forerun.server.bodies import INLINE_BYTES, read_body
+from forerun.server.bodies import INLINE_BYTES, PacedExecutor, read_body
 from forerun.server.config import ServerConfig
 from forerun.server.errors import (
     ERRORS,
@@ -78,7 +78,7 @@ class ServerState:
     tool_format: ToolFormat | None
     metrics: ServerMetrics
     started_at_s: float
-    large: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "large"))
+    large: Executor = field(default_factory=PacedExecutor)
     grammars: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "grammar"))
 
     def close(self) -> None:
@@ -325,6 +325,9 @@ def _tokenized(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def _detokenized(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
+    most = server.engine.engine.max_context
+    if len(body.tokens) > most:
+        raise PromptTooLong(f"there are {len(body.tokens)} tokens; the context holds {most}")
     vocab_size = server.engine.engine.target.vocab_size
     outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
     if outside is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import Executor
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,12 +19,39 @@ from forerun.server.protocol import Body
 
 INLINE_BYTES = 16 << 10
 """A body of this size is parsed in about the time that another thread takes to start."""
-MAX_VALUES = 1 << 18
+MAX_VALUES = 1 << 17
 MAX_DEPTH = 100
 MAX_SHOWN = 200
 MAX_PROBLEMS = 5
 
 BodyT = TypeVar("BodyT", bound=Body)
+
+
+class PacedExecutor(ThreadPoolExecutor):
+    """One thread that rests after each task as long as the task took.
+
+    What it runs keeps other threads from running Python for much of its time, so that without a
+    rest a client that always sends large bodies would slow all others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1, thread_name_prefix="large")
+
+    def submit(self, task: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        """Run a task after those before it and their rests."""
+        took_s = 0.0
+
+        def run() -> Any:
+            nonlocal took_s
+            started_s = time.monotonic()
+            try:
+                return task(*given, **named)
+            finally:
+                took_s = time.monotonic() - started_s
+
+        running = super().submit(run)
+        super().submit(lambda: time.sleep(took_s))
+        return running
 
 
 class InvalidBody(InvalidRequest):

@@ -59,6 +59,8 @@ MESSAGE_EXTRAS = frozenset({"refusal", "annotations", "audio", "function_call"})
 
 
 MAX_FIELDS = 256
+MAX_MESSAGES = 4096
+MAX_BIASES = 4096
 
 
 class Body(BaseModel):
@@ -163,7 +165,7 @@ class GenerationRequest(Body):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1)] = 1
     stop: str | Texts | None = None
@@ -418,6 +420,11 @@ class NamedTool(Body):
     function: ToolName
 
 
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
 def rendered(
     messages: list[ChatMessage], intake: Intake, variables: Mapping[str, Any] = MappingProxyType({})
 ) -> list[int]:
@@ -437,7 +444,7 @@ def rendered(
 class ChatRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -504,7 +511,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

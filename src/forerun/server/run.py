@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -16,6 +18,9 @@ from forerun.server.connections import BACKLOG, Connection
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
+SWITCH_S = 0.0005
+"""For which one thread may run Python while another waits: a step of the engine waits several
+times, and Python's 5 ms for each while a large body is checked would add up."""
 CHECK_S = 1
 """Between two looks at whether the engine is alive."""
 
@@ -58,6 +63,8 @@ def serve(
     settings.callback_notify = notice_failure
     settings.timeout_notify = CHECK_S
     server = uvicorn.Server(settings)
+    sys.setswitchinterval(SWITCH_S)
+    gc.freeze()  # what is loaded stays: a full collection would stop all threads for longer
     # uvicorn raises the signal once more when it has drained, for handlers that were there before.
     before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
