@@ -148,9 +148,10 @@ class Stepper:
         scheduled = [ScheduledSequence.of(sequence) for sequence in self.scheduler.running]
         self._draft(scheduled, clock)
         fed = self.scheduler.assign_rows(scheduled)
-        self._forward_and_verify(fed, clock)
-        records = self._commit(fed, clock)
-        self._notify_observers(fed, records)
+        emitting = [entry for entry in fed if entry.completes]
+        self._forward_and_verify(fed, emitting, clock)
+        records = self._commit(fed, emitting, clock)
+        self._notify_observers(fed, emitting, records)
 
     def _draft(self, scheduled: Seq[ScheduledSequence], clock: StepClock) -> None:
         """Let the controller plan for sequences that may draft, and the drafter propose."""
@@ -194,9 +195,10 @@ class Stepper:
         return same
 
     @torch.inference_mode()
-    def _forward_and_verify(self, fed: Seq[ScheduledSequence], clock: StepClock) -> None:
+    def _forward_and_verify(
+        self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
+    ) -> None:
         """Run the target once and verify all sequences whose pending tokens are fed."""
-        emitting = [entry for entry in fed if entry.completes]
         clock.mark("pass_start")
         batch = self._batch(fed)
         output = self.target.forward(batch)
@@ -254,7 +256,9 @@ class Stepper:
             context.store.stage_features(context.slot, entry.num_cached, features[row:end])
             row = end
 
-    def _commit(self, fed: Seq[ScheduledSequence], clock: StepClock) -> list[StepRecord]:
+    def _commit(
+        self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
+    ) -> list[StepRecord]:
         """Commit tokens and KV, count the step, and tell drafter and controller what came out.
 
         Returns:
@@ -266,7 +270,6 @@ class Stepper:
         self.is_committing = False
         if self.drafter is not None:
             self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
-        emitting = [entry for entry in fed if entry.completes]
         controls = self.drafter is not None and not self._is_resting
         is_observed = controls or bool(self.observers)
         records = self._records(emitting, fed, clock) if emitting and is_observed else []
@@ -317,11 +320,15 @@ class Stepper:
             for ranks, children in [_path_in_tree(entry, verdict)]
         ]
 
-    def _notify_observers(self, fed: Seq[ScheduledSequence], records: Seq[StepRecord]) -> None:
+    def _notify_observers(
+        self,
+        fed: Seq[ScheduledSequence],
+        emitting: Seq[ScheduledSequence],
+        records: Seq[StepRecord],
+    ) -> None:
         """Pass the step to the observers in the order in which they were added."""
         if not self.observers:
             return
-        emitting = [entry for entry in fed if entry.completes]
         prefilling = [entry for entry in fed if not entry.completes]
         step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
         for observer in tuple(self.observers):
