@@ -237,3 +237,23 @@ def test_a_state_file_of_something_else_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="state"):
         audit_of(state=path).run(silent)
+
+
+def test_first_tokens_are_the_control_of_a_server_that_cannot_switch_speculation_off():
+    other, asked = Stream(pair(5)[0]), []
+
+    def change(number, question, answer):
+        if question.arm == "served":
+            return other.one(question)
+        asked.append(question)
+        return answer
+
+    stream = Stream(change=change)
+    stream.control = "first tokens"
+    audit = audit_of(stream, tokens=8000, confirm_tokens=600)
+    audit.run(silent)
+    assert judge(audit).status == "deviates"
+    assert "is not shown" not in judge(audit).sentence
+    assert len(asked) == 600
+    assert {question.num_tokens for question in asked} == {1}
+    assert len({len(question.prompt) for question in asked}) > 10  # at many places of the answers
