@@ -11,7 +11,7 @@ from forerun.align.config import TrainingConfig
 from forerun.align.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import Objective
 from forerun.align.packing import Packing
-from forerun.align.progress import TrainingProgress
+from forerun.align.progress import Phases
 from forerun.align.samples import Sample, prompt_hash
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.models.load import load_tokenizer, model_folder
@@ -59,6 +59,6 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
         identity={"target": content_hash(target), "texts": "prose"},
     )
     trainer.resume()
-    with TrainingProgress(console, config.num_steps, trainer.step) as progress:
-        trainer.run(packing, config.num_steps, progress.show)
+    with Phases(console).training(config.num_steps, trainer.step, None) as show:
+        trainer.run(packing, config.num_steps, show)
     model.save(out, trainer.weights())

@@ -19,6 +19,8 @@ Source = Literal["target", "draft", "fixed", "replay"]
 Method = Literal["draft_model", "eagle3", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
 
+LEFT_OUT = ("out", "engine", "export", "push_to_hub")
+"""Settings that decide where and how fast things happen, and not what is learned."""
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """May change between a run and its continuation: the steps stay what they are."""
 LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")

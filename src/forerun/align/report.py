@@ -14,11 +14,11 @@ from forerun.align.config import AlignConfig
 from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics, read_metrics
 from forerun.align.rounds import DraftSelector, Judgement
-from forerun.align.samples import data_hash
 from forerun.align.serving import describe_pair, export_draft, push_draft
 from forerun.align.workspace import (
     Workspace,
     check_hashes,
+    data_hash,
     differences,
     from_json,
     settings_of,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,15 +51,6 @@ class Sample:
 
 def prompt_hash(token_ids: Sequence[int]) -> str:
     return hash_of(array("q", token_ids).tobytes())
-
-
-def data_hash(samples: Iterable[Sample]) -> str:
-    """Hash texts and their learned ranges, independent of their order."""
-    each = sorted(
-        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
-        for sample in samples
-    )
-    return hash_of(b"".join(each))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

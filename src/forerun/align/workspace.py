@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from filelock import FileLock, Timeout
 
-from forerun.align.config import FREE_TRAINING_SETTINGS, AlignConfig
-from forerun.align.samples import data_hash
+from forerun.align.config import FREE_TRAINING_SETTINGS, LEFT_OUT, AlignConfig
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import read_bytes
 from forerun.cache import hash_of
@@ -30,6 +29,7 @@ from forerun.models.draft_card import CARD_FILE, read_card
 from forerun.provenance import content_hash
 
 if TYPE_CHECKING:
+    from forerun.align.samples import Sample
     from forerun.align.texts import PromptSplit
 
 logger = logging.getLogger("forerun.align")
@@ -229,8 +229,6 @@ GONE: Mapping[str, Mapping[str, int]] = {
     "training": {"lora_rank": 0},
 }
 """Settings of earlier versions that are ignored where they had these defaults."""
-LEFT_OUT = ("out", "engine", "export", "push_to_hub")
-"""Settings that decide where and how fast things happen, and not what is learned."""
 
 
 def settings_of(config: AlignConfig) -> dict[str, Any]:
@@ -294,6 +292,15 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
         "held-out prompts": hash_of(json.dumps(judged).encode()),
         **_settings_of_result(config),
     }
+
+
+def data_hash(samples: Iterable[Sample]) -> str:
+    """Hash texts and their learned ranges, independent of their order."""
+    each = sorted(
+        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
+        for sample in samples
+    )
+    return hash_of(b"".join(each))
 
 
 def _start_hash(config: AlignConfig) -> str:

@@ -15,6 +15,7 @@ from rich.table import Column
 from tyro.conf import UseAppendAction, arg
 
 from forerun.align.config import (
+    LEFT_OUT,
     AlignConfig,
     AttachedConfig,
     DataConfig,
@@ -25,7 +26,6 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.workspace import LEFT_OUT, read_settings
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
@@ -184,6 +184,8 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
     for flag, value in pairwise(given):
         name, _, inline = flag.partition("=")
         if name == "--refresh":
+            from forerun.align.workspace import read_settings
+
             folder = Path(inline or value)
             return AlignOptions.of(*read_settings(folder), folder)
     return None

@@ -20,7 +20,6 @@ from forerun.bounded_documents import json_lines, parquet_batches, parse_json, r
 from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
 from forerun.errors import InvalidRequest, UnreadableInput
 
-"""Suffixes of files whose records have fields."""
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 """Suffixes of all files that are read."""
 SEPARATOR = "---"

@@ -10,7 +10,8 @@ from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.report import card_of
-from forerun.align.samples import Sample, data_hash
+from forerun.align.samples import Sample
+from forerun.align.workspace import data_hash
 from forerun.models.draft_card import read_card, staleness, write_card
 from forerun.sampling.config import SamplingParams
 
