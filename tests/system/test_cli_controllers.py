@@ -99,3 +99,9 @@ def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):
     rows = {row["name"]: row for row in cell["rows"]}
     assert list(rows) == ["plain", "d K=1", "d K=3", "d auto", "d fixed"]
     assert rows["d auto"]["predicted"] is None
+
+
+@pytest.mark.parametrize("flag", ["--weights", "--draft-weights"])
+def test_a_profile_is_of_weights_as_they_are_stored(models, profile, flag, capsys):
+    assert main([*ASKED, *models, "--profile", profile, flag, "int8"]) != 0
+    assert "a --profile is of weights as they are stored" in capsys.readouterr().err

@@ -105,7 +105,9 @@ def controlled(engine: Engine, pair: PairFlags) -> Engine:
     costs = costs_of(engine, pair) if pair.profile else {}
     drafter = engine.drafter
     config = replace(engine.config, controller=pair.controller)
-    return engine.with_draft(drafter, controller=default_controller(config, drafter, costs))
+    return engine.with_draft(
+        drafter, controller=default_controller(config, drafter, costs, engine.target)
+    )
 
 
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
@@ -187,6 +189,11 @@ def load_engine(
             pair.k,
             max_tokens - 1,
             max_tokens,
+        )
+    if pair.profile and (pair.weights, pair.draft_weights) != ("auto", "auto"):
+        raise InvalidRequest(
+            "a --profile is of weights as they are stored, which --weights and --draft-weights "
+            "change: leave one out; without a profile the costs are learned from the steps"
         )
     tree = pair.shape
     is_simple = tree is not None or (not pair.profile and pair.controller in ("auto", "fixed"))

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from forerun.control.base import USUAL_WIDTH, RequestState
@@ -199,6 +200,7 @@ class CostModel:
         costs: cost tables by drafter; None for a drafter without a profile.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
         config: assumed costs and settings of the corrections.
+        level_costs: assumed costs of a drafted level in plain steps, where they differ by method.
     """
 
     def __init__(
@@ -207,7 +209,9 @@ class CostModel:
         max_k: int,
         max_tree_nodes: int,
         config: GoodputConfig,
+        level_costs: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        self.level_costs = level_costs
         self.methods = tuple(costs)
         self.config = config
         self.max_k = max_k
@@ -305,11 +309,12 @@ class CostModel:
         found = self._read.get(point)
         if found is None:
             found = self._read[point] = {
-                method: self._expected_of(source, point) for method, source in self._sources.items()
+                method: self._expected_of(method, point) for method in self._sources
             }
         return found
 
-    def _expected_of(self, source: CostSource | None, point: OperatingPoint) -> StepTimes:
+    def _expected_of(self, method: str, point: OperatingPoint) -> StepTimes:
+        source = self._sources[method]
         temperature = 0.0 if point.greedy else 1.0
         known = source or self._target
         if known is not None:
@@ -321,7 +326,7 @@ class CostModel:
             num_nodes = self.max_nodes * point.batch
             plain_s = 1.0
             verify_s = [1.0 + self.config.assumed_row * nodes for nodes in range(num_nodes + 1)]
-        level_s = self.config.assumed_level * plain_s
+        level_s = self.level_costs.get(method, self.config.assumed_level) * plain_s
         return StepTimes(
             plain_s=plain_s,
             verify_s=verify_s,

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from forerun.control.acceptance import AcceptanceCurve, AcceptanceEstimates
 from forerun.control.allocation import (
@@ -100,12 +101,13 @@ class GoodputController:
         config: GoodputConfig | None = None,
         tree_methods: Sequence[str] = (),
         max_tree_nodes: int = 0,
+        level_costs: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.config = config or GoodputConfig()
         self.max_k = max_k
         self.methods = tuple(costs)
         self.tree_methods = tree_methods
-        self.costs = CostModel(costs, max_k, max_tree_nodes, self.config)
+        self.costs = CostModel(costs, max_k, max_tree_nodes, self.config, level_costs)
         self.acceptance = AcceptanceEstimates(self.config)
         self._active: ActivePlan | None = None
         self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int]] = []

@@ -49,6 +49,7 @@ class ControllerInputs:
         costs: cost tables by method, where they were measured.
         tree_methods: names of the drafters that propose trees.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
+        level_costs: cost of a drafted level in plain steps, before it is measured, by method.
     """
 
     methods: Sequence[str]
@@ -56,6 +57,7 @@ class ControllerInputs:
     costs: Mapping[str, CostSource] = field(default_factory=dict)
     tree_methods: Sequence[str] = ()
     max_tree_nodes: int = 0
+    level_costs: Mapping[str, float] = field(default_factory=dict)
 
 
 def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
@@ -68,6 +70,7 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
         inputs.num_speculative_tokens,
         tree_methods=inputs.tree_methods,
         max_tree_nodes=inputs.max_tree_nodes,
+        level_costs=inputs.level_costs,
     )
 
 

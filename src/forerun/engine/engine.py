@@ -86,7 +86,9 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.drafter = drafter
         check_controller(controller)
-        self.controller = controller or default_controller(self.config, drafter, costs or {})
+        self.controller = controller or default_controller(
+            self.config, drafter, costs or {}, target
+        )
         self.observers = list(observers)
         self.scheduler = Scheduler(self.config)
         self.intake = Intake(

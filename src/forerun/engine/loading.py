@@ -13,7 +13,7 @@ from forerun.control.costs import CostSource
 from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
-from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.load import GOLDEN_FILE
 from forerun.drafters.foreign import foreign_drafter
 from forerun.drafters.registry import (
@@ -269,7 +269,10 @@ def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:
 
 
 def default_controller(
-    config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, CostSource]
+    config: EngineConfig,
+    drafter: Drafter | None,
+    costs: Mapping[str, CostSource],
+    target: LanguageModel | None = None,
 ) -> Controller:
     """Build the controller that the settings select; without a drafter it plans plain steps.
 
@@ -277,6 +280,7 @@ def default_controller(
         config: of the engine.
         drafter: one, or several to choose from.
         costs: by the drafters' methods, where they are known.
+        target: from whose bytes the first guess at the cost of a self-draft is made.
 
     Raises:
         InvalidRequest: it needs costs that are not given, or a tree is wanted of a drafter that
@@ -294,12 +298,28 @@ def default_controller(
         costs=costs,
         tree_methods=tree_methods(drafter),
         max_tree_nodes=config.max_nodes,
+        level_costs=_self_draft_costs(drafter, target),
     )
     return build_controller(config.controller, inputs)
 
 
 def _method_names(drafter: Drafter) -> tuple[str, ...]:
-    return tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
+    return tuple(_named(drafter))
+
+
+def _named(drafter: Drafter) -> Mapping[str, Drafter]:
+    return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
+
+
+def _self_draft_costs(drafter: Drafter, target: LanguageModel | None) -> dict[str, float]:
+    """Return the bytes that a pass of every self-draft reads, as shares of the target's."""
+    if not isinstance(target, QuantisableModel):
+        return {}
+    return {
+        method: draft.model.bytes_read / target.bytes_read
+        for method, draft in _named(drafter).items()
+        if isinstance(draft, SelfDraft) and isinstance(draft.model, QuantisableModel)
+    }
 
 
 def tree_method(drafter: Drafter, tree: Tree) -> str:

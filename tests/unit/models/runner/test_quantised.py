@@ -7,7 +7,10 @@ import torch
 from tests.natives import decoder_of, random_parameters, run_natively
 from torch import Tensor
 
+from forerun.control.costs import OperatingPoint
+from forerun.control.goodput import GoodputController
 from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED
 from forerun.models.base import Context, pack
@@ -163,3 +166,15 @@ def test_other_runners_have_no_fewer_bits():
         EngineConfig(weights="int5")
     with pytest.raises(InvalidRequest, match="need the native runner, not eager"):
         load_model("zoo:code-2m", runner="eager", weights="int8", device="cpu")
+
+
+def test_a_self_draft_is_expected_to_cost_what_it_reads():
+    """Before anything is measured; other drafts are assumed to cost a tenth of a plain step."""
+    engine = Engine.load("zoo:code-2m", "self:int4", device="cpu", num_threads=1)
+    assert isinstance(engine.controller, GoodputController)
+    costs = engine.controller.costs
+    point = OperatingPoint(batch=1, context_bits=7, greedy=True)
+    times = costs.times(point)["self"]
+    share = engine.drafter.model.bytes_read / engine.target.bytes_read
+    assert 0.25 < share < 0.35
+    assert times.draft_s[0] == pytest.approx(share * times.plain_s)
