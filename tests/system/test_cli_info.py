@@ -7,7 +7,9 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from tests.cards import card_for
+from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 
 from forerun.cli.main import main
 from forerun.models.draft_card import CardFigures, identify, write_card
@@ -124,3 +126,15 @@ def test_bad_k_is_a_usage_error(info, tiny_pair):
     code, captured = info(tiny_pair.target, "--k", -1)
     assert code == 2
     assert "num_speculative_tokens is -1" in captured.err
+
+
+def test_bits_and_stored_types_are_said(info, tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", write_tiny_folder(tmp_path / "folder"), all_of(Kind.Q4_0)
+    )
+    content = json.loads(info(path, "--json")[1].out)
+    assert content["stored_types"]["Q4_0"] > 0.98
+    # The embedding is the head too: in bf16 for one, in 4 bits for the other.
+    expected = 256 * 32 * (2 + 4.5 / 8) + 7 * 32 * 32 * 4.5 / 8 + 3 * 32 * 2
+    assert content["memory"]["weights_bytes"] == expected
+    assert "bits per parameter; stored as Q4_0" in info(path)[1].out

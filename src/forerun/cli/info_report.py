@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -15,8 +16,15 @@ from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.checkpoint import read_checkpoint, read_object, tokenizer_hash, weights_hash
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
-from forerun.models.load import choose_dtype, load_model, load_tokenizer, model_folder, read_config
-from forerun.models.memory import MemoryEstimate, estimate, geometry_of, readable
+from forerun.models.load import (
+    ModelFiles,
+    choose_dtype,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    read_config,
+)
+from forerun.models.memory import MemoryEstimate, geometry_of, readable
 from forerun.models.tokenizers import compare_vocabularies
 
 if TYPE_CHECKING:
@@ -35,6 +43,7 @@ class ModelDescription:
         dtype: of weights and KV, as memory was worked out.
         memory: bytes by purpose.
         kv_bytes_per_token: keys and values of one token over all layers.
+        stored_types: share of the parameters by the type that they are stored as.
         num_tokens: entries of the tokenizer; the logits may be wider.
         card: what it was aligned to; None for a model that is no aligned draft.
     """
@@ -51,6 +60,7 @@ class ModelDescription:
     weights_hash: str
     tokenizer_hash: str
     num_tokens: int
+    stored_types: Mapping[str, float]
     card: DraftCard | None = None
 
     @property
@@ -97,7 +107,7 @@ class DraftFit(Fit):
 def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescription, Tokenizer]:
     folder = model_folder(name)
     checkpoint = read_checkpoint(folder)
-    architecture = read_config(checkpoint)[1]
+    settings, architecture = read_config(checkpoint)
     tokenizer = load_tokenizer(folder)
     geometry = geometry_of(
         architecture,
@@ -105,6 +115,14 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         capacity=min(config.max_context, architecture.max_positions),
         max_staged_rows=config.max_nodes + 1,
         dtype=choose_dtype(dtype, checkpoint),
+    )
+    files = ModelFiles(
+        checkpoint=checkpoint,
+        settings=settings,
+        architecture=architecture,
+        geometry=geometry,
+        device=torch.device("cpu"),
+        keeps_blocks=dtype == "auto",
     )
     per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
     description = ModelDescription(
@@ -115,10 +133,11 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         dtype=str(geometry.dtype).removeprefix("torch."),
         num_slots=config.num_slots,
         context=geometry.capacity,
-        memory=estimate(checkpoint.num_parameters, architecture, geometry),
+        memory=files.memory,
         kv_bytes_per_token=geometry.num_layers * per_layer * geometry.dtype.itemsize,
         weights_hash=weights_hash(checkpoint.weight_files),
         tokenizer_hash=tokenizer_hash(folder),
+        stored_types=checkpoint.stored_types,
         num_tokens=len(tokenizer.vocabulary),
         card=read_card(folder),
     )
@@ -152,7 +171,7 @@ def compare(
 
 def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[str]:
     """Return warnings about properties of the pair that reduce its speed."""
-    if draft.num_parameters >= target.num_parameters:
+    if draft.memory.weights_bytes >= target.memory.weights_bytes:
         yield "the draft is not smaller than the target: drafting will cost more than it saves"
     if draft.context < target.context:
         yield (
@@ -172,7 +191,9 @@ def print_model(model: ModelDescription) -> None:
         "parameters": f"{model.num_parameters:,} in {model.dtype}",
         "context": f"{model.context:,} tokens of {sizes.max_positions:,}",
         "vocabulary": f"{model.num_tokens:,} tokens, logits {sizes.vocab_size:,} wide",
-        "weights": readable(memory.weights_bytes),
+        "weights": f"{readable(memory.weights_bytes)}, "
+        f"{8 * memory.weights_bytes / model.num_parameters:.3g} bits per parameter; stored as "
+        + ", ".join(f"{kind} {share:.1%}" for kind, share in model.stored_types.items()),
         "KV": f"{readable(model.kv_bytes_per_token)} per token, "
         f"{readable(model.kv_bytes_per_slot)} per sequence, "
         f"{readable(memory.kv_bytes)} for {model.num_slots}",

@@ -43,6 +43,7 @@ COMMANDS = {
     "generate": "continue a prompt, streaming",
     "serve": "serve a target over HTTP, as the OpenAI API does",
     "info": "describe a model, its memory and whether a draft fits it",
+    "quantise": "write a model with weights of 8 or 4 bits, and measure the loss",
     "profile": "measure what drafting and verifying cost on this machine",
     "plan": "choose drafter, K and batch, and predict the speedup",
     "align": "distil a draft to its target on your prompts, and measure the gain",

