@@ -28,7 +28,7 @@ def max_connections() -> int:
     return max(16, soft - RESERVED_FILES)
 
 
-class Connection(H11Protocol):
+class ServedConnection(H11Protocol):
     """A connection that gives way to new ones while it has no request.
 
     A client may close its side once it has sent a request; it still gets the answer.
@@ -41,7 +41,7 @@ class Connection(H11Protocol):
         self._waiting: asyncio.TimerHandle | None = None
         self._await_request()
         if len(self.connections) > max_connections():
-            others = [each for each in self.connections if isinstance(each, Connection)]
+            others = [each for each in self.connections if isinstance(each, ServedConnection)]
             idle = [each for each in others if each.is_idle and not each.transport.is_closing()]
             min(idle, key=lambda each: each.idle_since_s, default=self).transport.close()
 

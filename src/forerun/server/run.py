@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
-from forerun.server.connections import BACKLOG, Connection
+from forerun.server.connections import BACKLOG, ServedConnection
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
@@ -80,7 +80,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=ServedConnection,
         backlog=BACKLOG,
         log_config=None,
         access_log=False,
