@@ -77,7 +77,7 @@ function showSpeedup({ speedup, window_s: seconds, setup }) {
     setText("diagnosis-speedup", "");
     return;
   }
-  const share = speedup.share_compared < 0.995 ? ` They yield ${percent(speedup.share_compared)} of the tokens; at other batch sizes no plain steps were measured.` : "";
+  const share = speedup.share_compared < 0.995 ? ` These steps yield ${percent(speedup.share_compared)} of the tokens; at other batch sizes no plain steps were measured.` : "";
   const words = `${VERDICTS[kind]}: 95 % between ${figure(speedup.low)} and ${figure(speedup.high)}.`;
   setText("speedup-note", `${words} Over the decode steps of the latest ${figure(seconds, 2)} s with activity, against ${count(speedup.num_plain_steps)} plain steps measured on this server. Reading prompts is not included.${share}`);
   setText("diagnosis-speedup", `Speedup, as on Live: ${figure(speedup.value)} ×. ${words}`);
