@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from tests.lab.audited import Rule, lenient, plant
+from tests.lab.audited import Rule, plant
 from tests.server.conftest import serving
 
 from forerun.audit.config import KINDS
@@ -22,6 +22,8 @@ from forerun.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 SMALL = ("--tokens", "1600", "--max-tokens", "24", "--json")
+KEEPS_ALL = Rule(accepts=lambda p, q, x, u: True)
+"""Far from the target, so that few tokens show it: requests over HTTP have no seed."""
 CONFIG = EngineConfig(num_speculative_tokens=3, max_context=512, max_batch=4, controller="fixed")
 
 
@@ -52,11 +54,10 @@ def test_a_healthy_server_passes_and_an_audit_resumes(tmp_path, capsys):
 
 def test_a_broken_server_is_found_and_the_control_is_clean(capsys):
     flags = ("--reference", "zoo:code-2m", "--draft", "zoo:books-1m", "--tokens", "2400", "--json")
-    with address(lambda engine: plant(engine, Rule(accepts=lenient))) as url:
+    with address(lambda engine: plant(engine, KEEPS_ALL)) as url:
         assert main(["audit", url, *flags]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == "deviates"
-    assert found["family"] == "acceptance"
     assert found["control"] == "off"
     assert [place["place"] for place in found["steps"]][:4] == [0, 1, 2, 3]
 
