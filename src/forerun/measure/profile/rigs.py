@@ -18,7 +18,7 @@ from forerun.drafters.registry import is_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import check_card, load_drafter, load_pair_member
-from forerun.errors import InvalidRequest, NotEnoughMemory
+from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.measure.profile.config import OVERHEAD_OF, ProfileCell, ProfileConfig, Quantity
 from forerun.measure.profile.profile import ProfileSetup
 from forerun.measure.profile.rounds import Stopwatch, TimedModel
@@ -137,6 +137,11 @@ def facts_of(
     name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
 ) -> ModelFacts:
     """Read facts from a model's files; the weights are hashed unless their hash is known."""
+    if model_folder(name).is_file():
+        raise InvalidModel(
+            f"{name} is a file, and a profile is of model folders: make one with `forerun "
+            "quantise`, or compare drafts for this file with `forerun bench`"
+        )
     if is_eagle3(read_object(model_folder(name) / "config.json")):
         return _facts_of_head(name, model, known_hash or content_hash(name))
     checkpoint = read_checkpoint(model_folder(name))
