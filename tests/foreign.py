@@ -41,6 +41,13 @@ def byte_level(size: int = 270, end: str = END) -> Tokenizer:
     return wrapped(backend, end)
 
 
+def byte_level_with(special: str) -> Tokenizer:
+    """Byte-level BPE with one more special token, which does not end texts."""
+    backend = Backend.from_str(byte_level().definition.content)
+    backend.add_special_tokens([special])
+    return wrapped(backend)
+
+
 def pieces_of(text: str) -> list[str]:
     """Words with their space, as SentencePiece writes them, and all characters."""
     words = [SPACE + word for word in text.split()]

@@ -88,6 +88,18 @@ def test_json_is_one_object_alone_on_stdout(run):
     assert figures["drafted_per_position"][0] == figures["num_steps"]
 
 
+def test_auto_reports_what_was_chosen_and_changes_no_text(run):
+    _, plain, _ = run("def f(x):", "--draft", "none", "--quiet")
+    code, out, err = run("def f(x):", "--draft", "auto")
+    assert code == 0
+    assert out == plain
+    assert "chosen: suffix" in err
+    _, out, _ = run("def f(x):", "--draft", "auto", "--draft", "recycling", "--json", "--quiet")
+    choices = json.loads(out)["figures"]["choices"]
+    assert {choice["method"] for choice in choices} >= {"plain", "suffix", "recycling"}
+    assert sum(choice["num_steps"] for choice in choices) > 0
+
+
 def test_several_samples(run):
     _, out, _ = run("def f", "--max-tokens", "8", "--n", "3", "--json")
     content = json.loads(out)

@@ -17,7 +17,7 @@ from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.models.architecture import Runner, WeightFormat
-from forerun.models.catalog import PREFIX
+from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:
@@ -91,9 +91,8 @@ def read_template(path: Path | None) -> str:
     return template
 
 
-ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m"}
-"""The draft made for a shipped target, where it is another than that of `zoo:code-11m`."""
 ZOO_DRAFT = "zoo:code-2m"
+"""The draft of shipped targets that have none of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +160,8 @@ class PairFlags(TargetFlags):
     """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
     "recycling", which proposes what the target ranked highest after the same token before;
     "self:N", the target's first N layers; "self:int4" or "self:int8", the target in fewer bits;
-    "none" for plain decoding.
+    "none" for plain decoding; "auto" for "suffix" and the shipped draft, or for a target that is
+    not shipped a draft model from the local Hugging Face cache whose tokenizer fits.
     Default: the shipped draft for a shipped target.
     With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens
@@ -190,7 +190,7 @@ class PairFlags(TargetFlags):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Return the drafts; empty for plain decoding."""
-        names = [self.resolved(draft) for draft in self.draft or ("auto",)]
+        names = [self.resolved("auto")] if not self.draft else list(self._named())
         found = tuple(name for name in names if name is not None)
         for name in found:
             if found.count(name) > 1:
@@ -214,6 +214,18 @@ class PairFlags(TargetFlags):
                 "one of the two out"
             )
         return Tree.parse(self.tree)
+
+    def _named(self) -> Iterator[str | None]:
+        """Yield the drafts that were named, and those that "auto" stands for."""
+        for draft in self.draft:
+            if draft == "auto":
+                from forerun.engine.auto_drafts import auto_drafts
+
+                others = [name for name in self.draft if name != "auto"]
+                found = auto_drafts(self.target, self.device)
+                yield from (name for name in found if name not in others)
+            else:
+                yield self.resolved(draft)
 
     def _check_choice(self) -> None:
         """Refuse several drafts if the controller would use only the first."""

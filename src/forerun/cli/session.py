@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 from forerun.cli.flags import PairFlags, use_threads
 from forerun.cli.tables import rates
+from forerun.control.choices import MethodChoice
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.registry import SeveralDrafters
+from forerun.engine.auto_drafts import COPIER
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
@@ -42,6 +44,7 @@ class Figures:
     total_s: float
     ttft_s: float | None
     acceptance: AcceptanceCounts
+    choices: Sequence[MethodChoice] = ()  # of a controller that has several drafters
 
     @classmethod
     def of(
@@ -92,11 +95,8 @@ class Figures:
             "acceptance_length": counts.acceptance_length,
             "acceptance_rate_per_position": list(counts.acceptance_rate_per_position),
             "drafted_per_position": list(counts.drafted_per_position),
+            **({"choices": [choice.to_dict() for choice in self.choices]} if self.choices else {}),
         }
-
-
-COPIER = "suffix"
-"""Drafts by copying, which takes next to no time beside a pass of a model."""
 
 
 def controlled(engine: Engine, pair: PairFlags) -> Engine:
@@ -270,12 +270,14 @@ class Session:
     @property
     def figures(self) -> Figures:
         """Counts and times of the steps until now."""
-        return Figures.of(
+        figures = Figures.of(
             self.records,
             num_prompt_tokens=self.num_prompt_tokens,
             total_s=self.ended_s - self.started_s,
             ttft_s=None if self.first_s is None else self.first_s - self.started_s,
         )
+        several = isinstance(self.engine.drafter, SeveralDrafters)
+        return replace(figures, choices=self.engine.choices()) if several else figures
 
     def _trace_steps(self, records: Sequence[StepRecord], chunks: Sequence[StreamChunk]) -> None:
         if self.trace is None:

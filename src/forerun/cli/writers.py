@@ -15,6 +15,7 @@ from rich.text import Text
 from forerun.cli.flags import OutputFlags
 from forerun.cli.session import Figures
 from forerun.cli.tables import SafeConsole, table_of
+from forerun.control.choices import described
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import TokenSource
@@ -182,4 +183,6 @@ def as_json(completion: Completion) -> dict[str, object]:
 
 
 def print_figures(figures: Figures) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(figures.line, style="dim"))
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for line in (figures.line, *described(figures.choices)):
+        console.print(Text(line, style="dim"))

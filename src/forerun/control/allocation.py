@@ -57,6 +57,14 @@ class Allocation(NamedTuple):
         """Expected tokens per second of the step, the objective."""
         return self.tokens / self.step_s
 
+    @property
+    def shape(self) -> str:
+        """The largest draft in words, such as "K=4"."""
+        most = max(self.depths)
+        if self.tree is not None and most:
+            return f"{most} nodes in {self.tree.depth} levels"
+        return f"K={most}" if most else "nothing"
+
 
 def chain_values(
     curve: AcceptanceCurve, times: StepTimes, batch: int = 1

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from forerun.control.acceptance import AcceptanceCurve, AcceptanceEstimates
@@ -25,6 +25,7 @@ from forerun.control.allocation import (
     chain_values,
 )
 from forerun.control.base import USUAL_WIDTH, Capacity, Plan, RequestState, Tree, usual_depth
+from forerun.control.choices import MethodChoice
 from forerun.control.config import GoodputConfig
 from forerun.control.costs import CostModel, CostSource, OperatingPoint, StepTimes
 from forerun.theory.record import StepRecord
@@ -38,6 +39,8 @@ MOST_REST = 15
 """Plain steps in a row without a record; the others keep the costs of plain steps up to date."""
 LOGGED_AFTER = 30
 """Plain steps in a row after which the log says that drafting was stopped."""
+UNLIMITED = 1 << 20
+"""More tokens than a draft can have."""
 Times = Mapping[str, StepTimes]
 
 
@@ -56,6 +59,7 @@ class ActivePlan:
             requests stay the same.
     """
 
+    states: Sequence[RequestState]
     names: list[str]
     limits_s: list[float | None]
     best: list[Plan]
@@ -121,6 +125,7 @@ class GoodputController:
         self._plain_left = 0
         self._num_plain = self.config.num_cold
         self._is_logged = False
+        self._chosen = {name: MethodChoice(method=name) for name in ("plain", *self.methods)}
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return reused plans, or decide new ones; a small share of the plans are probes."""
@@ -161,11 +166,14 @@ class GoodputController:
     def _learn(self) -> None:
         for records, active, num_rested in self._backlog:
             self._num_plain += num_rested
+            self._chosen["plain"].num_steps += num_rested * len(records)
             self._learn_step(records, active)
         self._backlog.clear()
 
     def _learn_step(self, records: Sequence[StepRecord], active: ActivePlan) -> None:
         config, first = self.config, records[0]
+        for record in records:
+            self._chosen.get(record.method, self._chosen["plain"]).add(record)
         drafts = [record for record in records if record.k_budget and record.method != "plain"]
         for record in drafts:
             self.acceptance.observe(record)
@@ -183,6 +191,8 @@ class GoodputController:
         if self._probe_loss > 0.0:
             self._probe_loss = max(0.0, self._probe_loss - config.probe_share)
         probed = [at for at, plan in enumerate(active.plans) if plan.probe]
+        if probed:
+            self._chosen[active.plans[probed[0]].method].num_probes += 1
         if probed and drafts and not first.num_prefill_rows:
             self._charge(records, active, probed[0])
 
@@ -215,11 +225,12 @@ class GoodputController:
         ]
         max_nodes = max(0, capacity.max_rows - batch)
         allocation = best_chains(candidates, times, max_nodes)
-        tree = self._best_tree(states, limits_s, times, max_nodes)
+        tree = self._best_tree(self.tree_methods, states, limits_s, times, max_nodes)
         if tree is not None and tree.tokens_per_s > allocation.tokens_per_s:
             allocation = tree
         best = _plans_of(candidates, allocation)
         active = ActivePlan(
+            states=states,
             names=[state.request_id for state in states],
             limits_s=limits_s,
             best=best,
@@ -291,20 +302,23 @@ class GoodputController:
     ) -> RequestCandidate:
         """Return the drafter with the most expected tokens per second, with its estimates."""
 
-        def candidate(method: str) -> RequestCandidate:
-            most = max(0, min(self.costs.largest_depth(method, batch), state.max_new - 1))
-            return RequestCandidate(method, self.acceptance.curve(state, method, most), limit_s)
-
         def rate(candidate: RequestCandidate) -> float:
             values = chain_values(candidate.curve, times[candidate.method], batch)
             return max([tokens / step_s for tokens, step_s in zip(*values, strict=True)])
 
-        if len(self.methods) == 1:
-            return candidate(self.methods[0])
-        return max(map(candidate, self.methods), key=rate)
+        found = [self._drafting(state, method, batch, limit_s) for method in self.methods]
+        return found[0] if len(found) == 1 else max(found, key=rate)
+
+    def _drafting(
+        self, state: RequestState, method: str, batch: int, limit_s: float | None = None
+    ) -> RequestCandidate:
+        """Return a request with the estimates of one drafter."""
+        most = max(0, min(self.costs.largest_depth(method, batch), state.max_new - 1))
+        return RequestCandidate(method, self.acceptance.curve(state, method, most), limit_s)
 
     def _best_tree(
         self,
+        methods: Sequence[str],
         states: Sequence[RequestState],
         limits_s: Sequence[float | None],
         times: Times,
@@ -315,7 +329,7 @@ class GoodputController:
         if not usable or any(limit_s is not None for limit_s in limits_s):
             return None
         found: list[Allocation] = []
-        for method in self.tree_methods:
+        for method in methods:
             most = self.costs.largest_tree(method, len(states))
             room = min(state.max_new for state in states) - 1
             deepest = min(usual_depth(most), self.costs.largest_depth(method, len(states)), room)
@@ -329,6 +343,29 @@ class GoodputController:
                 levels = TreeLevels(method, depth)
                 found.append(best_trees(levels, survival, times[method], max_nodes))
         return max(found, key=lambda allocation: allocation.tokens_per_s, default=None)
+
+    def choices(self) -> list[MethodChoice]:
+        """Return what was chosen so far, with the speed now expected of every way of decoding."""
+        self._learn()
+        active, found = self._active, [replace(choice) for choice in self._chosen.values()]
+        if active is None:
+            return found
+        # Requests that are about to end have no room for the best drafts.
+        states = [replace(state, max_new=max(state.max_new, UNLIMITED)) for state in active.states]
+        batch, times = len(states), self.costs.times(active.point)
+        max_nodes = max(0, active.max_rows - batch)
+        for choice in found:
+            if choice.method == "plain":
+                choice.tokens_per_s = batch / times[self.methods[0]].plain_s
+                continue
+            candidates = [self._drafting(state, choice.method, batch) for state in states]
+            best = best_chains(candidates, times, max_nodes)
+            named = [choice.method] if choice.method in self.tree_methods else []
+            tree = self._best_tree(named, states, [None] * batch, times, max_nodes)
+            best = max(filter(None, (best, tree)), key=lambda found: found.tokens_per_s)
+            choice.tokens_per_s = best.tokens_per_s
+            choice.shape = best.shape
+        return found
 
     def _log(self) -> None:
         """Log once that drafting was stopped, with the reason."""

@@ -220,6 +220,7 @@ class RequestTerms:
             the same tags.
         plan: what every step of it drafts, cut to the engine's K; `Plan()` decodes it plainly. None
             leaves it to the controller.
+        speculation: "off" decodes it plainly, as the plan `Plan()` does.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -231,6 +232,7 @@ class RequestTerms:
     tpot_target_s: float | None = None
     tags: tuple[str, ...] = ()
     plan: Plan | None = None
+    speculation: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         """Check every field and refuse values out of range."""
@@ -238,3 +240,7 @@ class RequestTerms:
         tenant: object = self.tenant  # callers need not have checked their types
         if tenant is not None and (not isinstance(tenant, str) or tenant == ""):
             raise InvalidRequest(f"tenant is {tenant!r}; it must be a name, or None")
+        if self.speculation not in ("auto", "off"):
+            raise InvalidRequest(f"speculation is {self.speculation!r}; it must be auto or off")
+        if self.speculation == "off" and self.plan not in (None, Plan()):
+            raise InvalidRequest("speculation is off, and a plan that drafts is given: leave one")

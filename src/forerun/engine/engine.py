@@ -11,10 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.control.base import Controller
+from forerun.control.choices import MethodChoice
 from forerun.control.costs import CostSource
+from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.registry import SeveralDrafters
+from forerun.engine.auto_drafts import with_auto
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.guard import EngineGuard
@@ -151,7 +154,8 @@ class Engine:
                 weights are then shared.
             draft: the same for a draft model, the folder of an EAGLE-3 or Medusa head, "suffix",
                 "recycling", "self:N" or "self:int4" (see `DRAFTERS`), or several of them for the
-                controller to choose from; None decodes plainly.
+                controller to choose from; "auto" finds some (see `auto_drafts`); None decodes
+                plainly.
             tokenizer: of a target that is already loaded: a transformers tokenizer, or a folder or
                 name to read it from. A loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
@@ -178,13 +182,13 @@ class Engine:
             )
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
+        drafts = None if draft is None else with_auto(as_sources(draft), target, device)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
         engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
-        if draft is None:
+        if drafts is None:
             return engine
-        drafts = as_sources(draft)
         for name in drafts:
             check_card(name, target)
         return engine.with_draft(drafts, dtype=dtype, controller=controller, costs=costs)
@@ -537,6 +541,14 @@ class Engine:
         samples = self._requests.pop(request_id, [])
         self._keys -= {sample.key for sample in samples}
         return samples
+
+    def choices(self) -> list[MethodChoice]:
+        """Return what the controller chose so far, and the speed it expects of every way to draft.
+
+        Empty without a draft, and under controllers other than "auto".
+        """
+        controller = self.stepper.controller
+        return controller.choices() if isinstance(controller, GoodputController) else []
 
     def stats(self) -> BackendStats:
         """Return counts since the engine was created."""

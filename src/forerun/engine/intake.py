@@ -11,6 +11,7 @@ from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING
 
+from forerun.control.base import Plan
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.results import TokenStops
 from forerun.engine.sequence import Sequence
@@ -261,7 +262,7 @@ class Intake:
                 ends_at_s=arrived_at_s + (terms.deadline_s or math.inf),
                 tpot_target_s=terms.tpot_target_s,
                 tags=terms.tags,
-                plan=terms.plan,
+                plan=Plan() if terms.speculation == "off" else terms.plan,
             )
             for index in range(params.n)
         ]

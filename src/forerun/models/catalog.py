@@ -12,6 +12,8 @@ PREFIX = "zoo:"
 ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
 # Test models, in the repository only: they would be a quarter of the wheel.
 REPOSITORY_ONLY = ("code-11m", "code-2m")
+ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
+"""The draft made for a shipped target."""
 FOLDER = Path(__file__).parent / "zoo"
 
 

@@ -124,6 +124,16 @@ def test_special_tokens_keep_their_meaning():
     assert b"".join(map(found.target.token_bytes, written_out)).decode() == foreign.END
 
 
+def test_no_two_special_tokens_of_the_target_are_the_same_of_the_draft():
+    """The draft's end of text is already a special token of the target that ends nothing."""
+    draft = foreign.sentencepiece()
+    target = foreign.byte_level_with("</s>")
+    special = map_vocabularies(target, draft).special
+    (kept,) = [token for token, own in special.items() if own == draft.eos_token_id]
+    assert target.vocabulary[kept] == "</s>"
+    assert special[target.eos_token_id] is None
+
+
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize("text", ["def add(left, right):\n    return", "two  spaces\n"])
 def test_a_guess_is_what_the_target_would_encode(target, draft, text):

@@ -177,6 +177,19 @@ def test_a_rest_ends_where_other_requests_run(target):
     assert len(controller.states) > 1
 
 
+def test_a_rest_ends_where_one_request_takes_the_place_of_another(target):
+    controller = Resting(100)
+    engine = tiny.engine_over(target, Bushy(), controller=controller)
+    first = engine.add_request([1, 2], replace(PARAMS, max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    engine.abort(first)
+    second = engine.add_request([3], PARAMS)
+    for _ in range(3):
+        engine.step()
+    assert {state.request_id for state in controller.states} == {first, second}
+
+
 class Reading(Bushy):
     """Keeps what it is told, and drafts when its controller says so."""
 
@@ -203,6 +216,41 @@ def test_a_drafter_is_told_of_plain_steps_before_its_next_draft(target):
     assert drafter.rows[1] == (3, 4)  # four plain steps in one
     ends = [first + num for first, num in drafter.rows]
     assert [first for first, _ in drafter.rows] == [0, *ends[:-1]]
+
+
+class Learning(Reading):
+    """Learns from the target's most likely tokens, which are not kept for later."""
+
+    required_top_k = 2
+
+
+def test_a_drafter_that_learns_from_top_tokens_is_told_of_every_plain_step(target):
+    drafter = Learning()
+    engine = tiny.engine_over(target, drafter, controller=EveryFifth())
+    engine.generate([[1, 2, 3]], replace(PARAMS, max_tokens=16))
+    assert drafter.rows[:5] == [(0, 3), (3, 1), (4, 1), (5, 1), (6, 1)]
+
+
+def test_a_request_without_speculation_is_decoded_plainly_beside_others(target):
+    drafter = Bushy()
+    engine = tiny.engine_over(target, drafter, controller=PlansTrees(Tree.of_nodes(3)))
+    names = [
+        engine.add_request([1, 2], PARAMS, terms=RequestTerms(speculation=choice))
+        for choice in ("off", "auto")
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    off, on = map(engine.take_output, names)
+    assert off.token_ids == on.token_ids
+    assert off.completions[0].acceptance.num_drafted == 0 < on.completions[0].acceptance.num_drafted
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"speculation": "no"}, {"speculation": "off", "plan": Plan.chain("d", 2)}]
+)
+def test_speculation_that_contradicts_itself_is_refused(wrong):
+    with pytest.raises(InvalidRequest, match="speculation is"):
+        RequestTerms(**wrong)
 
 
 def test_no_plan_goes_beyond_the_engines_k(listening):

@@ -73,7 +73,9 @@ PROMPTS = [[1, 2, 3, 4] * 8, [1, 2, 3, 4] * 8 + [5, 6], [7, 1], [2] * 30]
 
 @pytest.mark.parametrize("fails_at", [-1, 3])
 @pytest.mark.parametrize("changes", [{}, {"max_kv_tokens": 105}], ids=["roomy", "preempted"])
-def test_no_row_is_missed(changes: dict[str, int], fails_at: int) -> None:
+def test_no_row_is_missed(
+    changes: dict[str, int], fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tiny.tabular(3, num_slots=4)
     plain = tiny.engine_over(target).generate(PROMPTS, PARAMS)
     drafter = Reading(fails_at=fails_at)
@@ -82,6 +84,7 @@ def test_no_row_is_missed(changes: dict[str, int], fails_at: int) -> None:
         found = engine.generate(PROMPTS, PARAMS)
         assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert max(drafter.starts) > 16, "no prefix was found in the cache"
+    assert "decodes plainly" not in caplog.text  # a row that is missing is an error of the drafter
     assert target.store.num_free == 4
     tiny.engine_over(target).generate(PROMPTS, PARAMS)
     assert target.store.feature_layers == ()

@@ -1,0 +1,88 @@
+"""What `draft="auto"` finds for a target, without loading or fetching anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from tests import tiny
+
+from forerun.engine import auto_drafts as found_drafts
+from forerun.engine.auto_drafts import COPIER, auto_drafts, fitting_models, with_auto
+from forerun.errors import InvalidRequest
+from forerun.models.catalog import zoo_path
+
+TARGET = str(zoo_path("zoo:code-40m"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache."""
+    scan = partial(huggingface_hub.scan_cache_dir, cache_dir=tmp_path)
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", scan)
+    auto_drafts.cache_clear()
+    return tmp_path
+
+
+def add(cache: Path, name: str, model: str) -> Path:
+    """Put a shipped model into the cache under a name of the hub."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(zoo_path(model), snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    return snapshot
+
+
+def test_a_shipped_target_has_its_shipped_draft():
+    assert auto_drafts("zoo:code-40m") == ("zoo:code-2m-for-40m", COPIER)
+    assert auto_drafts("zoo:books-1m") == (COPIER,)
+
+
+def test_without_a_cache_the_text_is_copied():
+    assert auto_drafts(TARGET) == (COPIER,)
+
+
+def test_the_smaller_model_with_the_same_tokenizer_is_found(cache):
+    good = add(cache, "org/small", "code-2m-for-40m")
+    add(cache, "org/as-large", "code-40m")
+    add(cache, "org/head", "eagle3-for-40m")
+    broken = add(cache, "org/broken", "code-2m-for-40m")
+    (broken / "model.safetensors").unlink()
+    assert auto_drafts(TARGET) == (str(good), COPIER)
+
+
+def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
+    """The same model, whose tokenizer has one token under another spelling."""
+    other = add(cache, "org/a-foreign", "code-2m-for-40m")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = [token for token in vocabulary if len(token) == 1][:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert [(m.name, m.is_foreign) for m in fitting_models(TARGET)] == [("org/a-foreign", True)]
+    add(cache, "org/same", "code-2m-for-40m")
+    assert [m.name for m in fitting_models(TARGET)] == ["org/same", "org/a-foreign"]
+
+
+def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatch, caplog):
+    add(cache, "org/small", "code-2m-for-40m")
+    caplog.set_level("INFO", "forerun.loading")
+    (model,) = fitting_models(TARGET)
+    monkeypatch.setattr(found_drafts, "available_bytes", lambda device: model.needed_bytes)
+    assert list(fitting_models(TARGET)) == []
+    assert "org/small needs" in caplog.text
+
+
+def test_auto_stands_beside_named_drafts_and_names_none_twice():
+    drafts = with_auto(["suffix", "auto", "recycling"], "zoo:code-40m", "cpu")
+    assert drafts == ["suffix", "zoo:code-2m-for-40m", "recycling"]
+
+
+def test_a_loaded_target_has_no_files_to_find_a_draft_for():
+    with pytest.raises(InvalidRequest, match="needs a target by its folder or name"):
+        with_auto(["auto"], tiny.network(), "cpu")
