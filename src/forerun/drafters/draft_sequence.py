@@ -141,11 +141,10 @@ class DraftSequence:
         return self.tree_choice is Choice.DETERMINISTIC and not is_shaped
 
     def first_span(self) -> Span:
-        start = self.context.num_cached
-        self.num_chain = len(self.context.ids) - start
+        self.num_chain = self.context.num_pending
         self.num_fed = 0
         self.tree_rows = {}
-        return Span(slot=self.context.slot, start=start, num_chain=self.num_chain)
+        return self.context.span(self.num_chain)
 
     def next_span(self) -> Span:
         span = self.context.span(1, num_staged=self.num_chain + self.num_fed)

@@ -91,8 +91,8 @@ def test_parameters_of_another_size_are_refused(folder, configure):
 
 
 def test_unsupported_architecture(folder, configure):
-    configure(architectures=["MambaForCausalLM"])
-    with pytest.raises(InvalidModel, match="MambaForCausalLM is not supported"):
+    configure(architectures=["RwkvForCausalLM"])
+    with pytest.raises(InvalidModel, match="RwkvForCausalLM is not supported"):
         load_model(folder)
 
 
