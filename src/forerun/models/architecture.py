@@ -97,14 +97,6 @@ class Architecture:
     """The sizes of a supported model.
 
     Attributes:
-        name: class of the model in transformers.
-        num_layers: decoder layers.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: width of a head.
-        hidden_size: width of the residual stream.
-        vocab_size: width of the logits.
-        max_positions: longest context the model was made for.
         learned_positions: whether positions are looked up in a table of `max_positions` rows.
         windows: how many positions back layers see, their own included; None: all. Each value once,
             in the order of the first layer that has it.
@@ -135,9 +127,7 @@ class Architecture:
 def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     """Check that a model is supported and return its sizes.
 
-    Args:
-        name: class of the model in transformers, such as "LlamaForCausalLM".
-        settings: its configuration as transformers normalises it (`config.to_dict()`).
+    `settings` is its configuration as transformers normalises it (`config.to_dict()`).
 
     Raises:
         InvalidModel: the model, or something its configuration asks for, is not supported.
@@ -182,11 +172,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
 
 
 def check_trainable(architecture: Architecture) -> None:
-    """Refuse models with recurrent layers, whose states would run on into the next packed text.
-
-    Raises:
-        InvalidModel: the model has recurrent layers.
-    """
+    """Refuse models with recurrent layers, whose states would run on into the next packed text."""
     if architecture.recurrent is not None:
         raise InvalidModel(
             f"{architecture.name} has recurrent layers, with which alignment does not work: draft "
@@ -218,30 +204,21 @@ def _attention_layers(name: str, settings: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
-    """Return a size that is stored under its usual name or under GPT-2's name for it.
-
-    Raises:
-        InvalidModel: it is missing, or no integer from 1 to its limit.
-    """
+    """Return a size that is stored under its usual name or under GPT-2's name for it."""
     key = name if name in settings else gpt2_name
     return checked_size(settings.get(key), key)
 
 
 def optional_size(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an optional size, or `default` if the configuration has none.
-
-    Raises:
-        InvalidModel: it is no integer from 1 to its limit.
-    """
+    """Return an optional size, or `default` if the configuration has none."""
     value = settings.get(name)
     return default if value is None else checked_size(value, name)
 
 
 def checked_size(value: Any, name: str) -> int:
-    """Check that a value of a configuration is a size in its range.
+    """Check that a value of a configuration is an integer in the range of a size.
 
-    Raises:
-        InvalidModel: it is no integer from 1 to its limit.
+    Raises InvalidModel where it is not.
     """
     most = MAX_LAYERS if name in LAYER_COUNTS else MAX_SIZE
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:

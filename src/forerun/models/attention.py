@@ -33,13 +33,8 @@ BLOCK_ROWS = 64
 class Piece:
     """Rows of one sequence whose attention is computed together.
 
-    Attributes:
-        first: first row in the pass.
-        num_rows: rows; they are the last of the keys.
-        slot: whose keys.
-        num_keys: keys [0, num_keys) precede the rows or are theirs.
-        tree: shape of the last rows if they are no chain.
-        causal: whether a row sees only what comes before it; if not, all rows see each other.
+    They are the last of the slot's first `num_keys` keys; `tree` is the shape of the last rows if
+    they are no chain. Without `causal` all rows see each other.
     """
 
     first: int
@@ -80,12 +75,6 @@ class Biases:
 
     Chain blocks with equally many rows differ only in how many keys precede them, and how far these
     lie back does not depend on it: they share one mask, cut to length from the left.
-
-    Args:
-        pieces: the blocks of the pass.
-        num_groups: query heads per key/value head.
-        window: positions a row sees, None for all.
-        like: a tensor of the dtype and on the device wanted.
     """
 
     def __init__(
@@ -175,8 +164,6 @@ class Write:
     """The places in the store for the keys and values of one sequence's rows.
 
     Attributes:
-        first: first row in the pass.
-        num_rows: rows.
         views: [1, kv_heads, num_rows, head_dim]; keys of layer l at 2l, values at 2l + 1.
     """
 
@@ -190,8 +177,6 @@ class Block:
     """Rows of one sequence whose attention is computed together.
 
     Attributes:
-        first: first row in the pass.
-        num_rows: rows.
         views: [1, kv_heads, num_keys, head_dim]; keys of layer l at 2l, values at 2l + 1; the last
             are the rows' own.
         bias: [groups * num_rows, num_keys], 0 where seen and -inf where not; None: all seen.
@@ -207,10 +192,6 @@ class AttentionPass:
     """The plan of a pass for attention, shared by all layers with the same window.
 
     Args:
-        writes: where keys and values go.
-        pieces: rows attending together.
-        store: where the keys and values before them are.
-        num_groups: query heads per key/value head.
         layers: the layers that the store has places for, in this order; None: all.
     """
 
@@ -340,11 +321,6 @@ def attend(  # noqa: PLR0913 (the parts of attention)
     """Scaled dot-product attention with the query heads of a group folded into the rows.
 
     Args:
-        query: of the rows.
-        keys: that the rows may see.
-        values: of the keys.
-        bias: added to the scores; None adds nothing.
-        scaling: factor of the scores.
         softcap: largest size of a score (Gemma 2, 2408.00118, section 2); None: no limit.
         sinks: per query head, the score of a key that has no value (gpt-oss, 2508.10925).
     """
@@ -388,10 +364,7 @@ def _attend_by_scores(  # noqa: PLR0913 (as `attend`)
 
 
 def register() -> None:
-    """Register `packed_attention` with transformers under ATTENTION_NAME.
-
-    No mask function goes with it, so transformers builds no mask either.
-    """
+    """Register `packed_attention` with transformers, without a function that builds masks."""
     from transformers import AttentionInterface  # takes seconds; only this runner needs it
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
@@ -403,13 +376,7 @@ def plan_pass(
     num_groups: int,
     layers: Sequence[int] | None = None,
 ) -> AttentionPass:
-    """Stage the rows of a pass and cut them into blocks.
-
-    Args:
-        spans: the sequences of the pass, in row order.
-        store: where keys and values go and come from.
-        num_groups: query heads per key/value head.
-        layers: as for `AttentionPass`.
+    """Stage the rows of a pass and cut them into blocks; `layers` as for `AttentionPass`.
 
     Raises:
         NotEnoughMemory: rows do not fit into their slot.

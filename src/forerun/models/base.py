@@ -28,11 +28,8 @@ class Span:
     ancestors.
 
     Attributes:
-        slot: KV slot of the sequence.
         start: index of the first row; normally the committed length, more when earlier rows of the
             same step are staged but not yet committed (a drafter feeding one token at a time).
-        num_chain: number of chain rows, at least 1.
-        tree: draft nodes verified in this pass (may be empty).
         causal: False lets the chain rows of this span see each other in both directions, as block
             drafters need; such a span has no tree.
     """
@@ -58,10 +55,7 @@ class RowBatch:
     """One packed pass: the rows of all sequences one after another, in the order of `spans`.
 
     Attributes:
-        tokens: token id per row.
         positions: absolute position per row (`start + offset` in the chain, then plus tree depth).
-        spans: structure, one entry per sequence.
-        logit_rows: rows whose logits are wanted, in the order they are wanted; may be empty.
         feature_layers: layers whose input is wanted for every row, see `ModelOutput.features`.
     """
 
@@ -128,24 +122,21 @@ class LanguageModel(Protocol):
         """
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Token embeddings in the model's dtype, before positions are added to them.
+        """Token embeddings in the model's dtype, before positions are added.
 
-        Raises:
-            UnsupportedFeatures: the model has no embedding.
+        Raises UnsupportedFeatures where the model has no embedding.
         """
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         """Apply the final norm to rows that leave the last layer.
 
-        Raises:
-            UnsupportedFeatures: the model has no residual stream.
+        Raises UnsupportedFeatures where the model has no residual stream.
         """
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits of rows to which the final norm was applied, in the model's dtype or a wider one.
 
-        Raises:
-            UnsupportedFeatures: the model has no head.
+        Raises UnsupportedFeatures where the model has no head.
         """
 
     def greedy_chain(
@@ -153,17 +144,10 @@ class LanguageModel(Protocol):
     ) -> Int64[Tensor, "sequences num_tokens"]:
         """Feed `batch`, then continue every sequence with its `num_tokens` most likely tokens.
 
-        Stages the rows of `batch` and `num_tokens - 1` further ones per sequence, for the last
-        token is not fed; the caller commits.
-
-        Args:
-            batch: without trees; its `logit_rows` are the last row of every span, in order.
-            num_tokens: how many, at least 1.
-            vocab_size: the argmax is taken over the first so many logits (over all where the model
-                has fewer), lowest id on ties. Of NaN logits any id among them may come.
-
-        Returns:
-            The tokens on the model's device; nothing here waits for it.
+        Stages the rows of `batch`, which has no trees and wants the logits of the last row of every
+        span, and `num_tokens - 1` further ones per sequence, for the last token is not fed; the
+        caller commits. The argmax is taken over the first `vocab_size` logits, lowest id on ties;
+        of NaN logits any id among them may come. Nothing waits for the device.
         """
 
 
@@ -174,9 +158,9 @@ class LayeredModel(LanguageModel, Protocol):
     def first_layers(self, num_layers: int) -> LanguageModel:
         """Return the model cut after its first layers, with its final norm and head.
 
-        Weights and store are this model's own, not copies: what a pass of either stages in a slot
-        is what the next pass of the other finds there, in the layers they have in common. So rows
-        the shorter one has staged must not be committed, for the upper layers lack them.
+        Weights and store are shared: what one stages in a slot, the other finds there in the layers
+        they have in common. Rows that the shorter one staged must not be committed, for the upper
+        layers lack them.
         """
 
 
@@ -196,12 +180,7 @@ class QuantisableModel(LanguageModel, Protocol):
 
 
 class StoredModel(ABC):
-    """A LanguageModel whose sizes, device and dtype follow from its architecture and its store.
-
-    Args:
-        architecture: sizes, the number of layers a pass goes through among them.
-        store: KV of the sequences, on the device of the weights and in their dtype.
-    """
+    """A LanguageModel whose sizes, device and dtype follow from its architecture and its store."""
 
     def __init__(self, architecture: Architecture, store: ContiguousKVStore) -> None:
         self.architecture = architecture
@@ -225,11 +204,7 @@ class StoredModel(ABC):
         return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def _check_features(self, layers: tuple[int, ...]) -> None:
-        """Refuse layers the model does not have.
-
-        Raises:
-            UnsupportedFeatures: one is negative or above `num_layers`.
-        """
+        """Refuse layers the model does not have."""
         for layer in layers:
             if not 0 <= layer <= self.num_layers:
                 raise UnsupportedFeatures(
@@ -275,8 +250,6 @@ class Context:
     pending and is fed by the next pass, so neither drafters nor the step do catch-up arithmetic.
 
     Args:
-        store: of the model.
-        ids: of the sequence.
         scope: sequences of one scope share what is cached of tokens they begin with; None begins
             with nothing and shares nothing.
     """

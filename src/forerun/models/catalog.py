@@ -19,22 +19,14 @@ FOLDER = Path(__file__).parent / "zoo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutPrompt:
-    """The beginning of a module that was kept out of training.
-
-    Attributes:
-        name: the module it is from.
-        text: the prompt.
-    """
+    """The beginning of a module that was kept out of training."""
 
     name: str
     text: str
 
 
 def zoo_path(name: str) -> Path:
-    """Folder of a shipped model.
-
-    Args:
-        name: one of ZOO, with or without the prefix "zoo:".
+    """Folder of a shipped model, one of ZOO, with or without the prefix "zoo:".
 
     Raises:
         InvalidModel: there is no such model, or it is not part of this installation.
@@ -57,20 +49,12 @@ def zoo_path(name: str) -> Path:
 
 
 def held_out_prompts() -> tuple[HeldOutPrompt, ...]:
-    """Prompts for demonstrations and benchmarks, in the order of the file.
-
-    Raises:
-        InvalidModel: the file is missing or malformed.
-    """
+    """Prompts for demonstrations and benchmarks, in the order of the file."""
     return prompts_of(FOLDER / "prompts.jsonl")
 
 
 def edit_prompts() -> tuple[HeldOutPrompt, ...]:
-    """Prompts that show a function of a held-out module and begin it again with a name changed.
-
-    Raises:
-        InvalidModel: the file is missing or malformed.
-    """
+    """Prompts that show a function of a held-out module and begin it again with a name changed."""
     return prompts_of(FOLDER / "edits.jsonl")
 
 

@@ -34,9 +34,6 @@ class TemplateProcess:
 
     A template that exceeds a limit ends the child, and the next one starts another. Any thread may
     call it; calls wait for each other. The child ends with this object or with this process.
-
-    Attributes:
-        script: what the child runs; it reads `sys.path`, then one JSON request per line.
     """
 
     script = Path(__file__).resolve()

@@ -43,14 +43,8 @@ class Checkpoint:
     """A model folder, or a GGUF file, that is present and complete.
 
     Attributes:
-        folder: where it is; of a GGUF file its path.
-        architecture: class of the model in transformers.
-        weight_files: safetensors files, or the GGUF file.
-        num_parameters: elements over all tensors.
         stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
             with blocks of fewer bits the one that the rest is computed in.
-        stored_types: share of the parameters by the type that they are stored as.
-        gguf: the GGUF file; None for a folder.
         packed: what reads its tensors where some are blocks of integers: the GGUF file, or a folder
             that `forerun quantise` wrote; None where all are in floating point.
     """
@@ -186,11 +180,7 @@ def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        InvalidModel: the file is missing or holds something else.
-    """
+    """Read the JSON object in a file; raises InvalidModel where there is none."""
     if not path.exists():
         raise InvalidModel(f"{path} is missing; is {path.parent} a model folder?")
     try:
@@ -205,11 +195,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that does not exist.
-
-    Raises:
-        InvalidModel: it does not.
-    """
+    """Refuse a folder that does not exist."""
     if not folder.is_dir():
         raise InvalidModel(f"there is no model folder {folder}")
 
@@ -335,14 +321,7 @@ def _read_header(
 
 
 def weights_hash(weight_files: Iterable[Path]) -> str:
-    """Hash of the bytes of safetensors files, taken in the order of their names.
-
-    Args:
-        weight_files: as in `Checkpoint.weight_files`.
-
-    Returns:
-        The first 16 hexadecimal digits of a SHA-256.
-    """
+    """SHA-256 of safetensors files in the order of their names: its first 16 hexadecimal digits."""
     return combined(sorted(weight_files))
 
 
@@ -372,10 +351,7 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash of the tokenizer in a model folder; of a GGUF file that of its whole header.
-
-    Returns:
-        The first 16 hexadecimal digits of a SHA-256.
+    """SHA-256 of the tokenizer in a folder, or of a GGUF file's header: its first 16 digits.
 
     Raises:
         InvalidModel: the folder has no tokenizer.json.
@@ -391,10 +367,7 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def template_hash(folder: Path) -> str:
-    """Hash of the chat template in a model folder, wherever it is written.
-
-    Returns:
-        The first 16 hexadecimal digits of a SHA-256, of nothing where there is no template.
+    """SHA-256 of a folder's chat template, of nothing without one: its first 16 hexadecimal digits.
 
     Raises:
         InvalidModel: the tokenizer's settings cannot be read.

@@ -76,14 +76,8 @@ class Decoder:
     """Sizes and constants of a decoder.
 
     Attributes:
-        architecture: sizes.
-        intermediate_size: width of the gated feed-forward.
-        norm_eps: added to the mean square in every norm.
         inv_freq: rotation per position of each pair (i, i + head_dim / 2), in radians, fp32.
         rope_scale: factor on sine and cosine (1 for every rotation supported so far).
-        qkv_bias: whether query, key and value have biases.
-        qk_norm: whether queries and keys are normed per head before the rotation.
-        tied: whether the head is the embedding.
     """
 
     architecture: Architecture
@@ -101,16 +95,9 @@ class LayerWeights:
     """Weights of one layer; matrices are (outputs, inputs), as in torch.nn.functional.linear.
 
     Attributes:
-        input_norm: before attention.
         qkv: rows of the query heads, then of the key heads, then of the value heads; as wide as the
             residual stream, or in an attached head as the token embedding and its state joined.
-        qkv_bias: None without biases.
-        query_norm: per head, None without.
-        key_norm: per head, None without.
-        output: from heads to the residual stream.
-        post_norm: before the feed-forward.
         gate_up: rows of the gate, then of the up projection.
-        down: back to the residual stream.
     """
 
     input_norm: Float[Tensor, " hidden"]
@@ -138,11 +125,8 @@ def unsupported(
 ) -> str | None:
     """Return the first feature of a model that only the eager runner has, or None.
 
-    Args:
-        architecture: its sizes.
-        settings: configuration as transformers normalises it (`config.to_dict()`).
-        num_positions: positions the KV store has room for; a sliding window of as many hides
-            nothing. None: any number.
+    A sliding window of as many positions as the KV store has room for (`num_positions`; None: any
+    number) hides nothing.
     """
     rope = settings.get("rope_parameters") or {}
     window = settings.get("sliding_window")

@@ -32,13 +32,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """Hashes that identify the target of a draft, cheap to compute at any size.
-
-    Attributes:
-        weights: sample hash of the weight files.
-        tokenizer: hash of tokenizer.json.
-        template: hash of the chat template.
-    """
+    """Hashes that identify the target of a draft, cheap to compute at any size."""
 
     weights: str
     tokenizer: str
@@ -59,7 +53,6 @@ class CardFigures:
     """Acceptance measured by the verifier on held-out prompts at one temperature.
 
     Attributes:
-        temperature: of the requests.
         num_speculative_tokens: K.
         acceptance_length: tau; None where no step drafted.
         acceptance_probability: alpha, by the rule deployed; None where it was not measured.
@@ -80,13 +73,7 @@ class DraftCard:
     Attributes:
         target: name of the target, as the user gave it.
         target_hash: of all its weight files, as in traces.
-        made_for: the target's identity.
-        data_hash: of the texts it learned from.
-        objective: by its name.
         temperature: the one it is to be deployed at.
-        before: figures of the draft it began as, one entry per temperature; empty without one.
-        after: figures of the draft itself.
-        versions: of the packages that made it.
         date: when, ISO 8601 with time zone.
         settings: of the alignment, JSON-ready: what a refresh repeats.
     """
@@ -109,11 +96,7 @@ class DraftCard:
 
 
 def identify(folder: Path) -> TargetIdentity:
-    """The identity of the model in a folder.
-
-    Raises:
-        InvalidModel: files are missing or damaged.
-    """
+    """The identity of the model in a folder; raises InvalidModel where a file cannot be used."""
     return TargetIdentity(
         weights=weights_sample_hash(read_checkpoint(folder).weight_files),
         tokenizer=tokenizer_hash(folder),
@@ -151,12 +134,7 @@ def read_card(folder: Path) -> DraftCard | None:
 def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
     """Return which parts of a target differ from the target that the draft was aligned to.
 
-    Args:
-        card: of the draft.
-        target: folder of the target it is to draft for.
-
-    Returns:
-        "weights", "tokenizer" and "chat template", as far as they differ.
+    They are named "weights", "tokenizer" and "chat template".
 
     Raises:
         InvalidModel: the target cannot be read.
@@ -165,14 +143,9 @@ def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
 
 
 def staleness(draft: Path, target: Path) -> str | None:
-    """Describe how a target has changed since the draft was aligned to it.
+    """Describe how a target has changed since a draft was aligned to it.
 
-    Args:
-        draft: folder of the draft.
-        target: folder of the target it is to draft for.
-
-    Returns:
-        None where the target is the one the draft was made for, or the draft has no card.
+    None where it has not, or where the draft has no card.
 
     Raises:
         InvalidModel: a card or a target that cannot be read.

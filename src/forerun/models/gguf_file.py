@@ -139,9 +139,6 @@ class _Header:
 class GGUFFile:
     """A checked GGUF file of a supported architecture; its tensors have transformers' names.
 
-    Args:
-        path: of the file.
-
     Raises:
         InvalidModel: it is truncated, malformed, or needs what is not supported.
     """
@@ -407,11 +404,7 @@ def _opened(path: Path, modified_ns: int, size_bytes: int) -> GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Return a checked GGUF file; one that has not changed is checked once.
-
-    Raises:
-        InvalidModel: as `GGUFFile`, or there is no such file.
-    """
+    """Return a checked GGUF file; one that has not changed is checked once."""
     if find_spec("gguf") is None:
         raise InvalidModel(f"{path} needs the package gguf: pip install 'forerun[gguf]'")
     try:

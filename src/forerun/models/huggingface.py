@@ -32,9 +32,6 @@ class ModuleNames:
     """Names of the submodules of a model class in transformers.
 
     Attributes:
-        layers: the list of decoder layers.
-        embedding: of the tokens.
-        norm: after the last layer.
         projection_in: from the embedding to the residual stream, where widths differ.
         projection_out: back, before the head.
     """
@@ -94,14 +91,7 @@ MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
 
 
 class HuggingFaceModel(StoredModel):
-    """A LanguageModel over a transformers model; see `adapt`.
-
-    Args:
-        network: token ids to logits, attending through `packed_attention`. It scales and caps its
-            logits itself, where its family does.
-        store: KV of the sequences.
-        architecture: sizes of the model.
-    """
+    """A LanguageModel over a transformers model that attends through `packed_attention`."""
 
     def __init__(
         self, *, network: nn.Module, store: ContiguousKVStore, architecture: Architecture
@@ -119,12 +109,7 @@ class HuggingFaceModel(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot.
-            ValueError: rows overwrite committed ones or leave a gap.
-        """
+        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         self._check_features(batch.feature_layers)
         sizes = self.architecture
         positions = batch.positions
@@ -205,12 +190,8 @@ class HuggingFaceModel(StoredModel):
 def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
     """Record the inputs of selected layers of a network during a pass.
 
-    Args:
-        layers: of the network.
-        wanted: layers whose input is wanted; their number stands for what leaves the last one.
-
-    Yields:
-        By layer, as the network has it, batch dimension first; filled when the pass is over.
+    `len(layers)` in `wanted` stands for what leaves the last one. Yields them by layer, batch
+    dimension first; filled when the pass is over.
     """
     found: dict[int, Tensor] = {}
 
@@ -281,10 +262,7 @@ def adapt(
 
 
 def sharing(model: ModuleT) -> ModuleT:
-    """Copy the modules and the configuration of a model, sharing its parameters.
-
-    What is done to the attention and to the mode of the copy leaves the model as it is.
-    """
+    """Copy the modules and the configuration of a model, sharing its parameters."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -298,8 +276,6 @@ def read_weights(
     is an error.
 
     Args:
-        checkpoint: where they are.
-        dtype: to convert them to.
         device_map: "auto" spreads layers over all GPUs, by accelerate; None loads to the CPU.
 
     Raises:

@@ -36,15 +36,6 @@ class FeatureRows:
 
     `num_valid` rows at the beginning of a slot have features; a pass that writes rows again makes
     theirs invalid until they are staged again.
-
-    Args:
-        layers: layers whose input is kept.
-        shape: slots, rows per slot, width of the residual stream.
-        dtype: of the features.
-        device: where they are kept.
-
-    Raises:
-        NotEnoughMemory: there is no room for them.
     """
 
     def __init__(
@@ -75,11 +66,7 @@ class FeatureRows:
     def stage(
         self, slot: int, start: int, num_written: int, features: Float[Tensor, "rows layers width"]
     ) -> None:
-        """Store the features of rows `start` and following of a slot with `num_written` rows.
-
-        Raises:
-            ValueError: the shape is wrong, or the rows are not written or leave a gap.
-        """
+        """Store the features of rows `start` and following of a slot with `num_written` rows."""
         end = start + len(features)
         if features.shape[1:] != self._rows.shape[2:]:
             raise ValueError(
@@ -131,8 +118,6 @@ class KVStore(ABC):
     Rows past the committed length are staged: they are there until the next commit.
 
     Args:
-        num_slots: sequences the store has room for.
-        capacity: most tokens a slot may commit.
         max_staged_rows: rows that may be staged past `capacity`.
     """
 
@@ -187,47 +172,26 @@ class KVStore(ABC):
         return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot`, but store its first tokens for `begin` until the memory is needed.
-
-        Raises:
-            ValueError: fewer than `num_tokens` are committed.
-        """
+        """Free `slot`, but store its first tokens for `begin` until the memory is needed."""
         self._slots.keep(slot, num_tokens)
 
     def cut(self, slot: int, num_tokens: int) -> None:
-        """Drop all tokens and staged rows of `slot` after its first `num_tokens` tokens.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Drop all tokens and staged rows of `slot` after its first `num_tokens` tokens."""
         self._slots.cut(slot, num_tokens)
         if self._features is not None:
             self._features.invalidate(slot, num_tokens)
 
     @abstractmethod
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
 
     @abstractmethod
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Return a copy of the KV of the first `num_tokens` committed tokens.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Return a copy of the KV of the first `num_tokens` committed tokens."""
 
     @abstractmethod
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
-        """Fill an empty slot with an exported prefix.
-
-        Raises:
-            ValueError: the slot is not empty, or features are kept and the prefix has none.
-            NotEnoughMemory: the prefix exceeds the capacity.
-        """
+        """Fill an empty slot with an exported prefix."""
 
     def free(self, slot: int) -> None:
         """Free `slot` and discard its contents."""
@@ -242,30 +206,21 @@ class KVStore(ABC):
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Store features of these layers with the KV from now on; an empty sequence ends this.
 
-        From then on every commit needs the features of its rows, so that no row is ever without
-        them. Kept prefixes of earlier sequences are forgotten.
+        From then on every commit needs the features of its rows. Kept prefixes of earlier sequences
+        are forgotten. No slot may be reserved.
 
         Raises:
-            ValueError: a slot is reserved, or the geometry has no hidden size.
             NotEnoughMemory: there is no room for them.
         """
 
     def stage_features(
         self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
     ) -> None:
-        """Store the features that a pass returned for the staged rows from `start` on.
-
-        Raises:
-            ValueError: no features are kept, the shape is wrong, or the rows are not staged.
-        """
+        """Store the features that a pass returned for the staged rows from `start` on."""
         self._kept_features().stage(slot, start, self._slots.num_written(slot), features)
 
     def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
-        """A copy of the features of committed rows [start, stop).
-
-        Raises:
-            ValueError: no features are kept, or fewer rows are committed.
-        """
+        """A copy of the features of committed rows [start, stop)."""
         self._slots.check_prefix(slot, stop)
         return self._kept_features().read(slot, start, stop)
 
@@ -327,11 +282,7 @@ def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
 
 
 class ContiguousKVStore(KVStore):
-    """A KVStore in one tensor, so that one call commits or copies rows for all layers.
-
-    Committing, forking and copying take one tensor operation; so does cutting all layers' views for
-    a pass.
-    """
+    """A KVStore in one tensor, so that one call commits or copies rows for all layers."""
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry.num_slots, geometry.capacity, geometry.max_staged_rows)
@@ -346,11 +297,9 @@ class ContiguousKVStore(KVStore):
     def stage(self, slot: int, start: int, num_rows: int) -> tuple[torch.Tensor, ...]:
         """Stage rows and return views to write their keys and values to.
 
-        Returns:
-            Views [1, kv_heads, num_rows, head_dim]: keys of layer l at 2l, values at 2l + 1.
+        The views are [1, kv_heads, num_rows, head_dim]: keys of layer l at 2l, values at 2l + 1.
 
         Raises:
-            ValueError: the rows overwrite committed ones or leave a gap.
             NotEnoughMemory: the rows do not fit into the slot.
         """
         self.claim(slot, start, num_rows)

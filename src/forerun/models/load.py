@@ -57,15 +57,7 @@ if TYPE_CHECKING:
 
 
 def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
-    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`.
-
-    Args:
-        checkpoint: whose.
-        folder: cache to use instead of `cache_folder()`.
-
-    Raises:
-        InvalidModel: transformers refuses it.
-    """
+    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`."""
     if checkpoint.gguf is None:
         check_layer_count(read_object(checkpoint.folder / "config.json"))
         content = (checkpoint.folder / "config.json").read_bytes()
@@ -155,10 +147,8 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
             the eager and graphs runners bfloat16 and float16 products round differently with the
             number of rows: where two logits tie within that rounding, the texts may part.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
-        max_batch: sequences at once.
         max_context: tokens a sequence may have, cut to what the model was made for (None: all).
         max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
-        runner: what carries its passes; "auto" for the fastest that device and model allow.
         num_threads: of the native runner; None: as many as torch uses.
         weights: "int8", "int4" or "int4-int8" quantise the matrices layer by layer while they are
             read, for the native runner; "bf16" is the dtype of that name.
@@ -211,11 +201,6 @@ class ModelFiles:
     """Properties of a model that are known before its weights are read.
 
     Attributes:
-        checkpoint: its files.
-        settings: its configuration, defaults filled in.
-        architecture: its sizes.
-        geometry: of the KV store it is to have.
-        device: where it is to live.
         num_threads: for runners with threads of their own; None: as many as torch has.
         weights: bits of the matrices; fewer than stored only on the native runner.
         keeps_blocks: whether the native runner packs blocks of a GGUF file as they are stored.
@@ -248,12 +233,7 @@ class ModelFiles:
         return needed
 
     def read_decoder(self) -> Decoder:
-        """Check the weight files and return the sizes and constants of the model.
-
-        Raises:
-            RunnerUnavailable: only the eager runner supports it.
-            InvalidModel: files or configuration do not fit each other.
-        """
+        """Check the weight files and return the sizes and constants of the model."""
         num_positions = self.geometry.capacity + self.geometry.max_staged_rows
         try:
             if objection := unsupported(self.architecture, self.settings, num_positions):
@@ -401,8 +381,6 @@ def share_loaded(
     `load_model` runs faster, since its weights can be packed for the native runner.
 
     Args:
-        model: of a supported architecture.
-        max_batch: sequences at once.
         max_context: tokens a sequence may have, cut to what the model was made for (None: all).
         max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
 
@@ -450,8 +428,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
 def model_folder(source: str | Path) -> Path:
     """The local folder or GGUF file of a model, fetched from the Hugging Face hub if need be.
 
-    Raises:
-        InvalidModel: there is no such folder and no such model.
+    Raises InvalidModel where there is none.
     """
     name = str(source)
     if name.startswith(PREFIX):

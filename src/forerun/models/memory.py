@@ -20,12 +20,8 @@ class KVGeometry:
 
     Attributes:
         num_layers: attention layers.
-        num_kv_heads: key/value heads per layer.
-        head_dim: width of a head.
-        num_slots: sequences.
         capacity: tokens a sequence may commit.
         max_staged_rows: rows that may be staged past the capacity.
-        dtype: of keys and values.
         hidden_size: width of the residual stream; 0: features cannot be kept.
     """
 
@@ -75,8 +71,6 @@ class MemoryEstimate:
     """Bytes that a model needs, by purpose.
 
     Attributes:
-        weights_bytes: parameters in the dtype they are loaded in.
-        kv_bytes: the KV store.
         logits_bytes: one fp32 row per token a full batch may verify at once.
     """
 

@@ -17,7 +17,6 @@ class SampledTokens(NamedTuple):
     """Token chains drawn in one call.
 
     Attributes:
-        tokens: what was drawn.
         probs: the distribution each was drawn from.
         stop_values: what stop rules measured before each draw, -1 where nothing did; None without.
     """
@@ -31,8 +30,6 @@ class LikelyTree(NamedTuple):
     """The nodes with the most probable paths, depth-first.
 
     Attributes:
-        tree: topology.
-        tokens: of every node.
         rows: rows of the nodes' KV after the row of the last committed token; -1 where a node was
             not fed.
         log_probs: of the path down to every node.
@@ -63,8 +60,6 @@ class DraftsInOneCall(Protocol):
         Stages rows as `LanguageModel.greedy_chain` does.
 
         Args:
-            batch: without trees; its `logit_rows` are the last row of every span, in order.
-            keys: of the noise every token is drawn with.
             temperatures: 0 is greedy.
             vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
                 throughout where logits are NaN or infinite, and so are those after it.
@@ -83,15 +78,12 @@ class DraftsInOneCall(Protocol):
         """Feed `batch`, then grow a tree of the most probable paths after every sequence.
 
         One pass per level feeds the last row of every sequence once more, and the nodes that may
-        have children (EAGLE-2, 2406.16858). Stages the rows of `batch` and those of the last pass
-        over each tree; the caller commits.
+        have children (EAGLE-2, 2406.16858). Stages the rows of `batch`, as
+        `LanguageModel.greedy_chain` takes it, and those of the last pass over each tree; the caller
+        commits. A tree has no nodes where the first distribution is not valid.
 
         Args:
-            batch: without trees; its `logit_rows` are the last row of every span, in order.
             shapes: per sequence the most nodes, levels and children of a node.
             temperatures: of the distributions that rank the paths, above 0.
             vocab_size: tokens from here on are left out.
-
-        Returns:
-            A tree without nodes where the first distribution is not valid.
         """

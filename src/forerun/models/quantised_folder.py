@@ -31,11 +31,7 @@ NUM_TRIED = 9
 
 
 class QuantisedFolder:
-    """The tensors of a quantised folder; their headers have been checked.
-
-    Args:
-        files: safetensors files.
-    """
+    """The tensors of a quantised folder; their headers have been checked."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self.files = files

@@ -63,11 +63,7 @@ class RecurrentStore(ContiguousKVStore):
         self._staged[slot].setdefault(row, {})[layer] = state
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit staged rows, and the states after the last of them.
-
-        Raises:
-            ValueError: no state was kept after that row, or as `KVStore.commit`.
-        """
+        """Commit staged rows, and the states after the last of them."""
         start = self.length(slot)
         if rows and start + rows[-1] not in self._staged[slot]:
             raise ValueError(f"row {rows[-1]} of slot {slot} has no recurrent state to commit")
@@ -124,11 +120,7 @@ class _Rows:
     """Rows that run as one sequence from one state.
 
     Attributes:
-        first: first row in the pass.
-        num_rows: how many.
-        slot: of their sequence.
         start: index in the slot that the first row continues after: its parent's index plus one.
-        end: index in the slot of the last row.
     """
 
     first: int
@@ -200,9 +192,6 @@ class PackedRecurrence(nn.Module):
     """A recurrent module of transformers that takes packed rows of several sequences.
 
     Args:
-        inner: the module.
-        layer: its index in the model.
-        current: the pass that is running.
         by_row: the module takes several rows only at the beginning of a text.
     """
 
@@ -239,10 +228,9 @@ class PackedRecurrence(nn.Module):
 
 
 class StackedStates:
-    """States of one layer for a batch of sequences, in the place of a cache of transformers.
+    """States of one layer for a batch of sequences, in the place of transformers' cache.
 
-    Args:
-        states: one per sequence; an empty one stands for the beginning of a text.
+    An empty state stands for the beginning of a text.
     """
 
     def __init__(self, states: Sequence[LayerState]) -> None:
@@ -305,13 +293,9 @@ class StackedStates:
 def pack_recurrent_layers(
     network: nn.Module, architecture: Architecture, store: RecurrentStore
 ) -> RecurrentPass:
-    """Put `PackedRecurrence` in the place of every recurrent module of a network.
+    """Put `PackedRecurrence` in the place of every recurrent module.
 
-    Returns:
-        The object to which every pass is announced.
-
-    Raises:
-        NotEnoughMemory: there is no room for the states of all slots.
+    Every pass is announced to the object that is returned.
     """
     current = RecurrentPass(store)
     for parent in [*network.modules()]:

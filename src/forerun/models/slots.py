@@ -19,12 +19,7 @@ MIN_SHARED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prefix:
-    """Tokens of a sequence and the scope within which they may be shared.
-
-    Attributes:
-        ids: of a sequence from its beginning; may still grow.
-        scope: sequences of other scopes never meet it.
-    """
+    """Tokens of a sequence from its beginning, and the scope within which they may be shared."""
 
     ids: list[int]
     scope: str
@@ -84,8 +79,6 @@ class SlotTable:
     emptier is left to reserve. Kept slots count as free; the one kept longest ago goes first.
 
     Args:
-        num_slots: sequences the store has room for.
-        capacity: most tokens a slot may commit.
         max_staged_rows: rows that may be staged past `capacity`; a token tree near the end of the
             context has more rows than it can commit.
 
@@ -111,11 +104,7 @@ class SlotTable:
         return len(self._free) + len(self._kept)
 
     def reserve(self) -> int:
-        """Take a free slot with committed length 0.
-
-        Raises:
-            NotEnoughMemory: every slot is taken.
-        """
+        """Take a free slot with committed length 0; raises NotEnoughMemory where none is free."""
         if self._free:
             slot = self._free.pop()
         elif self._kept:
@@ -142,14 +131,8 @@ class SlotTable:
         """Reserve a slot that already contains the longest stored prefix of `wanted`.
 
         A kept slot is taken over, cut to what matches, where that loses no more tokens than taking
-        another slot for a copy would.
-
-        Args:
-            wanted: the sequence to begin.
-            fork: copies the first so many tokens of a slot to a new one, which it returns.
-
-        Raises:
-            NotEnoughMemory: every slot is taken.
+        another slot for a copy would. `fork` copies the first so many tokens of a slot to a new
+        one, which it returns. Raises NotEnoughMemory where every slot is taken.
         """
         match = _longest_match(
             wanted, self._kept, self._shared, self._committed, self.shares_whole_only
@@ -177,11 +160,7 @@ class SlotTable:
         return len(kept.ids) - num_lost_by_copy
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot` but keep its first `num_tokens` tokens for `begin`.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Free `slot` but keep its first `num_tokens` tokens for `begin`."""
         self.check_prefix(slot, num_tokens)
         shared = self._shared.get(slot)
         if shared is None or num_tokens == 0:
@@ -208,22 +187,14 @@ class SlotTable:
             )
 
     def length(self, slot: int) -> int:
-        """Number of committed tokens in `slot`.
-
-        Raises:
-            ValueError: the slot is not reserved.
-        """
+        """Number of committed tokens in `slot`."""
         committed = self._committed.get(slot)
         if committed is None:
             raise ValueError(f"slot {slot} is not reserved")
         return committed
 
     def num_written(self, slot: int) -> int:
-        """Number of committed and staged rows of a reserved slot.
-
-        Raises:
-            ValueError: the slot is not reserved.
-        """
+        """Number of committed and staged rows of a reserved slot."""
         self.length(slot)
         return self._written[slot]
 
@@ -235,12 +206,7 @@ class SlotTable:
         self._kept.clear()
 
     def stage(self, slot: int, start: int, num_rows: int) -> None:
-        """Record that rows `start` to `start + num_rows` are written; later rows become invalid.
-
-        Raises:
-            ValueError: the rows overwrite committed ones or leave a gap.
-            NotEnoughMemory: the rows do not fit into the slot.
-        """
+        """Record that rows `start` to `start + num_rows` are written; later rows become invalid."""
         committed, written = self.length(slot), self._written[slot]
         if not committed <= start <= written:
             raise ValueError(
@@ -258,16 +224,7 @@ class SlotTable:
     def commit(self, slot: int, rows: Sequence[int]) -> int:
         """Commit the staged rows listed in `rows` and drop the other staged rows.
 
-        Args:
-            slot: a reserved slot.
-            rows: offsets from the committed length, ascending.
-
-        Returns:
-            The committed length before.
-
-        Raises:
-            ValueError: the rows are not ascending or were never staged.
-            NotEnoughMemory: the slot would exceed its capacity.
+        They are ascending offsets from the committed length, the old value of which is returned.
         """
         committed = self.length(slot)
         num_staged = self._written[slot] - committed
@@ -285,21 +242,12 @@ class SlotTable:
         return committed
 
     def cut(self, slot: int, num_tokens: int) -> None:
-        """Drop all rows of `slot` after its first `num_tokens` tokens.
-
-        Raises:
-            ValueError: fewer are committed.
-        """
+        """Drop all rows of `slot` after its first `num_tokens` tokens."""
         self.check_prefix(slot, num_tokens)
         self._committed[slot] = self._written[slot] = num_tokens
 
     def fill(self, slot: int, num_tokens: int) -> None:
-        """Give an empty slot `num_tokens` committed tokens at once.
-
-        Raises:
-            ValueError: the slot is not empty.
-            NotEnoughMemory: the tokens exceed its capacity.
-        """
+        """Give an empty slot `num_tokens` committed tokens at once."""
         if self.length(slot) or self._written[slot]:
             raise ValueError(f"slot {slot} holds {self._written[slot]} rows; it must be empty")
         self.stage(slot, 0, num_tokens)

@@ -28,11 +28,7 @@ PREFIX = "model."
 
 @contextmanager
 def writing_tensors() -> Iterator[None]:
-    """Turn safetensors' own error for a failing disk into an OSError.
-
-    Raises:
-        OSError: what safetensors was given could not be written.
-    """
+    """Turn safetensors' own error for a failing disk into an OSError."""
     try:
         yield
     except SafetensorError as error:
@@ -42,11 +38,7 @@ def writing_tensors() -> Iterator[None]:
 def write_files(
     folder: Path, settings: Mapping[str, object], name: str, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write config.json and then the weights, into a folder that is created if it is missing.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write config.json and then the weights, into a folder that is created if it is missing."""
     with atomic_write(folder / "config.json") as scratch:
         scratch.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
@@ -64,9 +56,8 @@ def tensor_reader(
 ) -> ReadTensor:
     """Return a function that reads one parameter by name, converted and moved to a device.
 
-    Without a dtype it is the stored one.
-
-    The file is mapped only while it is read from, so what has been read does not stay in memory.
+    Without a dtype it is the stored one. The file is mapped only while it is read from, so what has
+    been read does not stay in memory.
     """
     if (packed := checkpoint.packed) is not None:
         return lambda name: packed.read(name).to(device=device, dtype=dtype)
@@ -96,8 +87,7 @@ MAX_FILE_BYTES = 32 << 30
 def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Tensor]:
     """Read all tensors of a head's safetensors file, after a check of its header.
 
-    Raises:
-        InvalidModel: it is missing, damaged, no regular file, or beyond a limit.
+    Raises InvalidModel where it is missing, damaged, no regular file, or beyond a limit.
     """
     try:
         check_regular(path)
@@ -142,8 +132,6 @@ def check_tensors(
     """Refuse tensors that are not exactly those of a draft's state dict.
 
     Args:
-        expected: tensors of the right shapes, by name.
-        found: tensors that were read.
         where: folder or file that they were read from.
         advice: what the user can do.
 
@@ -190,8 +178,5 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _full_name(name: str) -> str:
-    """The name of a parameter in the whole model.
-
-    A checkpoint of the decoder alone, without its head, leaves the prefix "model." out.
-    """
+    """The name of a parameter in the whole model."""
     return name if name.startswith((PREFIX, HEAD)) else PREFIX + name

@@ -63,9 +63,7 @@ class TextStream(Protocol):
 class TokenDecoder:
     """Creates text streams for one vocabulary.
 
-    Attributes:
-        to_bytes: what a token's written form contributes to a text that has begun.
-        open_stream: a new stream of tokens.
+    `to_bytes` is what a token's written form contributes to a text that has begun.
     """
 
     to_bytes: Callable[[str], bytes]
@@ -114,7 +112,6 @@ class PieceRules:
     """The decoding rules of a SentencePiece tokenizer.
 
     Attributes:
-        replaced: texts replaced within every token, in order.
         has_bytes: whether "<0x0A>" stands for a byte.
         first_mark: character removed from the first token; None where none is.
         stripped: character removed from the beginning of the text, at most `num_stripped` times.
@@ -149,9 +146,6 @@ class PieceStream:
 
     A run of byte tokens is text only if all of it is UTF-8, and otherwise one U+FFFD per byte. So a
     run is held back until a token that is no byte ends it.
-
-    Args:
-        rules: of the decoder.
     """
 
     def __init__(self, rules: PieceRules) -> None:

@@ -38,9 +38,7 @@ class TokenizerDefinition:
     """The serialised definition of a tokenizer.
 
     Attributes:
-        eos_token_id: the token that ends a text, if there is one.
         splits_special_tokens: whether a special token written out in a text is ordinary text.
-        chat_template: text of the template that renders conversations, if there is one.
     """
 
     content: str
@@ -52,13 +50,8 @@ class TokenizerDefinition:
 class Tokenizer:
     """Encoding, decoding and chat templates of one vocabulary.
 
-    Args:
-        definition: of the tokenizer.
-        load_renderer: returns the function that renders conversations with a template; called at
-            the first conversation.
-
-    Raises:
-        InvalidModel: tokens of this tokenizer do not stand for fixed bytes.
+    `load_renderer` returns the function that renders conversations with a template; it is called at
+    the first conversation. Raises InvalidModel where tokens do not stand for fixed bytes.
     """
 
     def __init__(
@@ -184,9 +177,6 @@ class Detokenizer:
 
     The text equals `Tokenizer.decode` of all ids, at the cost of a table look-up per token. A
     space that the tokenizer's decoder removes from the beginning of a text is removed here too.
-
-    Args:
-        tokenizer: whose ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -215,9 +205,6 @@ class VocabularyComparison:
     """The result of comparing two vocabularies.
 
     Attributes:
-        identical: whether they do.
-        num_target: tokens of the target's tokenizer.
-        num_draft: tokens of the draft's tokenizer.
         num_different: ids that differ.
         first_differences: (id, target's token, draft's token) of the first few; None where a
             tokenizer has no such id.
@@ -237,11 +224,6 @@ def compare_vocabularies(
 
     Models padded to different widths compare equal as long as their tokenizers are: padding is the
     model's, not the tokenizer's.
-
-    Args:
-        target: the target's tokenizer.
-        draft: the draft's tokenizer.
-        max_shown: how many differences to list.
     """
     ours, theirs = target.vocabulary, draft.vocabulary
     different: list[int] = []
@@ -258,11 +240,7 @@ def compare_vocabularies(
 
 
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Refuse a draft with another vocabulary.
-
-    Raises:
-        IncompatibleDraft: some token id means different text to the two.
-    """
+    """Refuse a draft with another vocabulary; raises IncompatibleDraft."""
     comparison = compare_vocabularies(target, draft)
     if not comparison.identical:
         shown = "; ".join(
@@ -291,11 +269,7 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
 
 
 def adopt(backend: Any) -> Tokenizer:
-    """Wrap a transformers tokenizer.
-
-    Raises:
-        InvalidModel: it is of an unsupported kind.
-    """
+    """Wrap a transformers tokenizer; raises InvalidModel where its kind is not supported."""
     return Tokenizer(_definition_of(backend), lambda template: _renderer(backend, template))
 
 

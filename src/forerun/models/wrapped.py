@@ -14,11 +14,7 @@ from forerun.theory.stop_rule import StopRule
 
 
 class WrappedModel:
-    """A LanguageModel that passes every call on to another one.
-
-    Args:
-        model: does the work.
-    """
+    """A LanguageModel that passes every call on to another one."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model

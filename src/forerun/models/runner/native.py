@@ -60,9 +60,6 @@ class NativeModel(StoredModel):
     """A LanguageModel whose passes run in the kernels; see `build_native_model`.
 
     Args:
-        weights: the packed weights.
-        store: KV of the sequences, on the CPU.
-        architecture: sizes of the model.
         num_parameters: size of the model, tied parameters counted once.
     """
 
@@ -81,12 +78,7 @@ class NativeModel(StoredModel):
         self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
-            ValueError: rows overwrite committed ones or leave a gap.
-        """
+        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         self._check_features(batch.feature_layers)
         self._claim(batch)
         logits = torch.empty((batch.logit_rows.shape[0], self.architecture.vocab_size))
@@ -120,20 +112,13 @@ class NativeModel(StoredModel):
         ).to(self.dtype)
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float32[Tensor, "rows vocab"]:
-        """Logits of rows after the final norm.
-
-        Raises:
-            NotEnoughMemory: there is no memory to compute.
-        """
+        """Logits of rows after the final norm."""
         return self.weights.times_head(hidden.to(self.dtype), self.architecture.vocab_size)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed `batch`, then continue every sequence with its `num_tokens` most likely tokens.
-
-        All passes happen in one call; see `LanguageModel.greedy_chain`.
-        """
+        """As `LanguageModel.greedy_chain`; all passes happen in one call."""
         self._claim(batch, num_tokens - 1)
         drafted = torch.empty((len(batch.spans), num_tokens), dtype=torch.int64)
         most = min(vocab_size, self.vocab_size)
@@ -160,10 +145,7 @@ class NativeModel(StoredModel):
         by_race: bool,
         stops: Sequence[StopRule | None] = (),
     ) -> SampledTokens:
-        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
-
-        All passes happen in one call; see `DraftsInOneCall`.
-        """
+        """As `DraftsInOneCall.sampled_chain`; all passes happen in one call."""
         num_tokens, num_sequences = keys.shape
         self._claim(batch, num_tokens - 1)
         probs = torch.empty(num_tokens, num_sequences, vocab_size)
@@ -196,10 +178,7 @@ class NativeModel(StoredModel):
         temperatures: Sequence[float],
         vocab_size: int,
     ) -> list[LikelyTree]:
-        """Feed `batch`, then grow a tree of the most probable paths after every sequence.
-
-        All passes happen in one call; see `DraftsInOneCall`.
-        """
+        """As `DraftsInOneCall.likely_trees`; all passes happen in one call."""
         for span, (num_nodes, _, _) in zip(batch.spans, shapes, strict=True):
             # The last pass may read every node of a full tree.
             self.store.claim(span.slot, span.start, span.num_rows + num_nodes)
@@ -313,12 +292,7 @@ def _likely_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
 
 
 class Stops:
-    """Stop rules as arrays for the kernels, and the values measured for them.
-
-    Args:
-        rules: one per sequence; None for those that do not stop.
-        num_tokens: most tokens of a chain.
-    """
+    """Stop rules as arrays for the kernels, and the values measured for them."""
 
     def __init__(self, rules: Sequence[StopRule | None], num_tokens: int) -> None:
         self.measures = array("i", (0 if r is None else MEASURES[r.measure] for r in rules))
@@ -340,12 +314,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class _Blocks:
-    """The matrices that are packed as they are stored, by their places among all matrices.
-
-    Args:
-        decoder: whose.
-        stored: the blocks; None: nothing is packed as it is stored.
-    """
+    """The matrices that are packed as they are stored, by their places among all matrices."""
 
     def __init__(self, decoder: Decoder, stored: StoredBlocks | None) -> None:
         self.stored = stored
@@ -378,16 +347,7 @@ def build_native_model(
     stored_as: WeightFormat = "auto",
     stored: StoredBlocks | None = None,
 ) -> NativeModel:
-    """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model.
-
-    Args:
-        decoder: sizes and constants.
-        read: returns a parameter by its name.
-        geometry: of the KV store.
-        kernels: what will run it.
-        stored_as: bits of the matrices.
-        stored: matrices that are packed as they are stored; None: all are read and packed.
-    """
+    """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model."""
     blocks = _Blocks(decoder, stored)
     num_layers = decoder.architecture.num_layers
     formats = blocks.formats if stored else matrix_formats(stored_as, num_layers)

@@ -25,13 +25,7 @@ from forerun.native.library import (
 
 
 class PackedWeights:
-    """Packed weights in memory of the kernels, freed with this object.
-
-    Attributes:
-        layer_sizes: elements of every layer packed so far.
-        last_norm: weight of the final norm, fp32.
-        norm_eps: added to the mean square in every norm.
-    """
+    """Packed weights in memory of the kernels, freed with this object."""
 
     last_norm: Tensor
 
@@ -158,9 +152,6 @@ def new_decoder(
     """Create a decoder without weights in the kernels.
 
     Args:
-        decoder: sizes and constants.
-        dtype: of the weights.
-        kernels: what will run it.
         flags: of an attached head, by their names in `Sizes`.
         formats: of the matrices of every layer and of the output layer; none: `dtype`.
     """

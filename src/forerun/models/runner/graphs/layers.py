@@ -92,13 +92,7 @@ def rotated(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """All weights of a model.
-
-    Attributes:
-        decoder: sizes and constants; its rotation lies on the device of the weights.
-        layers: in order.
-        ends: embedding, last norm and head.
-    """
+    """All weights of a model."""
 
     decoder: Decoder
     layers: tuple[LayerWeights, ...]
@@ -153,10 +147,6 @@ class Pass:
     """Inputs and kernels of one pass.
 
     Attributes:
-        tokens: id per row.
-        wanted: rows whose logits are wanted.
-        attend: attention over these rows.
-        elementwise: the work between matrices.
         feature_layers: layers whose input goes to `features`.
         features: where it goes; None when no layer is wanted.
     """

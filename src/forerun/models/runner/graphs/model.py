@@ -36,10 +36,6 @@ class TorchAttention:
     """Attention over a padded rectangle of rows by torch operations.
 
     Attributes:
-        decoder: sizes and constants.
-        store: where keys and values are.
-        rows: the rectangle.
-        rotation: of every row.
         places: where each row's heads lie in a layer of the store, counted in heads.
         unwritten: keys past each sequence's own.
         bias: 0 where a row, heads of a group folded in, sees a key, -inf where not.
@@ -153,8 +149,6 @@ class TorchModel(StoredModel):
     choose their kernels by that: rounding differs, in fp32 too little to turn a choice but at ties.
 
     Args:
-        weights: of the model.
-        store: KV of the sequences, on the device of the weights.
         programs: recorded passes; None where the device records nothing.
     """
 
@@ -173,12 +167,7 @@ class TorchModel(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot.
-            ValueError: rows overwrite committed ones or leave a gap.
-        """
+        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         self._check_features(batch.feature_layers)
         if self.programs is not None:
             self._claim(batch)
@@ -207,14 +196,7 @@ class TorchModel(StoredModel):
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed `batch`, then continue every sequence with its most likely tokens.
-
-        One launch where chains are recorded. Nothing here waits for the device.
-
-        Raises:
-            NotEnoughMemory: rows do not fit into their slot.
-            ValueError: rows overwrite committed ones or leave a gap.
-        """
+        """Continue every sequence with its most likely tokens, recorded chains in one launch."""
         if self.programs is not None:
             self._claim(batch, num_tokens - 1)
             chain = self.programs.greedy_chain(batch, num_tokens, vocab_size)

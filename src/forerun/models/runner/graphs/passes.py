@@ -32,13 +32,7 @@ from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RaggedAttention:
-    """An `Attend` over views of the store, cut to each sequence's own keys.
-
-    Attributes:
-        decoder: sizes and constants.
-        rotation: of every row.
-        plan: where each row is written, and which keys it sees.
-    """
+    """An `Attend` over views of the store, cut to each sequence's own keys."""
 
     decoder: Decoder
     rotation: Rotation
@@ -82,14 +76,7 @@ AttendRows = Callable[[Decoder, ContiguousKVStore, Rows], Attend]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RectanglePass:
-    """Passes that launch the same operations whatever values their input buffers hold.
-
-    Attributes:
-        weights: of the model.
-        store: its KV.
-        attend_rows: attention over a rectangle.
-        elementwise: the work between matrices.
-    """
+    """Passes that launch the same operations whatever values their input buffers hold."""
 
     weights: Weights
     store: ContiguousKVStore

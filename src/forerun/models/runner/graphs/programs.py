@@ -37,9 +37,6 @@ class CudaRecorder:
 
     Recordings share the pool because they are played one after another on one stream; it is as
     large as the largest of them.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,10 +46,8 @@ class CudaRecorder:
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run once, which compiles kernels and initialises libraries, then capture a CUDA graph.
 
-        What other threads do on the device meanwhile does not matter.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room for what the recording needs.
+        What other threads do on the device meanwhile does not matter. May raise
+        torch.OutOfMemoryError.
         """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -78,13 +73,7 @@ preparation = logging.getLogger("forerun.preparation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainShape:
-    """The shape of a greedy chain.
-
-    Attributes:
-        bucket: of its first pass.
-        num_tokens: how many.
-        vocab_size: the argmax is taken over so many logits.
-    """
+    """The shape of a greedy chain; `bucket` is that of its first pass."""
 
     bucket: PassShape
     num_tokens: int
@@ -93,12 +82,7 @@ class ChainShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """A recorded pass and its input buffers.
-
-    Attributes:
-        inputs: filled before every play.
-        play: the result may be overwritten by whatever is played next.
-    """
+    """A recorded pass and its input buffers."""
 
     inputs: Inputs
     play: Callable[[], Tensor]
@@ -117,9 +101,6 @@ class Programs:
     and versions that no test has seen, and text must not depend on that.
 
     Args:
-        passes: what to record.
-        recorder: how.
-        limits: of the shapes that are recorded.
         unrecorded: the same pass by other kernels, not recorded.
     """
 

@@ -24,11 +24,7 @@ class Rows:
     """The rows of one padded rectangle, in the form that its attention reads.
 
     Attributes:
-        bucket: its shape.
-        positions: absolute position per row.
-        index: where in its slot each row is written.
         visible: per row, bit j set if it sees the row at its sequence's start + j.
-        slot: of each sequence.
         start: first index written, per sequence; all before is seen by all its rows.
         end: index after the last one written, per sequence.
     """
@@ -43,13 +39,7 @@ class Rows:
 
 
 class Inputs:
-    """Input buffers of passes of one shape.
-
-    Args:
-        bucket: the shape.
-        device: where they lie.
-        features: where the pass puts the features of the rectangle's rows; None without.
-    """
+    """Input buffers of passes of one shape."""
 
     def __init__(
         self, bucket: PassShape, device: torch.device, features: Tensor | None = None
@@ -117,8 +107,6 @@ class ShapeLimits:
     """Limits on the shapes of passes that are recorded.
 
     Attributes:
-        num_sequences: sequences at once.
-        num_keys: width of the KV store.
         num_rows: rows of all sequences, padding included.
         num_free_rows: up to so many, padding costs less than launching; beyond, matrices are bound
             by arithmetic, and at most half of the rows may be padding.
@@ -135,11 +123,8 @@ class PassShape:
     """A shape of passes.
 
     Attributes:
-        num_sequences: padded.
-        num_rows: per sequence, padded.
         num_wanted: rows whose logits are computed: one per sequence, or all.
         num_keys: no row sees an index beyond.
-        feature_layers: layers whose input is wanted for every row.
     """
 
     num_sequences: int
@@ -154,11 +139,7 @@ def shape_of(
 ) -> PassShape | None:
     """Return the smallest shape that holds a pass, or None if none does.
 
-    Args:
-        spans: of the pass.
-        num_wanted: rows whose logits are wanted.
-        limits: of buckets.
-        num_later: further rows per sequence that will follow in the same recording.
+    `num_later` further rows per sequence will follow in the same recording.
     """
     longest = max(span.num_rows for span in spans)
     if longest > MAX_ROWS:

@@ -80,14 +80,7 @@ def _launch_norm(tensors: tuple[Tensor, ...], eps: float, *, adds: bool) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TritonAttention:
-    """An `Attend` over a rectangle of rows that reads keys and values in place from the store.
-
-    Attributes:
-        decoder: sizes and constants.
-        store: where keys and values are.
-        rows: the rectangle.
-        rotation: of every row.
-    """
+    """An `Attend` over a rectangle of rows that reads keys and values in place from the store."""
 
     decoder: Decoder
     store: ContiguousKVStore
