@@ -23,9 +23,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """One model in a server's list.
 
     Attributes:
-        id: name in requests.
         max_model_len: tokens of prompt and output, if the server says it.
-        drafters: names of its drafters, if it is forerun.
     """
 
     id: str
@@ -107,7 +105,6 @@ class TokenLogprob:
     Attributes:
         token: its text, or "token_id:7" from a server that names tokens by their ids.
         token_id: None if the server gives none.
-        logprob: natural logarithm; None for the first token of an echoed prompt.
         top: the most likely tokens there with their ids (or None) and log-probabilities.
     """
 
@@ -122,13 +119,9 @@ class ServerAnswer:
     """A whole answer, or what one event of a stream adds to it.
 
     Attributes:
-        text: None if the server sent no text.
-        token_ids: None if it sent no ids.
         token_sources: of each token "accepted", "recovered" or "bonus", if the server is forerun.
-        finish_reason: why the text ended; None before its end.
         stop_reason: the stop string or token that matched, if the server names it.
         logprobs: of each token; None without them, or if they are malformed.
-        usage: None if it was not sent.
         elapsed_s: seconds since the request was first sent, retries included.
     """
 
@@ -143,11 +136,7 @@ class ServerAnswer:
 
 
 def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
-    """Return the first choice of a parsed answer or event, empty if it has none.
-
-    Raises:
-        BrokenReply: it is no answer of the OpenAI API.
-    """
+    """Return the first choice of a parsed answer or event, empty if it has none."""
     try:
         reply = msgspec.convert(found, _Reply)
     except (msgspec.ValidationError, OverflowError) as error:

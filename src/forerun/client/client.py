@@ -25,15 +25,11 @@ class Client:
 
     Further fields of a request (`temperature`, `top_k`, `max_tokens`, `stop`, `speculation`, ...)
     are given as a mapping under the names that the server knows. Token ids are asked for; a server
-    that refuses the flag is asked without it.
+    that refuses the flag is asked without it. `transport` carries the requests in tests.
 
     Example:
         with Client(ClientConfig(url="http://localhost:8000/v1", model="m")) as client:
             answer = client.complete("def add(", {"max_tokens": 20}, logprobs=5, seed=1)
-
-    Args:
-        config: address, key, retries and limits.
-        transport: carries the requests, for tests; None takes the network.
 
     Raises:
         InvalidRequest: the variable of the key is not set, or its value cannot be sent.
@@ -87,8 +83,6 @@ class Client:
         """Return the continuation of a text.
 
         Args:
-            prompt: text or token ids.
-            fields: further fields of the request.
             logprobs: how many of the most likely tokens to report at every position.
             echo: whether the answer begins with the prompt.
             seed: its lowest 31 bits are sent.
@@ -124,12 +118,7 @@ class Client:
         logprobs: int | None = None,
         seed: int | None = None,
     ) -> Generator[ServerAnswer, None, None]:
-        """Yield the pieces of a continuation, the last with the usage; arguments as `complete`.
-
-        Raises:
-            InvalidRequest: the server refuses the request.
-            ServerUnavailable: the server fails, or breaks off its answer.
-        """
+        """Yield the pieces of a continuation, the last with the usage; see `complete`."""
         body = self._completion_body(prompt, fields, logprobs, seed)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         url, started_s = self.config.base + "/completions", time.monotonic()

@@ -64,12 +64,7 @@ class _BusyReply(BrokenReply):
 class Connection:
     """Requests to one server; several threads may use it at once.
 
-    Args:
-        config: its limits, retries and key; the addresses are given with each request.
-        transport: carries the requests, for tests; None takes the network.
-
     Attributes:
-        closing: set when answers are not needed any more; waits between tries then end.
         waits_s: seconds waited before every further try of a request.
         num_posted: requests posted, further tries and refused ones included.
 
@@ -98,12 +93,7 @@ class Connection:
         self._http.close()
 
     def get(self, url: str, timeout_s: float) -> bytes:
-        """Return the body at an address after one try.
-
-        Raises:
-            InvalidRequest: the server refuses the request.
-            ServerUnavailable: it cannot be reached, or fails.
-        """
+        """Return the body at an address after one try; raises as `post`."""
         deadline = AnswerDeadline(timeout_s, url)
         try:
             reply = self._send(self._http.build_request("GET", url, timeout=timeout_s), deadline)
@@ -123,10 +113,7 @@ class Connection:
     ) -> Result:
         """Post a request and return the result of `read` on the JSON of the response.
 
-        Args:
-            url: of the request.
-            body: of the request.
-            read: may raise BrokenReply, after which the request is posted again.
+        The request is posted again where `read` raises BrokenReply.
 
         Raises:
             InvalidRequest: the server refuses the request.
@@ -143,11 +130,7 @@ class Connection:
     def events(self, url: str, body: Mapping[str, object]) -> Generator[dict[str, Any], None, None]:
         """Post a request and yield the JSON objects of the server-sent events in response.
 
-        Only the beginning is tried again: a stream that breaks off is an error.
-
-        Raises:
-            InvalidRequest: the server refuses the request.
-            ServerUnavailable: there is no answer, or it breaks off or exceeds a limit.
+        Only the beginning is tried again: a stream that breaks off is an error. Raises as `post`.
         """
 
         def attempt() -> httpx.Response:

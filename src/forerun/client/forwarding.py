@@ -26,11 +26,7 @@ class ForwardedReply:
 
 
 class Forwarder:
-    """Passes requests on to one server, without retries and without a time limit.
-
-    Args:
-        address: of the server, without a path.
-    """
+    """Passes requests on to one server, without retries and without a time limit."""
 
     def __init__(self, address: str) -> None:
         self._http = httpx.AsyncClient(base_url=address, timeout=None)
@@ -43,8 +39,8 @@ class Forwarder:
     ) -> ForwardedReply:
         """Send a request and return the answer before its body is read.
 
-        Raises:
-            ServerUnavailable: the server cannot be reached, or fails before its answer begins.
+        Raises ServerUnavailable where the server cannot be reached, or fails before its answer
+        begins.
         """
         url = self._http.base_url.copy_with(raw_path=raw_path)
         kept = [(name, value) for name, value in headers if name not in _HOP_HEADERS]

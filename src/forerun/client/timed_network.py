@@ -20,12 +20,7 @@ from forerun.errors import UnreadableInput
 
 
 class AnswerDeadline:
-    """A time limit on one answer.
-
-    Args:
-        max_seconds: from now on.
-        name: of the server, for the error.
-    """
+    """A time limit on one answer."""
 
     def __init__(self, max_seconds: float, name: str) -> None:
         self.max_seconds = max_seconds

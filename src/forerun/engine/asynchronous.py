@@ -69,10 +69,9 @@ class AsyncEngine(EngineThread):
         """Yield the chunks of one prompt; closing or cancelling the iterator aborts the request.
 
         Raises:
-            InvalidRequest: the prompt or a parameter cannot be honoured.
-            QueueFull: as many sequences wait as may.
             NumericalError: the target returned NaN for the request.
             EngineStopped: the engine ended before the request did.
+            ForerunError: as `enqueue`.
         """
         ticket = await self.enqueue(prompt, params, terms, mask)
         try:

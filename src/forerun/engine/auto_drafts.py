@@ -45,10 +45,6 @@ class CachedModel:
     """A draft model found in the local Hugging Face cache.
 
     Attributes:
-        name: on the hub.
-        folder: of its newest snapshot.
-        num_parameters: of the model.
-        needed_bytes: of weights, KV and logits.
         is_foreign: whether its tokenizer is another than the target's.
     """
 
@@ -64,12 +60,9 @@ def auto_drafts(target: str, device: str = AUTO) -> tuple[str, ...]:
     """Return the drafts that are tried for a target where none is named.
 
     These are the shipped draft of a shipped target, or the best draft model in the local Hugging
-    Face cache; and the drafter that copies from the text. No model is fetched or loaded.
-
-    Args:
-        target: folder, name on the hub or name in the zoo.
-        device: of the target, beside which a draft from the cache must fit into the memory with
-            the KV of the default batch and context.
+    Face cache that fits into the memory of the target's device beside it, with the KV of the
+    default batch and context; and the drafter that copies from the text. No model is fetched or
+    loaded.
 
     Raises:
         InvalidModel: there is no such target.
@@ -85,11 +78,7 @@ def auto_drafts(target: str, device: str = AUTO) -> tuple[str, ...]:
 
 
 def with_auto(drafts: Sequence[Source], target: object, device: str) -> list[Source]:
-    """Return the drafts with those that "auto" stands for in its place.
-
-    Raises:
-        InvalidRequest: the target is a loaded model, which has no files to find a draft for.
-    """
+    """Return the drafts with those that "auto" stands for in its place."""
     if AUTO not in drafts:
         return [*drafts]
     if not isinstance(target, str | Path):
@@ -107,9 +96,6 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
     """Yield the models of the local Hugging Face cache that can draft for a target, the best first.
 
     Models with the target's tokenizer come before others, and those of a usual size before others.
-
-    Raises:
-        InvalidModel: there is no such target.
     """
     own = read_checkpoint(model_folder(target))
     tokenizer = load_tokenizer(target)

@@ -41,10 +41,6 @@ class GuardedDrafter:
     The drafter sees every row that the target's cache holds of a request, in order, before it is
     asked to continue it: also after a failure made it drop its state.
 
-    Args:
-        drafter: the one to guard.
-        vocab_size: of the target.
-
     Attributes:
         required_top_k: see `TopTokensDrafter`; 0 for most drafters.
     """

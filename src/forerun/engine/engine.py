@@ -208,8 +208,6 @@ class Engine:
             draft: a `Drafter` instance, which may be your own, or what `load` takes.
             num_speculative_tokens: K; None keeps that of this engine.
             dtype: as for `load`.
-            controller: as for `load`.
-            costs: as for `load`.
 
         Raises:
             ForerunError: as for `load`.
@@ -252,9 +250,6 @@ class Engine:
             terms: for all prompts; a deadline counts from when a prompt is queued.
             priority: of these requests, in place of that of `terms`.
             deadline_s: likewise.
-
-        Returns:
-            One output per prompt, in order.
 
         Raises:
             InvalidRequest: a prompt is empty or too long, or a parameter cannot be honoured.
@@ -320,10 +315,6 @@ class Engine:
             messages: one conversation or a list of them; a conversation is a list of messages, each
                 with a "role" and a "content", and its last message is answered.
             sampling_params: for all conversations, or one per conversation.
-            terms: how the requests are treated among others.
-
-        Returns:
-            One output per conversation, in order.
 
         Raises:
             InvalidRequest: the tokenizer has no template, the template refuses the messages, or as
@@ -343,18 +334,10 @@ class Engine:
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
     ) -> str:
-        """Queue a prompt; its samples join the batch at later steps that have free slots.
+        """Queue a prompt and return the request's id; its samples join the batch at later steps.
 
-        Args:
-            prompt: a text or a list of token ids.
-            params: how its tokens are chosen.
-            request_id: its name; made up where None.
-            terms: how it is scheduled among others.
-            mask: a grammar in its initial state, which the output has to follow; it is forked for
-                every sample.
-
-        Returns:
-            The request's id.
+        `mask` is a grammar in its initial state, which the output has to follow; it is forked for
+        every sample.
 
         Raises:
             InvalidRequest: the prompt is empty or too long, a parameter cannot be honoured, or the
@@ -513,8 +496,7 @@ class Engine:
     def take_output(self, request_id: str) -> RequestOutput:
         """Return the output of a finished request and remove the request.
 
-        Raises:
-            InvalidRequest: there is no such request, or it has not finished.
+        Raises InvalidRequest where there is no such request, or it has not finished.
         """
         samples = self._requests.get(request_id)
         if samples is None:
@@ -524,10 +506,9 @@ class Engine:
         return output_of(self._forget(request_id), self.tokenizer)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a running or waiting request and remove it; its slots are free immediately.
+        """End a running or waiting request, remove it and return what there was until then.
 
-        Returns:
-            What there was until then; None where the id is unknown.
+        Its slots are free immediately. Returns None where the id is unknown.
         """
         with self._guard:
             samples = self._forget(request_id)

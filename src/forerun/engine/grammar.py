@@ -29,8 +29,6 @@ class GrammarMask:
     """The tokens that a grammar allows after a text; a `TokenMask`.
 
     Args:
-        matcher: of llguidance, at the end of the text.
-        vocab_size: width of the logits.
         ends: tokens that end a text; one is allowed where the grammar may end.
     """
 
@@ -44,11 +42,7 @@ class GrammarMask:
         return GrammarMask(self.matcher.deep_copy(), self.vocab_size, self.ends)
 
     def advance(self, token: int) -> None:
-        """Advance by one allowed token.
-
-        Raises:
-            ValueError: the grammar does not allow it.
-        """
+        """Advance by one allowed token."""
         if token in self.ends and self.matcher.is_stopped():
             return
         if not self.matcher.consume_token(token):
@@ -57,8 +51,7 @@ class GrammarMask:
     def allowed(self) -> Bool[Tensor, " vocab"]:
         """Return a mask of the tokens that may come next: end tokens once the text is complete.
 
-        Raises:
-            ValueError: the grammar became too complex for the limits of the parser.
+        Raises ValueError where the grammar became too complex for the limits of the parser.
         """
         if self.matcher.is_error():
             raise ValueError(self.problem)
@@ -117,13 +110,7 @@ MAX_CACHED = 16
 
 
 class Grammars:
-    """Compiles structured outputs for one vocabulary; any thread may call it.
-
-    Args:
-        tokenizer: of the target.
-        vocab_size: width of its logits.
-        eos_token_ids: tokens that end a text.
-    """
+    """Compiles structured outputs for one vocabulary; any thread may call it."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
@@ -146,8 +133,7 @@ class Grammars:
     def mask_of(self, asked: StructuredOutputs) -> GrammarMask:
         """Return the token mask of a form at the beginning of a text.
 
-        Raises:
-            InvalidRequest: it is malformed, or too large or too deeply nested to be compiled.
+        Raises InvalidRequest where it is malformed, or too large or too deeply nested.
         """
         with self._lock:
             mask = self._compiled.pop(asked, None)

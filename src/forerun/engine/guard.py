@@ -17,12 +17,9 @@ SIGINT = int(signal.SIGINT)
 class EngineGuard:
     """Context manager for every change of an engine's state; it can be nested.
 
-    It refuses a second thread and a forked process. An interrupt from the keyboard (SIGINT with
-    Python's own handler) is raised when the outermost block ends, so that a step is taken as a
-    whole; a second interrupt is raised at once, for a step that does not end.
-
-    Raises:
-        EngineBusy: another thread is inside, or this process was forked after the engine was made.
+    It raises EngineBusy in a second thread and in a forked process. An interrupt from the keyboard
+    (SIGINT with Python's own handler) is raised when the outermost block ends, so that a step is
+    taken as a whole; a second interrupt is raised at once, for a step that does not end.
     """
 
     def __init__(self) -> None:

@@ -49,8 +49,7 @@ _DEFAULTS = SamplingParams()
 def sampling_fields(params: SamplingParams) -> dict[str, object]:
     """Return sampling parameters under the names of the OpenAI API and vLLM, without the seed.
 
-    Raises:
-        InvalidRequest: there is no limit to the output, or a parameter that no protocol has.
+    Raises InvalidRequest for parameters that no protocol has, and without a limit to the output.
     """
     if params.max_tokens is None:
         raise InvalidRequest("max_tokens is not set; servers then stop after 16 tokens: set it")
@@ -210,9 +209,7 @@ class HttpBackend:
     ) -> Iterator[StreamChunk]:
         """Yield the chunks of one prompt; closing the iterator closes the connection.
 
-        Raises:
-            InvalidRequest: as `generate`.
-            ServerUnavailable: as `generate`.
+        Raises as `generate`.
         """
         request_id, arriving = self._begin()
         try:

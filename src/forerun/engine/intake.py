@@ -33,14 +33,7 @@ SLACK = 16
 
 
 class Intake:
-    """Checks requests and creates their sequences without changing state, from any thread.
-
-    Args:
-        target: the model that will read the prompts.
-        tokenizer: of the target.
-        eos_token_ids: tokens that end a text.
-        config: of the engine.
-    """
+    """Checks requests and creates their sequences without changing state, from any thread."""
 
     def __init__(
         self,
@@ -211,12 +204,7 @@ class Intake:
             )
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit into the context before time is spent on its tokens.
-
-        Raises:
-            PromptTooLong: it is many times longer than any text of as many tokens as the context
-                holds.
-        """
+        """Refuse a text that cannot fit into the context, before time is spent on its tokens."""
         if self._max_characters is None:
             pieces = self.tokenizer.vocabulary.values()
             self._max_characters = self.max_context * max(map(len, pieces), default=1) * SLACK

@@ -61,12 +61,7 @@ def _is_source(value: object) -> TypeGuard[Source]:
 def load_target(
     source: Source, tokenizer: object, *, dtype: str, device: str, config: EngineConfig
 ) -> tuple[LanguageModel, Tokenizer, frozenset[int]]:
-    """Load a target or use a loaded one, with its tokenizer and end-of-text token ids.
-
-    Raises:
-        InvalidRequest: a loaded model without a tokenizer, or something that is no model.
-        InvalidModel: as `load_model`.
-    """
+    """Load a target or use a loaded one, with its tokenizer and end-of-text token ids."""
     if not _is_source(source):
         raise InvalidRequest(
             f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
@@ -127,11 +122,7 @@ def _as_tokenizer(tokenizer: object) -> Tokenizer:
 
 
 def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None:
-    """Refuse a K that does not fit into the model's context.
-
-    Raises:
-        InvalidRequest: naming both.
-    """
+    """Refuse a K that does not fit into the model's context."""
     if config.max_chain >= model.max_context:
         what = "num_speculative_tokens" if config.tree is None else "the number of nodes of a tree"
         raise InvalidRequest(
@@ -228,11 +219,7 @@ def load_drafters(
 
 
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Collect the end-of-text ids from generation settings, configuration and tokenizer.
-
-    Raises:
-        InvalidModel: one of the files cannot be read.
-    """
+    """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
     found = {tokenizer.eos_token_id}
     folder = model_folder(name)
     if (gguf := read_checkpoint(folder).gguf) is not None:
@@ -277,8 +264,6 @@ def default_controller(
     """Build the controller that the settings select; without a drafter it plans plain steps.
 
     Args:
-        config: of the engine.
-        drafter: one, or several to choose from.
         costs: by the drafters' methods, where they are known.
         target: from whose bytes the first guess at the cost of a self-draft is made.
 
@@ -325,8 +310,7 @@ def _self_draft_costs(drafter: Drafter, target: LanguageModel | None) -> dict[st
 def tree_method(drafter: Drafter, tree: Tree) -> str:
     """Return the method name of tree plans, which joins the names of all drafters.
 
-    Raises:
-        InvalidRequest: a drafter proposes chains only; the message names it.
+    Raises InvalidRequest where a drafter proposes chains only.
     """
     methods = _method_names(drafter)
     for method in methods:
@@ -342,12 +326,9 @@ def check_card(draft: Source, target: Source) -> None:
     """Compare the target with the one named in the draft's card.
 
     The text is exact whatever the draft, so a draft model of a target that has changed is only
-    warned of. A head on hidden states is refused for other weights unless it has golden rows,
-    which are computed again when it is loaded. A head without card and golden rows is warned of.
-
-    Args:
-        draft: folder or name; drafters without a model have no card.
-        target: folder or name; one that is already loaded has no files to compare.
+    warned of. A head on hidden states is refused for other weights unless it has golden rows, which
+    are computed again when it is loaded. A head without card and golden rows is warned of. Drafters
+    without a model have no card; a target that is already loaded has no files to compare.
 
     Raises:
         InvalidModel: there is no such model.
@@ -375,10 +356,6 @@ def check_card(draft: Source, target: Source) -> None:
 
 def check_head_card(folder: Path, target: Path) -> None:
     """Refuse a head without golden rows if its card names other weights than the target's.
-
-    Args:
-        folder: of the draft; only heads with a card and without golden rows are compared.
-        target: folder of the target.
 
     Raises:
         InvalidModel: the card or the target cannot be read.

@@ -56,9 +56,6 @@ class EmittedRecords:
     Example:
         records: list[StepRecord] = []
         engine.observers.append(EmittedRecords(records.append))
-
-    Args:
-        receive: called once per record.
     """
 
     is_required = True

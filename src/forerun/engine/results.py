@@ -79,7 +79,6 @@ class TokenLogprobs:
     """Log-probabilities at one emitted token, before any sampling parameter is applied.
 
     Attributes:
-        token_id: the emitted token.
         logprob: its natural-log probability.
         top: the most likely tokens with their log-probabilities, best first.
         token: text of the emitted token alone; bytes of an unfinished character read as U+FFFD.
@@ -98,14 +97,12 @@ class Completion:
     """One finished sample of a request.
 
     Attributes:
-        index: sample index, 0 to n - 1.
         text: decoded output; a matched stop string is cut off unless the request keeps it.
         token_ids: emitted tokens, the end-of-sequence token included where it ended the text.
         finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", "deadline" or
             "abort".
         stop_reason: the stop string or token id that matched, if one did.
         sources: provenance of every token.
-        logprobs: one entry per token where logprobs were asked for.
         acceptance: counts from which tau and the per-position figures follow.
         ttft_s: seconds from arrival to the first token, waiting included; None without a token.
         prefill_s: seconds from joining the batch to the first token; None without a token.
@@ -171,12 +168,7 @@ class StreamChunk:
     """Text and tokens that one step added to one sample.
 
     Attributes:
-        request_id: which request.
-        index: which sample.
         text: new text (may be empty while a stop string or a character is incomplete).
-        token_ids: new tokens.
-        sources: provenance of the new tokens.
-        finish_reason: set on the last chunk.
         stop_reason: on the last chunk the stop string or token id that matched, if one did.
         logprobs: one entry per new token where logprobs were asked for, without the texts.
     """
@@ -200,11 +192,7 @@ def request_records(
 ) -> list[RequestRecord]:
     """Return one trace record per sample of a finished request.
 
-    Args:
-        output: of the request.
-        params: it was asked for with.
-        tags: its labels.
-        with_tokens: whether the ids of its prompt are kept.
+    `with_tokens` keeps the ids of its prompt.
     """
     parameters = {item.name: plain(getattr(params, item.name)) for item in fields(params)}
     return [
@@ -239,8 +227,6 @@ class BackendStats:
     """Counts of a backend since it was created.
 
     Attributes:
-        num_running: sequences that are being decoded.
-        num_waiting: sequences that wait for a place.
         num_steps: target passes.
         num_drafted: draft nodes that were verified.
         num_accepted: of these, accepted.
@@ -261,10 +247,7 @@ class Capabilities:
 
     Attributes:
         max_context: prompt plus output tokens of one sequence.
-        max_batch: sequences decoded at once.
         methods: names of its drafters; empty where it decodes plainly.
-        token_prompts: whether a prompt may be a list of token ids.
-        logprobs: whether log-probabilities can be had.
         seeds: whether the text is a function of the seed.
     """
 

@@ -49,18 +49,14 @@ class ScheduledSequence:
     """A running sequence in one step: what it drafts, feeds and emits.
 
     Attributes:
-        sequence: the committed state of the sequence.
         num_cached: committed tokens whose KV the target held before the step.
         num_pending: committed tokens whose KV it did not hold; after the prompt the last token.
-        plan: what the controller decided.
         proposal: what was drafted; None is plain decoding. `draft` sets it.
         tree: of the draft nodes; empty for a plain step.
-        num_drafted: number of draft nodes, each of which is a row of the pass.
         num_logit_rows: rows with logits: the last pending token's, and one per draft node.
         num_chain: pending tokens fed in this pass, before the draft nodes (a chain in the sense of
             `Span`, not of a draft); 0 where the pass had no room.
         verdict: the accepted path and the emitted tokens; None while a prompt is being read.
-        logits: of its rows, where log-probabilities or an observer need them.
         num_emitted: tokens of the verdict that were appended; a stop may cut them.
         top_tokens: the target's most likely tokens after every token fed at a row with logits, for
             drafters that learn from them.
@@ -154,9 +150,7 @@ class ScheduledSequence:
     def row_histories(self, drafted: list[int], vocab_size: int) -> list[RowHistory | None]:
         """Return the history of every row, extended along its path in the tree of `drafted` ids.
 
-        Raises:
-            MaskError: the token mask of the request raised, or returned something else than one
-                boolean per token.
+        Raises MaskError where the request's token mask raised, or returned no boolean per token.
         """
         history = self.sequence.history
         if history is None:
@@ -253,12 +247,7 @@ MAX_LOOKED_AT = 32
 
 
 class Scheduler:
-    """Queue of waiting sequences and batch of running ones, without any model state.
-
-    Attributes:
-        waiting: those without a place, the next one first.
-        running: those with a place, in the order they got it.
-    """
+    """Queue of waiting sequences and batch of running ones, without any model state."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -314,11 +303,8 @@ class Scheduler:
     def admit(self, num_free_slots: int, *, shares_parts: bool = True) -> Iterator[Sequence]:
         """Move waiting sequences into the batch one at a time while there is room.
 
-        Give each its context before asking for the next: the next may begin with its tokens.
-
-        Args:
-            num_free_slots: of the store.
-            shares_parts: see `KVStore`; without it no sequence waits for another's prompt.
+        Give each its context before asking for the next: the next may begin with its tokens. Where
+        a store cannot share parts of a text, no sequence waits for another's prompt.
         """
         place = 0
         while place < min(len(self.waiting), MAX_LOOKED_AT):

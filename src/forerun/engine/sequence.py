@@ -31,7 +31,6 @@ class DraftState:
     """State of a sequence that concerns its drafter.
 
     Attributes:
-        request: the drafter's view of the sequence; None until the drafter has seen it.
         num_observed: rows of the target's cache that were reported to the drafter.
         paused_until: number of committed tokens from which `propose` is called again.
         observe_failed: the drafter once raised when an outcome was reported.
@@ -55,13 +54,7 @@ class Sequence:
     Attributes:
         rank: (priority, order of arrival); the lowest goes first.
         scope: sequences of one scope share what is computed from a common beginning; None: nothing.
-        ends_at_s: its deadline.
-        tpot_target_s: most seconds per output token, see `RequestTerms`.
-        tags: labels, see `RequestTerms`.
-        plan: of every step, see `RequestTerms`.
-        draft: for the calls of its drafter.
         num_cached: prompt tokens whose KV was found when it first joined the batch.
-        num_preemptions: how often it had to give up its place.
         kv_invalid: its last pass failed, so its KV must not be shared with others.
     """
 
@@ -130,11 +123,7 @@ class Sequence:
         return self.detokenizer.text[: self.text_end]
 
     def append(self, tokens: tuple[int, ...], sources: tuple[TokenSource, ...]) -> int:
-        """Append emitted tokens one by one until one of them ends the sequence.
-
-        Returns:
-            How many were appended.
-        """
+        """Append emitted tokens until one ends the sequence, and return how many were appended."""
         for taken, (token, source) in enumerate(zip(tokens, sources, strict=True), start=1):
             self.ids.append(token)
             self.sources.append(source)

@@ -50,9 +50,6 @@ class StepClock:
     are timed by events in its own stream; they are read once the step's tokens have been waited for
     anyway. Passes on other devices are timed until the host goes on, and what is still to be waited
     for then counts as "other".
-
-    Args:
-        device: of the target.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,9 +96,6 @@ class Stepper:
         new_clock: creates the clock of a step for the target's device; may be replaced as well.
         is_committing: tokens and KV are being changed; an exception then leaves them damaged.
         cycle_id: number of steps taken.
-        num_drafted: draft nodes verified in all of them.
-        num_accepted: draft nodes accepted.
-        num_emitted: tokens emitted.
     """
 
     def __init__(
@@ -261,8 +255,7 @@ class Stepper:
     ) -> list[StepRecord]:
         """Commit tokens and KV, count the step, and tell drafter and controller what came out.
 
-        Returns:
-            The records of the step; empty if nothing observes the engine.
+        The records are empty if nothing observes the engine.
         """
         self.is_committing = True
         for entry in fed:

@@ -33,11 +33,6 @@ class Ticket:
 
     Iterate for the chunks as they are decided, also with `async for`; `result` waits for the end.
     A chunk is given once: a second iteration begins where the first one stopped.
-
-    Args:
-        request_id: of the request.
-        num_samples: of it.
-        abort: asks the owner of the engine to end it.
     """
 
     def __init__(self, request_id: str, num_samples: int, abort: Callable[[], None]) -> None:
@@ -143,14 +138,13 @@ def _waker(ready: asyncio.Event) -> Callable[[], None]:
 class EngineThread:
     """Runs an engine on its own thread; the engine must not be used directly meanwhile.
 
+    The engine must have nothing unfinished in it; its observers are called on the owner's thread.
+
     Example:
         with EngineThread(engine) as running:
             ticket = running.submit("def add(a, b):")
             for chunk in ticket:
                 print(chunk.text, end="")
-
-    Args:
-        engine: with nothing unfinished in it; its observers are called on the owner's thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -177,11 +171,7 @@ class EngineThread:
         self.close()
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            EngineStopped: it was started or closed before; make a new EngineThread.
-        """
+        """Start the thread; raises EngineStopped if it was started or closed before."""
         with self._lock:
             if self._was_started or self._is_closed:
                 raise EngineStopped("an EngineThread runs once: make another one for the engine")
@@ -272,11 +262,7 @@ class EngineThread:
         return self._cause
 
     def check_running(self) -> None:
-        """Raise an error if the thread does not accept requests.
-
-        Raises:
-            EngineStopped: the engine was closed or not started, or an error ended it.
-        """
+        """Raise EngineStopped if the engine was closed, not started, or ended by an error."""
         if not self._is_open:
             raise EngineStopped(self._why_stopped()) from self._cause
 

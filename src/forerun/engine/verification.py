@@ -42,7 +42,6 @@ class VerifyBatch:
     """Scheduled sequences of a pass that are verified by the same method.
 
     Attributes:
-        entries: the sequences.
         logits: row of the last pending token of each, then one per draft node.
         tokens: the token fed at each row.
     """
@@ -66,10 +65,7 @@ def verify(
 ) -> list[Verdict]:
     """Return the verdict of every sequence, in order.
 
-    Args:
-        entries: sequences that the pass yields tokens for.
-        logits: their rows: of the last pending token, then one per draft node.
-        tokens: fed at these rows.
+    `logits` and `tokens` have the rows of each: of the last pending token, then one per draft node.
 
     Raises:
         NumericalError: a sequence's logits are NaN or leave no token, or its parameters make the

@@ -245,8 +245,6 @@ class Judge:
         engine: over the target, idle; its K must be at least that of the judge.
         prompts: that no draft was trained on, two or more.
         num_speculative_tokens: K, at least 1.
-        costs: to predict speedups from, at this temperature; None predicts none.
-        seed: of resamples and of draws.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ class EvaluationPrompt:
     """A prompt that no draft is trained on.
 
     Attributes:
-        tag: its label, such as a domain; figures are given by it.
         response_ids: what the target itself answered under the judge's parameters; None where it
             has not been asked yet.
     """
@@ -178,7 +177,6 @@ class AcceptanceFigures:
 
     Attributes:
         num_steps: that could draft all K tokens.
-        num_tokens: emitted by the verifier, up to where a text begins to loop.
         acceptance_length: tau; None where no step drafted.
         acceptance_rate_per_position: beta, for positions 1 to K.
         acceptance_probability: alpha, teacher-forced over the target's own responses, by the rule
@@ -186,7 +184,6 @@ class AcceptanceFigures:
             probability of the draft's most likely token. None for drafters without a model.
         looped_share: completions that were cut where they began to loop.
         distinct_4gram_share: mean over completions, up to there.
-        speedup: predicted; None without a cost table.
     """
 
     num_prompts: int
@@ -203,11 +200,7 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFigures:
-    """All figures of a draft that was judged with one set of sampling parameters.
-
-    Attributes:
-        prompts: what the figures were made of; none where they were read from a report.
-    """
+    """All figures of a draft that was judged with one set of sampling parameters."""
 
     draft: str
     temperature: float
@@ -306,11 +299,7 @@ Finding = Literal["higher", "lower", "no difference shown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureChange:
-    """A figure of two drafts, and whether the difference between them is shown.
-
-    Attributes:
-        tag: of the prompts it is over; None for all.
-    """
+    """A figure of two drafts, and whether the difference between them is shown."""
 
     figure: str
     tag: str | None

@@ -37,12 +37,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedModel:
-    """What was written, and its loss on sample text against bf16.
-
-    Attributes:
-        bits_per_byte: of the sample with the model as it is stored in bf16.
-        quantised_bits_per_byte: of the same text with the model written.
-    """
+    """What was written, and its loss on sample text against bf16."""
 
     folder: str
     weights: WeightFormat
@@ -64,17 +59,12 @@ class QuantisedModel:
 def quantise_model(
     source: str, out: Path, weights: WeightFormat, texts: Sequence[str], report: Report
 ) -> QuantisedModel:
-    """Write a model of the native runner with quantised matrices, and measure it.
+    """Write a model of the native runner with quantised matrices, and measure it on `texts`.
 
-    Args:
-        source: folder, hub name or shipped model in floating point.
-        out: folder to write, which must not exist or be empty.
-        weights: "int8", "int4" or "int4-int8".
-        texts: sample to measure on.
-        report: called with what is being done and the share that is done.
+    `report` is called with what is being done and the share that is done.
 
     Raises:
-        InvalidRequest: the folder is in use, or the weights are no quantised ones.
+        InvalidRequest: `out` is no empty folder, or the weights are no quantised ones.
         InvalidModel: the model cannot be read or is of an unsupported kind.
     """
     if weights not in QUANTISED:

@@ -32,11 +32,7 @@ from forerun.sampling.noise import position_key, request_key, uniform
 
 
 class ReferenceHead:
-    """A head with its target, evaluated over whole texts without caches.
-
-    Args:
-        target: whose hidden states it reads; no request may be running on it.
-    """
+    """A head with its target, evaluated over whole texts without caches."""
 
     def __init__(self, head: Eagle3Head | MedusaHeads, target: LanguageModel) -> None:
         self.head = head
@@ -71,9 +67,6 @@ class Transform:
 
     Tokens may come in any order that was fixed before the token was drawn; the order decides which
     errors of a distribution show.
-
-    Args:
-        seed: of the random shares, which are independent of any noise an engine draws with.
     """
 
     def __init__(self, seed: int) -> None:
@@ -106,7 +99,6 @@ class Replay:
     """Logits of a replayed request; row i predicts output token i.
 
     Attributes:
-        target_logits: the target's, raw, in fp32.
         draft_logits: the draft's, over the target's ids; of as many rows as the draft can read.
         draft_probs: the draft's distribution under the parameters it drafts with; as many rows.
         near_probs: the same where the draft sees the output and the last `NEAR` tokens of the

@@ -53,12 +53,10 @@ class ProbedEngine:
     """The engine, models and settings of a probe.
 
     Attributes:
-        engine: with a drafter and nothing else to do.
         draft: the model behind the drafter, for replays; None takes the drafter's own where it is a
             `DraftModel`. Behind a wrapped drafter give the model as it is served.
         self_drafting: an engine built like this one but with the target, loaded once more, as its
             draft; None drafts with the target's own layers in the target's own KV.
-        target_folder: files of the target, None where there are none to look at.
     """
 
     engine: Engine
@@ -98,12 +96,9 @@ def probe_engine(
     """Collect all evidence that can be measured with the loaded target and draft.
 
     Args:
-        probed: the engine and what is known of its parts.
         prompts: texts or token ids, of the kind that is served; some are used, evenly from all.
         params: as deployed. The sampled half runs at their temperature, at 1 where that is 0; their
             lengths, seeds and number of samples are the probe's own.
-        config: how much is generated and timed.
-        notify: called with a description of every stage and the share that is done.
 
     Returns:
         Evidence with facts for `forerun diagnose`, each with its counts as source.
@@ -273,11 +268,7 @@ logger = logging.getLogger("forerun.probe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairNames:
-    """Names of the models to load, in the form that `Engine.load` accepts.
-
-    Attributes:
-        draft: the same, or a drafter by its name.
-    """
+    """Names of the models to load, in the form that `Engine.load` accepts."""
 
     target: str
     draft: str
@@ -291,11 +282,7 @@ class PairNames:
 
 
 def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
-    """Load target and draft, and load the target again as its own draft.
-
-    Raises:
-        InvalidModel: a model is missing, damaged or of an unsupported kind.
-    """
+    """Load target and draft, and load the target again as its own draft."""
     engine = Engine.load(
         names.target, names.draft, dtype=names.dtype, device=names.device, config=config
     )

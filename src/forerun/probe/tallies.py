@@ -48,7 +48,6 @@ class GreedyTally:
 
     Attributes:
         noise: by how much rounding moves the gap between two logits.
-        margins: per text that parts from plain decoding, the gap there in noise widths.
         num_after_partial: those of them right after a step that rejected something.
         num_agreeing: those of them where the replayed draft agrees with the target.
         alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position
@@ -183,11 +182,7 @@ TINY = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Acceptance of one request's draft with the full prompt and with most of it removed.
-
-    Attributes:
-        near: sum of the acceptance probabilities there with the last few tokens of the prompt.
-    """
+    """Acceptance of one request's draft with the full prompt and with most of it removed."""
 
     num_prompt: int
     num_positions: int
@@ -200,7 +195,6 @@ class SampledTally:
     """Counts and statistics over sampled requests.
 
     Attributes:
-        transform: makes every token a number that is uniform if its distribution is right.
         emitted: numbers of the emitted tokens, least likely ones first.
         contrasted: the same, ordered by how much likelier they are to the draft.
         drafted: numbers of the drafted tokens under the distributions recorded for them.

@@ -16,11 +16,7 @@ from forerun.theory.record import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TapedStep:
-    """One recorded step of one request.
-
-    Attributes:
-        proposal: what was drafted; None for a plain step.
-    """
+    """One recorded step of one request."""
 
     record: StepRecord
     proposal: Proposal | None
@@ -41,11 +37,7 @@ class TapedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TapedRequest:
-    """One finished request with its recorded steps.
-
-    Attributes:
-        num_cached: prompt tokens that were found in the prefix cache.
-    """
+    """One finished request with its recorded steps."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

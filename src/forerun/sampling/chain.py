@@ -43,8 +43,6 @@ class ChainOutcome:
 
     Attributes:
         num_accepted: leading draft tokens to emit.
-        final_tokens: the token after them: bonus where num_accepted equals num_drafted, else
-            recovered.
         accept_probs: what the accept noise was compared with.
         expected_accepted: E[num_accepted | draft tokens].
     """
@@ -92,13 +90,8 @@ def accept_probs(
 ) -> PerNode:
     """Acceptance probability of every node under `rule`; 0 for padding nodes.
 
-    Args:
-        target_probs: as for `verify_chains`, like the next three.
-        draft_probs: of the drawn nodes.
-        tokens: drawn.
-        num_drafted: of each chain.
-        rule: "token" or "block".
-        ratios: the prefix ratios, if they are known already; only "block" has a use for them.
+    Arguments as for `verify_chains`; `ratios` are the prefix ratios where they are known, which
+    only "block" uses.
     """
     if rule == "token":
         return token_accept_probs(target_probs, draft_probs, tokens, num_drafted)

@@ -20,7 +20,6 @@ class DrawnChain:
     """A chain with the distributions that it was drawn from and its verification's noise keys.
 
     Attributes:
-        draft_probs: distribution of every node; None for a chain of none.
         keys: `noise.chain_keys`: one per node, then RECOVERED and BONUS.
     """
 
@@ -41,11 +40,8 @@ class ChainVerdicts:
     bias. Where all of `num_valid` rows are accepted there is no final token.
 
     Attributes:
-        num_accepted: leading draft tokens to emit.
-        final_tokens: the token after them.
         num_valid: rows before the first without a distribution, of one more than were drafted.
         expected_accepted: E[num_accepted | draft tokens].
-        tokens: fed at every row of the pass.
     """
 
     num_accepted: Sequence[int]
@@ -66,8 +62,6 @@ def verify_chain_batch(
     Args:
         target_probs: of every chain one row more than it has nodes, in order.
         tokens: fed at these rows; the first of every chain is not a draft token.
-        chains: one or more.
-        rule: "token" or "block".
     """
     draft_probs = [chain.draft_probs for chain in chains if chain.draft_probs is not None]
     kernels = kernels_for(target_probs)

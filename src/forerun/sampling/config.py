@@ -49,11 +49,7 @@ MAX_BIAS = 100.0
 
 
 def as_tuple(name: str, values: object) -> tuple[Any, ...]:
-    """Convert a list from a caller or from JSON to a tuple without checking its entries.
-
-    Raises:
-        InvalidRequest: it is no list.
-    """
+    """Convert a list from a caller or from JSON to a tuple without checking its entries."""
     if values is None:
         return ()
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
@@ -146,8 +142,7 @@ class StructuredOutputs:
     def of(cls, value: object) -> StructuredOutputs:
         """Return a form given as an object with these fields, or as the JSON text of one.
 
-        Raises:
-            InvalidRequest: it is no such object.
+        Raises InvalidRequest where it is no such object.
         """
         if isinstance(value, StructuredOutputs):
             return value
@@ -445,9 +440,7 @@ def resolve_verification(
     chain "traversal" is "block" and "greedy_coupling" is "token".
 
     Args:
-        params: of the request.
         choice: how the nodes are (or will be) chosen.
-        is_chain: whether no node has a sibling.
 
     Raises:
         InvalidRequest: a verifier was asked for a proposal it is not exact for.

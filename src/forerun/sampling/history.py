@@ -43,12 +43,7 @@ class TokenMask(Protocol):
 
 
 def problem_of_allowed(allowed: object, vocab_size: int) -> str | None:
-    """Describe what is wrong with a mask's `allowed` tensor; None if it is valid.
-
-    Args:
-        allowed: what `TokenMask.allowed` returned.
-        vocab_size: of the target.
-    """
+    """Describe what is wrong with what `TokenMask.allowed` returned; None if it is valid."""
     if not isinstance(allowed, Tensor):
         return f"allowed {type(allowed).__name__}, not a boolean tensor"
     if allowed.dtype != torch.bool or allowed.shape != (vocab_size,):
@@ -67,8 +62,6 @@ class Occurrences:
     """Tokens that occurred before each of some rows, with one entry per row and distinct token.
 
     Attributes:
-        rows: row of each entry.
-        tokens: its token.
         counts: how often that occurred in the output before the row; 0 for one of the prompt alone.
     """
 
@@ -89,12 +82,7 @@ class Occurrences:
 
 
 class TokenCounts:
-    """Distinct tokens of one sample with their counts, in compact arrays.
-
-    Args:
-        prompt_ids: tokens that count as seen though the output has none of them.
-        device: where the logits are.
-    """
+    """Distinct tokens of one sample with their counts, in compact arrays."""
 
     def __init__(self, prompt_ids: Sequence[int], device: torch.device | str = "cpu") -> None:
         self._places = {token: i for i, token in enumerate(dict.fromkeys(prompt_ids))}
@@ -167,11 +155,8 @@ class History:
     its place.
 
     Attributes:
-        num_output: output tokens committed so far.
         bias: allowed tokens, logit bias and bad tokens in one row to add to the logits, or None.
         stop_ids: ids held back until min_tokens are out.
-        counts: tokens of prompt and output, where penalties need them.
-        mask: constraint on the next token, or None.
     """
 
     def __init__(
@@ -206,13 +191,10 @@ class History:
         """Create the history of a request without output tokens.
 
         Args:
-            params: of the request; its token ids must lie inside the vocabulary.
-            prompt_ids: tokens of the prompt.
-            vocab_size: width of the logits.
+            params: its token ids must lie inside the vocabulary.
             eos_token_ids: the model's own; they end the text, so min_tokens holds them back unless
                 `ignore_eos` makes them harmless. Some tokenizers have ids the logits lack.
-            device: where the logits are.
-            mask: constraint on the output; this sample's own, for it is advanced.
+            mask: this sample's own, for it is advanced.
         """
         ending = params.ending_tokens(eos_token_ids)
         seen = prompt_ids if params.repetition_penalty != 1 else ()
@@ -251,8 +233,7 @@ class History:
     def at(self, path: Sequence[int] = ()) -> RowHistory:
         """Return the history at the row after `path`, the draft tokens from the root down.
 
-        Raises:
-            Exception: whatever the mask raised, now or while the text was committed.
+        Raises whatever the mask raised, now or while the text was committed.
         """
         if self._failure is not None:
             raise self._failure
@@ -278,12 +259,7 @@ class History:
         return row
 
     def along(self, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
-        """Yield the histories of the root row and of the rows of all nodes.
-
-        Args:
-            tree: of a proposal.
-            tokens: of its nodes.
-        """
+        """Yield the histories of the root row and of the rows of all nodes."""
         rows = [self.at()]
         for parent, token in zip(tree.parents, tokens, strict=True):
             rows.append(rows[parent + 1].then(token))
@@ -295,11 +271,8 @@ class RowHistory:
     """History at one row of logits: committed tokens, extended by the draft tokens on its path.
 
     Attributes:
-        base: the history of the committed tokens.
-        path: draft tokens from the root down.
         mask: the token mask, advanced by these tokens; None without one, and after a token that it
             forbids: no token is accepted there, so it does not matter which could follow.
-        allowed: tokens that the mask allows next.
     """
 
     base: History

@@ -80,13 +80,7 @@ def largest(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RawLogprobs:
-    """Natural-log probabilities of chosen tokens and of the most likely ones.
-
-    Attributes:
-        token_logprobs: of the chosen token of each row.
-        top_tokens: the most likely tokens, best first.
-        top_logprobs: theirs.
-    """
+    """Natural-log probabilities of chosen tokens and of the most likely ones, best first."""
 
     token_logprobs: Float32[Tensor, " rows"]
     top_tokens: Int64[Tensor, "rows top"]
@@ -96,13 +90,7 @@ class RawLogprobs:
 def raw_logprobs(
     logits: Float[Tensor, "rows vocab"], tokens: Int64[Tensor, " rows"], top_n: int
 ) -> RawLogprobs:
-    """Return log-probabilities under the softmax of `logits`, in fp32.
-
-    Args:
-        logits: rows the tokens were drawn from, as the model gave them.
-        tokens: chosen token of each row.
-        top_n: how many of the most likely tokens to return (at most the vocabulary).
-    """
+    """Return log-probabilities of `tokens` and of the `top_n` most likely ones, in fp32."""
     num_rows, vocab_size = logits.shape
     top_n = min(top_n, vocab_size)
     chosen = torch.empty(num_rows, device=logits.device)
@@ -141,11 +129,7 @@ def sampling_kernels() -> SamplingKernels | None:
 
 
 class SamplingKernels:
-    """CPU kernels of the sampling functions, which do not check shapes.
-
-    Args:
-        library: with its signatures declared.
-    """
+    """CPU kernels of the sampling functions, which do not check shapes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -160,13 +144,7 @@ class SamplingKernels:
         return best, tokens
 
     def softmax(self, scores: Rows, temperatures: Float32[Tensor, " rows"], out: Rows) -> None:
-        """Compute the softmax at each row's temperature; see `processors.target_probs`.
-
-        Args:
-            scores: logits.
-            temperatures: 0 is greedy.
-            out: where the distributions go; may be `scores`.
-        """
+        """Compute `processors.target_probs` at each row's temperature; `out` may be `scores`."""
         num_rows, vocab_size = scores.shape
         self.library.forerun_softmax(
             scores.data_ptr(), num_rows, vocab_size, temperatures.data_ptr(), out.data_ptr()

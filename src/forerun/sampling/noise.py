@@ -36,33 +36,20 @@ PURPOSE_BITS = 3
 
 
 def request_key(seed: int, sample_index: int) -> int:
-    """Return the noise key of one sample of one request, which fits int64.
-
-    Args:
-        seed: any integer, taken modulo 2^64.
-        sample_index: 0 to n - 1.
-    """
+    """Noise key, in int64, of sample 0 to n - 1 of a request; the seed is taken modulo 2^64."""
     return _signed(_absorb(_absorb(0, seed), sample_index))
 
 
 def position_key(request_key: int, position: int) -> int:
-    """Return the key for drawing the target's (or a coupled draft's) token at `position`.
-
-    Args:
-        request_key: of the sample.
-        position: index of the drawn token in prompt + output.
-    """
+    """Key for drawing the target's (or a coupled draft's) token at an index in prompt + output."""
     return _signed(_absorb(request_key, position << PURPOSE_BITS | Purpose.TARGET))
 
 
 def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) -> int:
     """Return the key of a draw in one step, for any purpose except the target's own draw.
 
-    Args:
-        request_key: of the sample.
-        num_committed: tokens of prompt + output at the start of the step.
-        node: node of the proposal the draw belongs to; 0 for the one final token of a step.
-        purpose: what is drawn.
+    `num_committed` counts prompt + output at the start of the step. `node` is 0 for the one final
+    token of a step.
     """
     (key,) = step_keys(request_key, num_committed, range(node, node + 1), purpose)
     return key
@@ -114,7 +101,6 @@ def draw(
 
     Args:
         weights: non-negative, at least one positive per row; they need not sum to 1.
-        uniforms: in [0, 1).
     """
     if kernels := kernels_for(weights):
         return kernels.draw(weights, uniforms)

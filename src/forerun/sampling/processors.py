@@ -32,20 +32,9 @@ FIRST_LOOK = 64
 class RowParams:
     """Sampling parameters of logits rows as columns; None for parameters that no row uses.
 
-    Attributes:
-        greedy: rows at temperature 0.
-        all_greedy: whether every row is.
-        temperature: greedy rows hold 1.
-        min_p: 0 is off.
-        top_k: 0 is off.
-        max_top_k: largest of them, on the host: a device need not be asked for it.
-        excluded_mass: 1 - top_p, the mass top_p may drop; 0 is off.
-        repetition_penalty: 1 is off.
-        frequency_penalty: 0 is off.
-        presence_penalty: 0 is off.
-        temperatures: of every row, 0 where it is greedy; only where rows are on the CPU, for the
-            kernels there.
-        warps: whether any row uses min_p, top_k or top_p.
+    In a column 0 is off, but 1 for `repetition_penalty`. `excluded_mass` is 1 - top_p;
+    `temperature` holds 1 for greedy rows, `temperatures` 0. The latter is there only where rows are
+    on the CPU, for its kernels. `max_top_k` is on the host: a device need not be asked for it.
     """
 
     greedy: Bool[Tensor, "rows 1"] | None
@@ -78,10 +67,7 @@ def pack_params(
 ) -> RowParams:
     """Pack the sampling parameters of all rows into columns, once per step.
 
-    Args:
-        params: of the requests.
-        device: where the logits are.
-        rows: request of every logits row; None: one row per request.
+    `rows` names the request of every logits row; None: one row per request.
     """
     index = range(len(params)) if rows is None else rows
     if any(p.has_processors for p in params):
@@ -136,16 +122,10 @@ def target_probs(
 ) -> Float[Tensor, "rows vocab"]:
     """Return the distribution that every row is sampled from, without changing `logits`.
 
-    It is worked out in fp32; in fp64 where the logits are, as when distributions are enumerated.
-
-    A greedy row is one-hot at its most likely token, the lowest id on ties. A row whose logits are
-    NaN or +inf, or leave no token possible, is NaN throughout: see `failed_rows`.
-
-    Args:
-        logits: of any floating dtype.
-        row_params: from `pack_params`, one entry per row.
-        histories: one entry per row, None for requests that need none; empty if none of them does.
-        out: where to put the distribution.
+    It is worked out in fp32; in fp64 where the logits are, as when distributions are enumerated. A
+    greedy row is one-hot at its most likely token, the lowest id on ties. A row whose logits are
+    NaN or +inf, or leave no token possible, is NaN throughout: see `failed_rows`. `histories` has
+    one entry per row, None for requests that need none; it is empty if none of them does.
     """
     num_rows, vocab_size = logits.shape
     if out is None:

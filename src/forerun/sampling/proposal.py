@@ -18,10 +18,6 @@ class Assurance:
     It says: every id is an argmax of, or a draw from, a row over the target's vocabulary; every row
     is a softmax in fp32 without NaN. It holds for these very tensors: a proposal with any other
     beside it is checked in full.
-
-    Attributes:
-        tokens: those of the proposal.
-        draft_probs: likewise.
     """
 
     tokens: Int64[Tensor, " nodes"]
@@ -38,7 +34,6 @@ class Proposal:
 
     Attributes:
         tokens: token id of every node, in the order of `tree.parents`.
-        tree: topology; a chain is a tree.
         choice: how the nodes were chosen; it decides which verifiers are exact.
         draft_probs: where `choice.is_drawn`, the rows that tokens were drawn from: one per node
             with children, the root included, in node order. For a chain row i is the distribution
@@ -79,7 +74,6 @@ class Verdict:
     Attributes:
         path: accepted nodes from the root down (indices into the proposal).
         tokens: every emitted token: the accepted ones, then one recovered or bonus token.
-        sources: provenance of each emitted token.
         expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
     """
 

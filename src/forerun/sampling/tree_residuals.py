@@ -36,7 +36,6 @@ class Level(NamedTuple):
     """The inner nodes of all trees at one depth, those with the most tested children first.
 
     Attributes:
-        places: theirs in the order of `Forest`.
         children: by rank, the nodes that are tested, of as many of them as have so many.
     """
 
@@ -50,12 +49,10 @@ class Forest:
 
     Attributes:
         levels: the inner nodes, the roots first.
-        target_rows: of every inner node its target row.
         draft_rows: and its draft row.
         nodes: and its number over all trees; meaningless for roots.
         places: of every target row its place among the inner nodes; -1 for leaves.
         node_rows: of every node its target row.
-        root_rows: the first target row of every tree.
         post_order: of every tree its nodes in post-order, padded with the number of all nodes.
         untested: nodes without a test of their own.
         above: the target rows of their parents.
@@ -158,11 +155,6 @@ def forest_of(
 
 class Residuals:
     """Distributions of inner nodes, updated as their children are rejected one after another.
-
-    Args:
-        forest: where the nodes are.
-        target_probs: the target's rows.
-        draft_probs: the draft's.
 
     Attributes:
         accept: acceptance probability of every node, given that the tests before its own failed.

@@ -57,8 +57,6 @@ class TreeOutcome:
     """Verdict on one tree.
 
     Attributes:
-        path: accepted nodes from the root down.
-        tokens: theirs, and the one after them.
         expected_accepted: E[num_accepted | draft tokens].
         is_valid: whether the target had a distribution at every row of the path.
     """
@@ -83,12 +81,9 @@ def verify_trees(
     decide that, so it biases nothing.
 
     Args:
-        rule: one of `TreeRule`; the module says for which proposals it is exact.
-        trees: one or more, each with a node.
         target_probs: the target's rows of all trees, one after the other.
         draft_probs: of every tree the rows that children were drawn from.
         tokens: fed at the rows of `target_probs`; the first of every tree is not a draft token.
-        keys: `tree_keys` of every tree.
     """
     device = target_probs.device
     drafts = [rows.to(device) for rows in draft_probs]
@@ -151,9 +146,6 @@ class Numbers(NamedTuple):
         passed: whether u < accept, by node.
         rows: under traversal the row of the last accepted node, by tree.
         drawn: the final token by tree under traversal, by row under the other rules.
-        accept: by node, see `TreeWeights`.
-        shares: likewise.
-        tokens: fed at every row.
         failed: whether the target has no distribution there.
     """
 
@@ -207,11 +199,8 @@ def tree_weights(
     """Return acceptance probabilities and final distributions for trees of one topology.
 
     Args:
-        rule: one of `TreeRule`; the module says for which proposals it is exact.
-        tree: topology of every tree of the batch.
         target_probs: the target's distribution after the root and after every node.
         draft_probs: the rows that children were drawn from, one per node of `expanded(tree)`.
-        tokens: token of every node.
     """
     forest = forest_of((tree,), rule, copies=len(tokens), device=target_probs.device)
     found = residuals_of(
@@ -228,14 +217,7 @@ def tree_weights(
 def expected_accepted(
     rule: TreeRule, tree: TokenTree, accept: Sequence[float], shares: Sequence[float]
 ) -> float:
-    """Return E[num_accepted | draft tokens] over the noise of verification.
-
-    Args:
-        rule: one of `TreeRule`.
-        tree: topology.
-        accept: of every node, see `TreeWeights`.
-        shares: likewise.
-    """
+    """Return E[num_accepted | draft tokens] over the noise of verification; see `TreeWeights`."""
     if rule == "traversal":
         rejected, expected = 1.0, 0.0
         for node in post_order(tree):
@@ -259,11 +241,8 @@ def expected_accepted(
 def tree_keys(request_key: int, num_committed: int, num_nodes: int) -> tuple[list[int], list[int]]:
     """Return the keys of the acceptance tests, by node, and of the final draws, by row.
 
-    Args:
-        request_key: of the sample.
-        num_committed: tokens at the start of the step: a rejected position is drawn again in the
-            next step, with other noise.
-        num_nodes: draft nodes.
+    They depend on the tokens committed at the start of the step, for a rejected position is drawn
+    again in the next step, with other noise.
     """
     tests = step_keys(request_key, num_committed, range(num_nodes), Purpose.ACCEPT)
     finals = step_keys(request_key, num_committed, range(num_nodes + 1), Purpose.RECOVERED)
@@ -280,8 +259,6 @@ def accepted_node(
     """Return the last accepted node; -1 if all nodes were rejected.
 
     Args:
-        rule: one of `TreeRule`.
-        tree: topology.
         passed: whether u < accept, by node.
         drafted: tokens of the nodes; only greedy coupling reads them.
         drawn: the token drawn from the final distribution of every row; likewise.

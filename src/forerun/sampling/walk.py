@@ -42,11 +42,8 @@ def race(
 ) -> Int64[Tensor, " rows"]:
     """Draw a token from every row with the exponential noise of its key.
 
-    A token of probability 0 never rings; a one-hot row needs no noise to be right.
-
-    Args:
-        probs: distributions; of a NaN row any token comes.
-        keys: of the draws, `noise.position_key`.
+    A token of probability 0 never rings; a one-hot row needs no noise to be right; of a NaN row any
+    token comes.
     """
     if kernels := kernels_for(probs):
         return kernels.race(probs, keys)
@@ -128,10 +125,7 @@ def _of_group(members: Tensor, group: Int64[Tensor, " rows"]) -> Float[Tensor, "
 def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
     """Return the keys of the target's draws at the rows of the root and of every node.
 
-    Args:
-        request_key: of the sample.
-        num_committed: tokens of prompt + output; the root row draws the one at this position.
-        tree: the proposal's.
+    The root row draws the token at position `num_committed` of prompt + output.
     """
     depths = (0, *tree.depths)
     return [position_key(request_key, num_committed + depth) for depth in depths]
@@ -140,27 +134,17 @@ def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[i
 def target_tokens(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
-    """Draw the target's own token at every row.
-
-    Args:
-        probs: distributions, from `target_probs`.
-        keys: position keys of the rows, see `target_keys`; siblings share theirs.
-    """
+    """Draw the target's own token at every row; siblings share the position key of theirs."""
     return race(probs, keys)
 
 
 def walk(
     tree: TokenTree, draft_tokens: Sequence[int], target_tokens: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
-    """Follow the target's drawn tokens down the tree.
+    """Follow the target's drawn tokens, one per row, down the tree.
 
-    Args:
-        tree: topology of the proposal; may be empty.
-        draft_tokens: token of every node.
-        target_tokens: the target's token at the root row, then at the row of every node.
-
-    Returns:
-        The accepted path (nodes from the root down) and the first target token no child carries.
+    Returns the accepted path (nodes from the root down) and the first target token no child
+    carries.
     """
     path: list[int] = []
     token = target_tokens[0]

@@ -31,15 +31,7 @@ def event(data: Json) -> bytes:
 
 
 class Answer:
-    """The response to a request to `/v1/chat/completions` or `/v1/completions`.
-
-    Args:
-        request_id: of the response.
-        model: name of the model.
-        body: of the request.
-        tokenizer: of the target, for the texts of single tokens.
-        tool_format: form of the tool calls in the text; None where it is not known.
-    """
+    """The response to a request to `/v1/chat/completions` or `/v1/completions`."""
 
     def __init__(
         self,

@@ -61,15 +61,9 @@ class ServerState:
     """Objects that all routes use; they are stored in `request.app.state.server`.
 
     Attributes:
-        engine: runs while the application does.
-        model: the name that requests use for the target.
-        config: settings of the server.
-        tool_format: form of the tool calls in the model's text; None where it is not known.
-        metrics: for Prometheus.
         started_at_s: seconds since 1970.
         large: parses and tokenises large bodies, one after the other, so that the memory they take
             is limited and short requests do not wait for them.
-        grammars: compiles grammars, one after the other.
     """
 
     engine: AsyncEngine
@@ -93,9 +87,7 @@ class ServerState:
     def submit(self, body: GenerationRequest, key: ApiKey) -> list[Ticket]:
         """Check a request and queue its prompts, or none of them; it may take long.
 
-        Raises:
-            InvalidRequest: something of it cannot be honoured, or exceeds the limits of its key.
-            QueueFull: there is no room for all of its prompts.
+        Raises InvalidRequest, also where the key's limits are exceeded, and QueueFull.
         """
         engine = self.engine.engine
         if body.stream_options is not None and not body.stream:
@@ -136,11 +128,7 @@ def create_app(
 ) -> FastAPI:
     """Return the application over an engine, which is started and closed with it.
 
-    Args:
-        engine: not started yet.
-        model: the name that requests use for the target.
-        config: settings of the server.
-        keys: that requests need; without any, none is needed.
+    `model` is the name that requests use for the target. Without `keys` none is needed.
     """
     config = config or ServerConfig()
     template = engine.engine.tokenizer.definition.chat_template

@@ -55,11 +55,7 @@ class PacedExecutor(ThreadPoolExecutor):
 
 
 class InvalidBody(InvalidRequest):
-    """A body does not have the declared form.
-
-    Attributes:
-        param: the first field that is wrong; None for the body as a whole.
-    """
+    """A body does not have the declared form; `param` is the first field that is wrong."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -67,16 +63,9 @@ class InvalidBody(InvalidRequest):
 
 
 async def read_body(request: Request, kind: type[BodyT], executor: Executor) -> BodyT:
-    """Read and check the body of a request.
+    """Read and check the body of a request, parsing large ones on `executor`.
 
-    Args:
-        request: of which the body was not read yet.
-        kind: form of the body.
-        executor: parses large bodies.
-
-    Raises:
-        InvalidBody: it is no JSON, or not of this form.
-        HTTPException: its media type is not JSON.
+    Raises InvalidBody, and HTTPException where the media type is not JSON.
     """
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
@@ -101,9 +90,6 @@ def parsed(data: bytes) -> Any:
     """Parse the JSON of a body, once its values and their depth are known to be limited.
 
     The parser does not let other threads run, so it must not take long.
-
-    Raises:
-        InvalidBody: it is no JSON, or over a limit.
     """
     num_values, depth = _extent(data)
     for found, most, name in ((num_values, MAX_VALUES, "values"), (depth, MAX_DEPTH, "levels")):

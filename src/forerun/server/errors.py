@@ -147,11 +147,7 @@ TEXT: dict[int | str, dict[str, Any]] = {
 
 
 class DescribedApp(FastAPI):
-    """A FastAPI application whose OpenAPI description has the bodies that its routes read.
-
-    Attributes:
-        bodies: form of the body of a POST request, by path.
-    """
+    """A FastAPI application whose OpenAPI description has the bodies that its routes read."""
 
     bodies: Mapping[str, type[Body]] = MappingProxyType({})
 

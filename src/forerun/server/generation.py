@@ -24,15 +24,8 @@ END = None
 class Generation:
     """The prompts of one HTTP request in the engine, from queueing to their outputs.
 
-    The choices of the response are numbered prompt by prompt: sample i of prompt p is choice
-    p * n + i.
-
-    Args:
-        tickets: one per prompt.
-        num_samples: n, samples per prompt.
-
-    Attributes:
-        finished: outputs of the prompts, once they have all ended.
+    The choices of the response are numbered prompt by prompt: sample i of prompt p is choice p * n
+    + i. `finished` has the outputs of the prompts, once they have all ended.
     """
 
     def __init__(self, tickets: Sequence[Ticket], num_samples: int) -> None:
@@ -50,13 +43,8 @@ class Generation:
     ) -> Generation:
         """Queue the prompts away from the event loop; a client that leaves meanwhile aborts them.
 
-        Args:
-            submit: checks the request and queues its prompts.
-            num_samples: n, samples per prompt.
-            executor: where it is called; None takes that of short work.
-
-        Raises:
-            ForerunError: what `submit` raises.
+        `submit` checks the request and queues its prompts. It is called on `executor`, or on that
+        of short work.
         """
         loop = asyncio.get_running_loop()
         queueing = loop.run_in_executor(executor, submit)
@@ -150,13 +138,10 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events that ends when the client disconnects.
+    """A response of server-sent events, each with its blank line, until the client disconnects.
 
-    Args:
-        events: encoded events, each with its blank line.
-        close: called once the response is over, however it ended.
-        write_timeout_s: seconds after which a client that reads nothing is given up.
-        headers: additional ones.
+    `close` is called once the response is over, however it ended. A client that reads nothing for
+    `write_timeout_s` seconds is given up.
     """
 
     media_type = "text/event-stream"

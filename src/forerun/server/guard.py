@@ -41,11 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(config: ServerConfig, keys: Sequence[ApiKey]) -> None:
-    """Refuse an address that other machines can reach, if no key is set.
-
-    Raises:
-        InvalidRequest: the address is not a loopback address, and there are no keys.
-    """
+    """Refuse an address that other machines can reach, if no key is set; raises InvalidRequest."""
     if not keys and not is_loopback(config.host):
         raise InvalidRequest(
             f"--host {config.host} is reachable from other machines, which needs API keys: give "
@@ -56,13 +52,7 @@ def check_address(config: ServerConfig, keys: Sequence[ApiKey]) -> None:
 class Guard:
     """ASGI middleware that refuses a request before it reaches the application.
 
-    The key of the request is in `request.state.key`.
-
-    Args:
-        app: the application.
-        config: limits of bodies.
-        keyring: keys, and limits of each.
-        count: called with the status of every response.
+    The key of the request is in `request.state.key`. `count` gets the status of every response.
     """
 
     def __init__(
@@ -168,12 +158,7 @@ def _too_long(config: ServerConfig) -> str:
 
 
 class LimitedBody:
-    """Receives a body within limits of size and time.
-
-    Args:
-        receive: of the server.
-        config: the limits.
-    """
+    """Receives a body within limits of size and time."""
 
     def __init__(self, receive: Receive, config: ServerConfig) -> None:
         self.receive = receive

@@ -27,11 +27,7 @@ BUSY_RETRY_S = 1.0
 
 
 class LimitReached(InvalidRequest):
-    """A tenant, or the server, has reached a limit and accepts no further request now.
-
-    Attributes:
-        retry_after_s: seconds after which the request may be sent again.
-    """
+    """A tenant, or the server, has reached a limit; the request may be sent again later."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -72,15 +68,10 @@ class ApiKey:
             )
 
     def check(self, priority: int, num_choices: int, max_tokens: int | None) -> None:
-        """Refuse a request that exceeds the limits of its key.
+        """Refuse a request that exceeds the limits of its key; raises InvalidRequest.
 
-        Args:
-            priority: of the request.
-            num_choices: all choices of it.
-            max_tokens: of each choice; None goes to the end of the context.
-
-        Raises:
-            InvalidRequest: naming the field and the limit.
+        `num_choices` counts all choices of it; each has `max_tokens`, None to the end of the
+        context.
         """
         if self.sha256 is not None and priority < self.priority:
             raise InvalidRequest(
@@ -96,11 +87,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, tenant: str, key: str) -> ApiKey:
-        """Return an entry without limits for a key given in plain text.
-
-        Raises:
-            InvalidRequest: it is too short to be a secret.
-        """
+        """Return an entry without limits for a key in plain text, long enough to be a secret."""
         return cls(tenant=tenant, sha256=_digest_of(key))
 
 
@@ -155,14 +142,9 @@ NO_KEY = ApiKey(tenant="everyone")
 
 
 class Keyring:
-    """Finds the API key of a request, and counts the running requests of each key.
+    """Finds the API key of a request, and counts the running requests of each key, on one thread.
 
-    Used from one thread.
-
-    Args:
-        keys: without any, every request is let in.
-        max_requests: requests worked on at once, over all keys.
-        clock: seconds, monotonic.
+    Without any keys every request is let in. `max_requests` limits those of all keys together.
     """
 
     def __init__(

@@ -121,17 +121,8 @@ class WatchedRequest:
 class LiveView:
     """A step observer that provides the snapshots shown on the live page.
 
-    Example:
-        view = LiveView(engine, target="zoo:code-40m")
-        engine.observers.append(view)
-        view.snapshot()
-
-    Args:
-        engine: the one that is observed; only its counts are read from other threads.
-        target: name of its target, for display.
-        metrics: of the server, for what it counts beside the steps; None: the page goes without.
-        shows_texts: whether snapshots carry prompts and outputs.
-        clock: monotonic seconds.
+    Other threads read only the counts of the engine. Without `metrics` the page goes without what
+    they count beside the steps.
     """
 
     is_required = False

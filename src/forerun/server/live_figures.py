@@ -71,14 +71,8 @@ class TimeSlice:
     """Counts and durations of the steps that began within one second.
 
     Attributes:
-        second: of the monotonic clock.
-        num_cycles: steps of the engine.
-        num_records: steps of requests.
-        num_emitted: tokens.
         sum_k: sum of K over steps of requests.
         decoded: times of all decode steps, by batch size, see `_bucket_of`.
-        counts: drafting steps of requests by outcome.
-        methods: steps of requests by drafter.
         measured: tokens and seconds of the plain steps that a baseline rests on, by batch size.
     """
 
@@ -107,8 +101,7 @@ class TimeSlice:
     def compared(self, baselines: Mapping[int, DiscountedRatio]) -> tuple[float, float]:
         """Return the time of decode steps, and the estimated plain time for the same tokens.
 
-        Args:
-            baselines: plain seconds over tokens, by batch size; steps at others are left out.
+        `baselines` has plain seconds over tokens by batch size; steps at others are left out.
         """
         known = [(size, times) for size, times in self.decoded.items() if size in baselines]
         as_plain_s = sum(times.num_emitted * baselines[size].ratio for size, times in known)

@@ -32,7 +32,6 @@ class LiveSpeedup(msgspec.Struct, frozen=True, kw_only=True):
     which no plain steps were measured.
 
     Attributes:
-        plain_s: time of plain steps per token.
         share_compared: of the tokens, the share of the batch sizes that are compared.
         num_plain_steps: plain steps that were measured since the start.
     """
@@ -48,12 +47,7 @@ class LiveSpeedup(msgspec.Struct, frozen=True, kw_only=True):
 class LiveTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Time per token of the latest decode steps; steps that read prompts are left out.
 
-    Attributes:
-        num_steps: how many were measured.
-        num_sequences: mean sequences in the batch.
-        draft_s: drafting.
-        verify_s: the target pass.
-        other_s: everything else, verification included.
+    `verify_s` is the target pass; `other_s` everything else, verification included.
     """
 
     num_steps: int
@@ -75,9 +69,7 @@ class LiveLatency(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the latest requests, and what was read of their prompts.
 
     Attributes:
-        ttft: from arrival to the first token.
         gap: from one output of a request to its next; an output is what a step emits.
-        prompt_tokens_per_s: prompt tokens fed over the last ten seconds.
         prefix_hit_share: of the latest prompts' tokens, the share found in the KV cache.
     """
 
@@ -91,9 +83,6 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Models, drafters and settings of the engine that the server runs.
 
     Attributes:
-        engine: its name, "forerun" or "vllm".
-        version: of the engine.
-        target: name of the target model.
         methods: names of the drafters; empty where decoding is plain.
         max_context: prompt plus output tokens of one sequence.
         has_chat: whether conversations can be rendered; None where it is not known.
@@ -146,11 +135,8 @@ class LivePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         age_s: how long ago the second began.
-        tokens_per_s: emitted in it.
         num_running: mean sequences per step.
-        acceptance_length: tau of its drafting steps.
         num_speculative_tokens: mean K of the plans, plain ones counted as 0.
-        methods: steps of requests by drafter; "plain" for those without a draft.
     """
 
     age_s: float
@@ -172,15 +158,8 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One of the latest requests.
 
     Attributes:
-        request_id: name of the sample.
         state: "reading" its prompt, "decoding", or the reason of its end.
-        age_s: since it arrived.
-        num_prompt_tokens: prompt length.
-        num_output_tokens: emitted.
-        num_drafted: draft nodes verified for it.
         acceptance_length: tau over its steps; None before the first.
-        draft_acceptance_rate: accepted over drafted nodes; None without drafts.
-        ttft_s: from arrival to the first token.
         tokens_per_s: after the first token.
         head: the beginning of the prompt; empty where texts are not shown.
         pieces: the end of the prompt and the output by origin; empty where texts are not shown.
@@ -212,10 +191,6 @@ class LiveDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `forerun diagnose` over the latest steps.
 
     Attributes:
-        verdict: "healthy", "problem" or "insufficient evidence".
-        headline: the verdict in one sentence.
-        causes: the likeliest first.
-        changes: what to change, with the predicted gain.
         num_steps: steps of requests that it rests on.
     """
 
@@ -232,20 +207,12 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         uptime_s: since the view was made.
         window_s: seconds with activity that the figures below cover.
-        setup: the engine.
-        totals: counts since the start.
-        load: queue and KV.
         tokens_per_s: emitted per second over the last ten seconds; 0 where nothing ran.
         speedup: None before enough plain steps were measured.
         acceptance_length: tau of the drafting steps.
-        positions: acceptance by position.
         token_times: None before the first decode step.
-        latency: of the latest requests.
-        history: the latest seconds with activity, the oldest first.
-        requests: the latest ones, the newest first.
         shows_texts: whether requests carry their text.
         diagnosis: None before there were enough steps.
-        schema_version: of this structure.
     """
 
     uptime_s: float

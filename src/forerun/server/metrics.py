@@ -50,16 +50,10 @@ class StepTotals:
     Attributes:
         outcomes: sequences' steps by (depth drafted, nodes accepted).
         plans: sequences' steps by (drafter or "plain", most nodes that the plan allowed).
-        drafted: draft nodes verified, by drafter.
-        accepted: draft nodes accepted, by drafter.
-        num_emitted: output tokens.
         num_prefill_rows: prompt tokens fed, those read again after a preemption included.
         seconds: of the cycles that emitted tokens, by phase: draft, verify, other.
-        num_cycles: how many these were.
         gaps: how many times between two outputs of a sequence lie in each bucket of `FAST_S`, the
             last one without an end. An output is what a step emits, as in vLLM.
-        gaps_s: their sum.
-        recent_gaps: the latest of them.
     """
 
     is_required = False
@@ -127,12 +121,7 @@ def add(totals: dict[Any, int], key: object, count: int) -> None:
 
 
 class ServerMetrics:
-    """The metrics of a server over one engine.
-
-    Args:
-        engine: an observer is added to it.
-        model: name of the model, the label of every metric.
-    """
+    """The metrics of a server over one engine."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
@@ -233,11 +222,7 @@ class ServerMetrics:
 
 
 class EngineCollector:
-    """Converts the totals of the engine at every scrape by Prometheus.
-
-    Args:
-        metrics: whose engine and totals.
-    """
+    """Converts the totals of the engine at every scrape by Prometheus."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics

@@ -119,22 +119,14 @@ class ResponseFormat(Body):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """The JSON schema of the text.
-
-        Raises:
-            InvalidRequest: there is none, or one that is not used.
-        """
+        """The JSON schema of the text."""
         if (self.json_schema is None) == (self.type == "json_schema"):
             raise InvalidRequest("response_format needs json_schema with type json_schema only")
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
 class GenerationRequest(Body):
-    """The fields that all routes which generate text share.
-
-    Attributes:
-        ignored: names of the fields of `IGNORED` that the body had.
-    """
+    """The fields that all routes which generate text share."""
 
     ignored: SkipJsonSchema[tuple[str, ...]] = ()
 
@@ -237,14 +229,9 @@ class GenerationRequest(Body):
         return given[0] if given else None
 
     def sampling(self, max_logprobs: int, call_grammar: str | None = None) -> SamplingParams:
-        """Return the sampling parameters.
+        """Return the sampling parameters, with the grammar of a text that calls a forced tool.
 
-        Args:
-            max_logprobs: most alternatives per token.
-            call_grammar: of a text that calls one of `forced_tools`.
-
-        Raises:
-            InvalidRequest: a value cannot be honoured.
+        Raises InvalidRequest where a value cannot be honoured.
         """
         for asked in (self.num_logprobs, self.num_prompt_logprobs):
             if asked is not None and asked > max_logprobs:
@@ -266,12 +253,7 @@ class GenerationRequest(Body):
     def plan(self, capabilities: Capabilities, config: EngineConfig) -> Plan | None:
         """Return the plan given by `speculation`; None leaves the choice to the controller.
 
-        Args:
-            capabilities: of the engine, which names the drafters.
-            config: of the engine, with the most that it drafts.
-
-        Raises:
-            InvalidRequest: there is no such drafter, or it drafts fewer tokens.
+        Raises InvalidRequest where there is no such drafter, or it drafts fewer tokens.
         """
         asked = self.speculation
         if asked == "auto":
@@ -430,9 +412,7 @@ def rendered(
 ) -> list[int]:
     """Return the token ids of a conversation.
 
-    Raises:
-        PromptTooLong: its texts are many times longer than the context.
-        InvalidRequest: it cannot be rendered.
+    Raises InvalidRequest, and PromptTooLong where texts are many times longer than the context.
     """
     given = [message.for_template() for message in messages]
     intake.check_length("".join(str(message.get("content") or "") for message in given))

@@ -66,8 +66,7 @@ class ResponsesRequest(GenerationRequest):
     def chat(self) -> ChatRequest:
         """The conversation, its tools and the form of its text as a chat request.
 
-        Raises:
-            InvalidRequest: an item or a tool is of a kind that is not supported.
+        Raises InvalidRequest for an item or a tool of a kind that is not supported.
         """
         messages: list[Json] = []
         if self.instructions is not None:
@@ -157,15 +156,7 @@ def _text_of(content: object) -> str:
 
 
 class ResponsesAnswer:
-    """The response to a request to `/v1/responses`.
-
-    Args:
-        request_id: of the response.
-        model: name of the model.
-        body: of the request.
-        tokenizer: unused; texts come decoded.
-        tool_format: form of the tool calls in the text; None where it is not known.
-    """
+    """The response to a request to `/v1/responses`."""
 
     def __init__(
         self,

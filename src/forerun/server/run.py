@@ -26,11 +26,7 @@ CHECK_S = 1
 
 
 def open_socket(config: ServerConfig) -> socket.socket:
-    """Return a listening socket at the configured address.
-
-    Raises:
-        InvalidRequest: the address is in use, or not of this machine.
-    """
+    """Return a listening socket at the configured address; raises InvalidRequest."""
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
@@ -46,14 +42,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; running requests may then go on for `drain_s` seconds.
 
-    Args:
-        app: the application.
-        listener: from `open_socket`; it is closed.
-        config: settings of the server.
-        engine: of the application, if it has one; when an error ends it, the server ends too.
-
-    Raises:
-        EngineStopped: an error ended the engine.
+    `listener`, from `open_socket`, is closed. When an error ends `engine`, the server ends too and
+    EngineStopped is raised.
     """
 
     async def notice_failure() -> None:

@@ -25,13 +25,9 @@ class ToolFormat:
     """The form in which a family of models writes tool calls.
 
     Attributes:
-        opening: mark before the JSON of a call.
-        closing: mark after it; empty for none.
         begins: first character of the JSON: an object, or a list of objects.
         is_bare: whether JSON at the beginning of the answer is a call without the opening mark,
             which is a special token and so no part of the text.
-        arguments: the field with the arguments.
-        separators: characters between two calls.
         id_length: characters of a call's id that the chat template accepts.
     """
 
@@ -65,12 +61,7 @@ def chosen_format(choice: ToolFormatChoice, template: str | None) -> ToolFormat 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call of a tool.
-
-    Attributes:
-        name: of the tool.
-        arguments: a JSON object as text.
-    """
+    """One call of a tool."""
 
     name: str
     arguments: str
@@ -118,13 +109,6 @@ class ToolCallParser:
 
     However the text is divided into pieces, the results together are the same. Plain text is
     returned as soon as it cannot be the beginning of a call. Spaces around calls are dropped.
-
-    Args:
-        tool_format: of the model.
-        names: of the tools that may be called.
-
-    Attributes:
-        num_calls: calls found until now.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Sequence[str]) -> None:
@@ -139,12 +123,7 @@ class ToolCallParser:
         self._found: tuple[int, list[ToolCall]] | None = None  # the end of its JSON, and the calls
 
     def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Add a piece of text and return plain text and calls that are certain now.
-
-        Args:
-            text: the next piece.
-            is_last: whether the answer ends here.
-        """
+        """Add a piece of text and return plain text and calls that are certain now."""
         self._rest += text
         plain, calls = "", []
         while True:
@@ -269,13 +248,9 @@ def forced(
 ) -> str:
     """Return a Lark grammar, for llguidance, of a text that is a call of one of the tools.
 
-    Args:
-        tools: in the form of the OpenAI API; each schema becomes a rule of its own.
-        tool_format: of the model.
-        added: ids of the tokenizer's added tokens, by their text.
-
-    Raises:
-        InvalidRequest: the format is not known, or a tool has no name.
+    The tools have the form of the OpenAI API; each schema becomes a rule of its own. `added` has
+    the ids of the tokenizer's added tokens by their text. Raises InvalidRequest where the format is
+    not known, or a tool has no name.
     """
     if tool_format is None:
         raise InvalidRequest(

@@ -126,17 +126,9 @@ def vllm_running(
     arguments: Sequence[str] = (),
     timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[str]:
-    """Run vLLM on a free local port from the moment it is ready until the block ends.
+    """Run vLLM on a free local port and yield its address; it is ended with the block.
 
-    Args:
-        target: folder or hub name.
-        speculative: its speculative configuration; empty for none.
-        program: the `vllm` executable.
-        arguments: further options of `vllm serve`.
-        timeout_s: until it must be ready.
-
-    Yields:
-        Its address.
+    `arguments` are further options of `vllm serve`.
 
     Raises:
         InvalidRequest: there is no such program.
@@ -192,12 +184,7 @@ def create_proxy(
 ) -> FastAPI:
     """Return an application that passes requests on to vLLM and shows its metrics on the live page.
 
-    Args:
-        address: of vLLM.
-        target: name of its model.
-        methods: names of its drafters.
-        config: settings of the server.
-        keys: that requests need; without any, none is needed.
+    Without `keys` none is needed.
     """
     config = config or ServerConfig()
     reader = Connection(ClientConfig(url=address))
@@ -256,18 +243,10 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def check_limits(key: ApiKey, path: str, content: bytes) -> None:
-    """Refuse a request to vLLM that exceeds the limits of its key.
+    """Refuse a request to vLLM that exceeds the limits of its key; raises InvalidRequest.
 
     vLLM converts numbers that are written as texts; they are refused here, so that what is checked
-    is what vLLM uses.
-
-    Args:
-        key: of the request.
-        path: decoded, as vLLM reads it.
-        content: the body.
-
-    Raises:
-        InvalidRequest: a limit is exceeded, or whether one is cannot be known.
+    is what vLLM uses. `path` is decoded, as vLLM reads it.
     """
     if path in WITHOUT_OUTPUT:
         return

@@ -46,12 +46,7 @@ class MetricsSample:
 class VllmView:
     """Snapshots of a vLLM server for the live page, without figures of single steps.
 
-    Args:
-        get: returns the body at a path of the server, or raises ServerUnavailable.
-        target: name of the target.
-        methods: names of its drafters.
-        version: of vLLM.
-        clock: monotonic seconds.
+    `get` returns the body at a path of the server, or raises ServerUnavailable.
     """
 
     def __init__(

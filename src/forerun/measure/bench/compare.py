@@ -52,7 +52,6 @@ class BenchArm:
 
     Attributes:
         num_speculative_tokens: K, 0 for plain decoding; the nodes of a tree.
-        draft: name of the draft model, None where there is none.
         tree: shape of every draft; None where drafts are chains or a controller chooses.
         adaptive: whether a controller chooses K at every step, up to `num_speculative_tokens`.
     """
@@ -80,11 +79,7 @@ Batch = tuple[Prompt, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Times and outputs of one arm on one batch of prompts.
-
-    Attributes:
-        decode_s: time after the first token, prefill excluded; mean over the batch.
-    """
+    """Times and outputs of one arm on one batch of prompts."""
 
     arm: BenchArm
     batch: Batch

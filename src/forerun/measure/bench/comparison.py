@@ -52,11 +52,7 @@ class Call:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TracedEngine:
-    """Engine wrapper that keeps step records in memory until the measurement is over.
-
-    Attributes:
-        arm: name of the arm; it is part of every request id.
-    """
+    """Engine wrapper that keeps step records in memory until the measurement is over."""
 
     engine: Engine
     arm: str
@@ -159,11 +155,7 @@ class BenchCell:
 
 
 class BenchComparison:
-    """Runs a comparison; after an interrupt the results so far remain available.
-
-    Attributes:
-        trace: takes every measured request, unless None; set between `load` and `run`.
-    """
+    """Runs a comparison; after an interrupt the results so far remain available."""
 
     def __init__(
         self,

@@ -54,7 +54,6 @@ class DemoArms:
     Attributes:
         drafts: with every draft made for the target, one arm per K and one per tree; chains and
             trees are groups of their own.
-        step_s: seconds per token of plain decoding.
     """
 
     plain: BenchArm
@@ -80,9 +79,6 @@ class Demo:
     Args:
         prompts: texts to continue; the first `config.num_calibration`, spread out, choose K.
         edits: texts that ask for a piece of themselves with a change, which copying can draft.
-        clock: seconds.
-        started_s: when the time budget began, on that clock.
-        notify: called with a description of every stage.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ class LoadBlock:
 
     Attributes:
         index: number of the block; blocks of several endpoints with one index are paired.
-        wall_s: seconds from the first request to the end of the last answer.
         completions: answers, in the order of the prompts.
     """
 

@@ -161,7 +161,6 @@ class DemoReport:
             prompts could be measured.
         sampled_rows: plain decoding and the drafts made for the target at T=1; likewise.
         exactness: None where the run was interrupted before.
-        num_calibration: prompts that chose K.
     """
 
     rows: tuple[ArmSummary, ...]

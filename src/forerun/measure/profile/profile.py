@@ -103,9 +103,7 @@ class Profile:
     """Results of `forerun profile`.
 
     Attributes:
-        setup: what must be the same for this to hold.
         left_out: cells that did not fit into memory.
-        stable: whether every interval is as narrow as asked.
         reading: of prompts; None where it was not measured.
     """
 

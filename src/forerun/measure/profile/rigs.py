@@ -39,7 +39,6 @@ class ModelFacts:
     """Name, hash, sizes and runner of one model.
 
     Attributes:
-        dtype: of weights and logits.
         pass_bytes: weights read by a pass; of an embedding that is not also the head only rows are.
     """
 
@@ -52,11 +51,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedPair:
-    """A loaded target with its draft.
-
-    Attributes:
-        drafter: the draft, a model or an EAGLE-3 head.
-    """
+    """A loaded target with its draft."""
 
     target: LanguageModel
     drafter: DraftModel
@@ -74,9 +69,7 @@ def load_pair(
 ) -> tuple[LoadedPair, ProfileConfig]:
     """Load target and draft, with KV stores large enough for all measurements.
 
-    Returns:
-        The pair, and the settings less the contexts it cannot hold and the batches whose KV does
-        not fit into memory.
+    Returns the settings too, less contexts it cannot hold and batches whose KV does not fit.
     """
     check_card(draft, target)
     config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)

@@ -27,13 +27,7 @@ from forerun.theory.intervals import Interval, median_interval
 
 
 class Stopwatch:
-    """Times work on one device.
-
-    Args:
-        clock: seconds, for example `time.perf_counter`.
-        device: what is waited for, so that work queued before or left over is charged where it
-            belongs.
-    """
+    """Times work on one device; waits for the device, so that queued work is not missed."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
         self.clock = clock
@@ -55,15 +49,10 @@ class Stopwatch:
 
 
 class TimedModel(ObservedModel):
-    """LanguageModel wrapper that measures the time of its passes.
+    """LanguageModel wrapper that adds up the seconds of its passes in `inside_s`.
 
-    Args:
-        model: what does the work.
-        stopwatch: of the model's device. It waits for the device at both ends of a pass, so work of
-            the caller that would have overlapped with one no longer does.
-
-    Attributes:
-        inside_s: seconds spent in passes so far.
+    It waits for the device at both ends of a pass, so work of the caller that would have overlapped
+    with one no longer does.
     """
 
     def __init__(self, model: LanguageModel, stopwatch: Stopwatch) -> None:
@@ -164,12 +153,7 @@ class Rig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Samples of all rounds, and the cells that were left out.
-
-    Attributes:
-        samples: seconds per cell and round; the warm-up is not among them.
-        stable: whether every interval is as narrow as `target_error`.
-    """
+    """Samples of all rounds, and the cells that were left out."""
 
     samples: Samples
     left_out: tuple[ProfileCell, ...]
@@ -255,10 +239,7 @@ def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
 
 
 def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
-    """Return the samples divided by the machine's relative speed in their round.
-
-    Source: Tukey 1977.
-    """
+    """Samples divided by the machine's relative speed in their round (Tukey 1977)."""
     middles = {cell: median(s for v in visits for s in v) for cell, visits in samples.items()}
     drift = []
     for i in range(max(map(len, samples.values()))):
