@@ -27,11 +27,7 @@ DEFAULT = ReadLimits()
 
 
 def read_json(path: Path, limits: ReadLimits = DEFAULT) -> Any:
-    """Parse the JSON document in a file.
-
-    Raises:
-        UnreadableInput: it cannot be read within the limits, or is not JSON.
-    """
+    """Parse the JSON document in a file; raises UnreadableInput."""
     return parse_json(read_bytes(path, limits), str(path), limits)
 
 
@@ -49,15 +45,9 @@ def json_lines(path: Path, limits: ReadLimits = DEFAULT) -> Iterator[tuple[int, 
 
 
 def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> Any:
-    """Parse JSON within limits on depth, number of values and digits.
+    """Parse JSON within limits on depth, number of values and digits; raises UnreadableInput.
 
-    Args:
-        data: one document; its size was limited when it was read.
-        name: of the source, for messages.
-        limits: depth, values and digits are enforced here.
-
-    Raises:
-        UnreadableInput: it is not JSON, or over a limit.
+    The size of `data` was limited when it was read; `name` is that of the source, for messages.
     """
     text = decoded(data, name) if isinstance(data, bytes) else data
     # Commas and brackets bound the number of values before memory is spent on them.
@@ -142,8 +132,6 @@ def parquet_batches(
     texts are unpacked after their lengths were added up.
 
     Args:
-        path: of one file.
-        columns: names of those to read; None for all.
         limits: bytes (unpacked, of a column of a row group and of a batch), rows, values and
             seconds are enforced here.
 

@@ -72,12 +72,6 @@ class BoundedFile:
     """A file or stream that is read within limits; a context manager.
 
     Pipes are waited for until the deadline, since their writer may never write.
-
-    Args:
-        handle: file descriptor; it is closed at the end if `owned`.
-        name: of the source, for messages.
-        limits: bytes and seconds are enforced here.
-        owned: whether to close the descriptor.
     """
 
     def __init__(
@@ -100,11 +94,7 @@ class BoundedFile:
             os.close(self._handle)
 
     def wait_for_data(self, max_seconds: float) -> None:
-        """Wait until a pipe has data to read, or has ended.
-
-        Raises:
-            UnreadableInput: nothing came in `max_seconds`, or within the limit on all reading.
-        """
+        """Wait until a pipe has data to read, or has ended; raises UnreadableInput."""
         max_seconds = min(max_seconds, self.deadline.remaining_s())
         if self._waits and not select.select([self._handle], [], [], max_seconds)[0]:
             raise UnreadableInput(
@@ -122,11 +112,7 @@ class BoundedFile:
         return self._pending[:size]
 
     def read(self, size: int = CHUNK_BYTES, /) -> bytes:
-        """Read between 1 and `size` bytes; no bytes at the end.
-
-        Raises:
-            UnreadableInput: a limit was reached, or the system cannot read it.
-        """
+        """Read between 1 and `size` bytes, none at the end; raises UnreadableInput."""
         if self._pending:
             taken, self._pending = self._pending[:size], self._pending[size:]
             return taken
@@ -203,11 +189,7 @@ def open_bounded(
 
 
 def open_stdin(limits: ReadLimits = DEFAULT) -> BoundedFile:
-    """Open standard input; closing the result leaves the file descriptor open.
-
-    Raises:
-        UnreadableInput: it is closed.
-    """
+    """Open standard input; closing the result leaves the file descriptor open."""
     try:
         handle = sys.stdin.fileno()
         return BoundedFile(handle, "standard input", limits, owned=False)
@@ -222,20 +204,12 @@ def read_bytes(path: Path, limits: ReadLimits = DEFAULT) -> bytes:
 
 
 def read_text(path: Path, limits: ReadLimits = DEFAULT) -> str:
-    """The content of a UTF-8 file, without a byte order mark.
-
-    Raises:
-        UnreadableInput: it cannot be read within the limits, or is not UTF-8.
-    """
+    """The content of a UTF-8 file, without a byte order mark; raises UnreadableInput."""
     return decoded(read_bytes(path, limits), str(path))
 
 
 def gunzipped(data: bytes, name: str, limits: ReadLimits = DEFAULT) -> bytes:
-    """Decompress gzip or zlib data, of at most `max_bytes` when decompressed.
-
-    Raises:
-        UnreadableInput: it is damaged, cut off, or larger.
-    """
+    """Decompress gzip or zlib data, of at most `max_bytes`; raises UnreadableInput."""
     unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: either header
     try:
         found = unpacker.decompress(data, limits.max_bytes + 1)

@@ -75,14 +75,8 @@ def unsafe(path: Path, *, is_above: bool = False) -> str | None:
 def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
     """Write a file atomically; several processes may write the same file.
 
-    Args:
-        folder: created if it does not exist.
-        stem: beginning of the name, which says what the content was made from.
-        suffix: end of the name, such as ".json".
-        content: of the file.
-
-    Raises:
-        OSError: the folder cannot be written.
+    `stem`, the beginning of its name, says what the content was made from. Raises OSError where the
+    folder cannot be written.
     """
     path = folder / f"{stem}-{hash_of(content)}{suffix}"
     with atomic_write(path) as scratch:

@@ -62,11 +62,7 @@ class Range:
 
 
 def check_ranges(config: object, *ranges: Range) -> None:
-    """Raise InvalidRequest for the first field of an object that is out of range.
-
-    Raises:
-        InvalidRequest: naming the first.
-    """
+    """Raise InvalidRequest for the first field of an object that is out of range."""
     for limits in ranges:
         limits.check(getattr(config, limits.name))
 

@@ -23,12 +23,9 @@ COLOURS = ("#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
 
 @contextmanager
 def picture(paths: Sequence[Path], *, width: float, height: float) -> Iterator[Figure]:
-    """Yield a matplotlib figure, and write it to every path afterwards.
+    """Yield a matplotlib figure, its size in inches, and write it to every path afterwards.
 
-    Args:
-        paths: for example a .png and a .svg; the suffix names the format.
-        width: in inches.
-        height: in inches.
+    The suffix of a path, such as .png or .svg, names the format.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -30,7 +30,6 @@ class Provenance:
     Attributes:
         commit: of the checkout the code runs from, "+changes" after it where files differ; None
             outside a checkout.
-        num_cores: cores this process may use.
         num_threads: threads that carried the passes.
     """
 
@@ -60,9 +59,8 @@ class Provenance:
 def collect(models: Mapping[str, str], num_threads: int | None = None) -> Provenance:
     """Collect the provenance of a measurement in this process.
 
-    Args:
-        models: content hash by name.
-        num_threads: of a runner with threads of its own; None: as many as torch uses.
+    `models` has content hashes by name, `num_threads` those of a runner with its own; None:
+    torch's.
     """
     return Provenance(
         version=forerun.__version__,

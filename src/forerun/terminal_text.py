@@ -14,12 +14,8 @@ def printable(text: object, *, max_length: int | None = None, keep: str = "") ->
     r"""Return text in which control and other unsafe characters are escaped.
 
     Control characters, escape sequences, bidirectional overrides and undecodable bytes of file
-    names are shown as `\x1b` or `\u202e`.
-
-    Args:
-        text: anything; it is converted with `str`.
-        max_length: of the result; a longer one ends in an ellipsis. None for no limit.
-        keep: control characters to keep, such as "\n" where several lines are wanted.
+    names are shown as `\x1b` or `\u202e`. A text longer than `max_length` ends in an ellipsis.
+    `keep` names control characters to keep, such as "\n" where several lines are wanted.
     """
     source = str(text)
     if max_length is not None:

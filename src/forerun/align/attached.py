@@ -60,7 +60,6 @@ class PassStates:
     """Hidden states of all training passes of a head, for the rows that have a loss.
 
     Attributes:
-        hidden: of every pass, the rows that have a loss in it, in row-major order.
         head: what turns them into logits.
         target_ids: target token of every logit, ascending; None: one per token of the target.
     """
@@ -89,7 +88,6 @@ class PassLoss(nn.Module):
         model: the head: from a batch, the target's features and the rows that learn in each pass
             to `PassStates`.
         temperature: the one the head is deployed at; decides which acceptance is reported.
-        num_passes: tokens that a row predicts.
         decay: weight of a pass over that of the one before it.
     """
 
@@ -257,9 +255,6 @@ class ColumnAttention:
 
     The first call is pass 0, with all rows of a batch [rows, width, heads, dim]; later calls have
     the drafting rows alone [active, heads, dim].
-
-    Attributes:
-        mask: what a row sees of pass 0.
     """
 
     mask: Bool[Tensor, "rows 1 width width"]
@@ -313,11 +308,7 @@ LEAST_GOLDEN, MOST_GOLDEN = 8, 12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetParts:
-    """Parts of the target that heads use unchanged, in fp32.
-
-    Attributes:
-        embedding: of every token, as it enters the residual stream.
-    """
+    """Parts of the target that heads use unchanged, in fp32."""
 
     settings: Mapping[str, Any]
     architecture: Architecture

@@ -63,7 +63,6 @@ class LossSum:
     """Loss summed over rows; the caller divides by the number of rows of all processes.
 
     Attributes:
-        loss: differentiable in hidden rows and head.
         acceptance: sum of alpha under the deployed rule; None if not asked for.
     """
 

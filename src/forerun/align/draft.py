@@ -78,11 +78,7 @@ class DraftLoss(nn.Module):
     def forward(
         self, batch: PackedBatch, teacher_rows: TeacherRows | None
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return loss and acceptance probability, summed over the learned rows of a batch.
-
-        Returns:
-            The loss, differentiable, and the acceptance probability (alpha), 0 without a teacher.
-        """
+        """Return loss and acceptance probability, summed over the learned rows of a batch."""
         hidden, head = _causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.weighed_for is not None:

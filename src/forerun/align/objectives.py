@@ -36,7 +36,6 @@ class SparseDistribution:
     """Probabilities of some token ids per row: drawn ids, the argmax, or the k most likely.
 
     Attributes:
-        ids: distinct within a row, except at share 0 (padding).
         shares: of each id; sums to 1 except where a truncation dropped mass.
     """
 

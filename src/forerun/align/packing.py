@@ -109,13 +109,6 @@ class Packing:
 
     A row of the stream is a pure function of the samples, the window, the seed and the row's
     number: ranks and resumed runs need no state to agree.
-
-    Args:
-        samples: to be packed; those without a learned token are left out, longer ones are cut.
-        window: width of a row.
-
-    Attributes:
-        samples: as packed: what a teacher prepares and `PackedBatch.samples` indexes.
     """
 
     def __init__(self, samples: Sequence[Sample], *, window: int, seed: int) -> None:

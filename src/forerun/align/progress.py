@@ -32,7 +32,6 @@ class StepMetrics:
     Attributes:
         loss: mean over learned rows, as the objective counts.
         acceptance_probability: alpha, mean over learned rows; None without a teacher.
-        num_learned: rows both are means over.
         num_tokens: places of the packed rows, padding included.
     """
 
@@ -89,11 +88,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Phases:
-    """Measures the durations of an alignment's phases and shows their progress bars.
-
-    Args:
-        console: to draw on; None shows nothing, as in all processes but the main one.
-    """
+    """Measures the durations of an alignment's phases and shows their progress bars."""
 
     def __init__(self, console: Console | None) -> None:
         self.console = console or Console(quiet=True)

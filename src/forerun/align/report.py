@@ -41,11 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """Sizes of the training and the held-out data.
-
-    Attributes:
-        num_rows: packed rows of those, an epoch.
-    """
+    """Sizes of the training and the held-out data."""
 
     num_training_prompts: int
     num_held_out_prompts: int

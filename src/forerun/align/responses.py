@@ -51,11 +51,7 @@ DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOrigin:
-    """All settings that influence responses; responses made with other settings are not reused.
-
-    Attributes:
-        model: content hash of its weights, or address and name where a server has it.
-    """
+    """All settings that influence responses; responses made with other settings are not reused."""
 
     source: Source
     model: str
@@ -85,11 +81,7 @@ class ResponseOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One response to a prompt.
-
-    Attributes:
-        token_ids: of the response, the token that ended it included.
-    """
+    """One response to a prompt."""
 
     prompt_hash: str
     token_ids: tuple[int, ...]
@@ -317,11 +309,7 @@ _MAX_TOKEN_CHARACTERS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResponseServer:
-    """A server that answers prompts in place of the target; several threads may use it at once.
-
-    Attributes:
-        num_logprobs: most likely tokens to report with every token, 0 for none.
-    """
+    """A server that answers prompts in place of the target; several threads may use it at once."""
 
     client: Client
     tokenizer: Tokenizer

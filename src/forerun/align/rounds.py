@@ -48,7 +48,6 @@ class TeacherSource:
     """The target, its deployment settings, and the devices and folder available to a teacher.
 
     Attributes:
-        device: as for the engine, or "sharded" to spread the target over all GPUs.
         share: this process's part of filling it. With several processes all must then prepare the
             teacher together; or one fills it first, alone, and the others find it filled.
     """
@@ -190,11 +189,7 @@ logger = logging.getLogger("forerun.align")
 
 @dataclass(eq=False)
 class RoundData:
-    """Provides the texts and the teacher of each training round.
-
-    Attributes:
-        feature_layers: layers of the target that an attached head reads.
-    """
+    """Provides the texts and the teacher of each training round."""
 
     config: AlignConfig
     accelerator: Accelerator

@@ -66,10 +66,7 @@ def align(
 ) -> AlignReport | None:
     """Distil a draft to its target; returns the report in the main process, None in the others.
 
-    Args:
-        config: of the alignment.
-        costs: to predict speedups from; without it the draft of the highest tau is kept.
-        console: for progress; None: standard error.
+    Without `costs` to predict speedups from, the draft of the highest tau is kept.
 
     Raises:
         CacheTooLarge: the teacher's cache does not fit; nothing was written.

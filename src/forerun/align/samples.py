@@ -27,12 +27,9 @@ class Sample:
     """One text of a data set.
 
     Attributes:
-        prompt_hash: hash of the prompt's tokens: decides the split, names caches.
         spans: half-open ranges of indices into `token_ids` that are learned, ascending: responses,
             several in a conversation of several turns, single positions where rejections are
             replayed. Index 0 can never be predicted, so spans begin at 1 or later.
-        tag: the prompt's own label, such as a domain; acceptance is reported by it.
-        source: what wrote the response: the target, the draft or a data set.
         top_logprobs: of every learned token, as the server that wrote them gave them; None where
             nothing did.
     """
@@ -146,8 +143,6 @@ class PromptRecord:
     """One prompt of a data set, as token ids.
 
     Attributes:
-        prompt_ids: tokens to be continued, at most as many as were asked for.
-        messages: the conversation it was rendered from; empty for plain text.
         brought: texts with the response, or all answers of a conversation, that records of this
             prompt have; their prompt is not cut.
     """

@@ -38,12 +38,7 @@ transformers drafts 20 tokens and stops early where the draft is not sure."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A target and its draft with the settings they are deployed with.
-
-    Attributes:
-        target: folder or hub name, as an engine takes it.
-        num_speculative_tokens: K; 0 where speculation was not found to pay.
-    """
+    """A target and its draft with the settings they are deployed with."""
 
     target: str
     draft: Path
@@ -70,12 +65,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings that start one engine with the target and its draft.
-
-    Attributes:
-        command: what starts it, for a shell or for Python.
-        notes: what the user has to know, one sentence each.
-    """
+    """Settings that start one engine with the target and its draft."""
 
     engine: str
     settings: Mapping[str, Any]

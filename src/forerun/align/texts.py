@@ -158,12 +158,7 @@ def warn_of_few_prompts(prompts: PromptSplit) -> None:
 
 
 class TrainingTexts:
-    """All training texts of a draft, generated on demand and stored.
-
-    Args:
-        prompts: to respond to, and those whose texts are not to be learned.
-        target: the engine of the target; None in processes that only read what another wrote.
-    """
+    """All training texts of a draft, generated on demand and stored."""
 
     def __init__(
         self,

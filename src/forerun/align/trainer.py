@@ -252,11 +252,6 @@ class Trainer:
 
     A step is the same mean over the same rows with one process or many: its rows are numbered,
     every process takes an equal run of them, and the loss is divided by the learned rows of all.
-
-    Args:
-        module: draft and objective, weights in fp32: loss and acceptance of a batch, summed.
-        accelerator: which devices and processes, and in what precision.
-        identity: what else the run is a function of, such as hashes of data and target.
     """
 
     def __init__(

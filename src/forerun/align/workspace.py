@@ -116,11 +116,7 @@ START_AGAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Paths in the folder of one alignment; everything except the draft can be regenerated.
-
-    Attributes:
-        cache_root: where caches go instead, None: inside.
-    """
+    """Paths in the folder of one alignment; everything except the draft can be regenerated."""
 
     root: Path
     cache_root: Path | None = None
@@ -239,9 +235,8 @@ def settings_of(config: AlignConfig) -> dict[str, Any]:
 def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
     """Read the settings of an earlier alignment and the path of its kept draft.
 
-    Args:
-        folder: of the alignment, or of its draft wherever that has been copied: the draft's card
-            repeats the settings.
+    `folder` is that of the alignment, or of its draft wherever that has been copied: the draft's
+    card repeats the settings.
     """
     workspace = Workspace(root=folder)
     if workspace.manifest.exists():

@@ -40,9 +40,7 @@ FAMILIES: Mapping[str, str] = {
 def of_target(target: Rows, further: Mapping[str, Rows]) -> Iterator[tuple[str, Rows]]:
     """Yield the alternatives that need no draft.
 
-    Args:
-        target: the distributions the tokens should follow.
-        further: rows under other parameters or at other places, by the name of the alternative.
+    `further` has rows under other parameters or at other places, by the name of the alternative.
     """
     yield from further.items()
     yield "argmax", _one_hot(target)

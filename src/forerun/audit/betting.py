@@ -20,11 +20,7 @@ _SHARES = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3])[:, None]
 
 
 class Bet:
-    """A bet that values lie above their expectation.
-
-    Args:
-        tolerance: by how much they may lie above it under the hypothesis.
-    """
+    """A bet that values lie above their expectation by more than the tolerance."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance

@@ -28,7 +28,6 @@ class Endpoint(Protocol):
     """What is audited.
 
     Attributes:
-        name: for the report.
         control: how tokens without speculation are had: "off" by a field of the request, "server"
             from a second server, or "first tokens" by asking for single tokens.
     """
@@ -43,13 +42,6 @@ class Endpoint(Protocol):
 
 class HttpEndpoint:
     """A server, and perhaps a second one with the same model and without speculation.
-
-    Args:
-        server: address, key and limits.
-        control: of the second server.
-        wants_logprobs: whether to ask for log-probabilities.
-        num_clients: requests at once.
-        transport: carries the requests, for tests; None takes the network.
 
     Raises:
         InvalidRequest: a server refuses the key, or does not serve the model.

@@ -54,9 +54,7 @@ class ArmTally:
 
     Attributes:
         bets: by kind of request, direction, and 1 (upwards) or -1.
-        readings: by kind of request.
         num_tokens: that could be judged, by kind.
-        num_texts: answers by kind.
     """
 
     bets: dict[tuple[str, str, int], Bet] = field(default_factory=dict)
@@ -66,12 +64,7 @@ class ArmTally:
 
 
 class Ledger:
-    """Adds answers and answers questions about all of them.
-
-    Args:
-        config: of the audit.
-        reference: of the expected distributions; None where there is none.
-    """
+    """Adds answers and answers questions about all of them."""
 
     def __init__(self, config: AuditConfig, reference: Reference | None) -> None:
         self.config = config
@@ -174,11 +167,7 @@ class Ledger:
         return known
 
     def bound(self, least: int) -> float | None:
-        """Return the largest deviation left possible with 95%, of directions with enough tokens.
-
-        Args:
-            least: tokens of a direction, of all kinds of request together.
-        """
+        """Return the largest deviation left possible with 95%, of directions with enough tokens."""
         names = {name for _, name, _ in self.arms["served"].bets}
         moved = [found for n in names if len(found := self.moved("served", n)) >= least]
         ends = [mean_interval(found, 0.05 / len(moved))[1:] for found in moved]

@@ -43,10 +43,8 @@ class ExpectedRows:
 
     Attributes:
         probs: the last column is everything not listed if `ids` is given and has one fewer.
-        columns: column of every token.
         ids: token ids of the columns in every row; None where column i is token i.
         draft: the draft's rows over the same columns, if it is known.
-        further: rows by the name of an alternative.
         excluded: whether the parameters exclude the token by more than rounding.
         margins: natural logarithm of the best probability over the token's, at temperature 1.
     """
@@ -74,7 +72,6 @@ class TokenReading:
     Attributes:
         values: by direction, one per token, with the expectations; NaN where it says nothing.
         ratios: likelihood of every token under an alternative over that under the reference.
-        indices: place of every token in the answer; 0 is the first, which no draft precedes.
         offsets: its place in what its step emitted, where the server shows its steps.
     """
 
@@ -89,11 +86,8 @@ def read_sampled(
 ) -> tuple[dict[str, tuple[ndarray, ndarray]], dict[str, ndarray]]:
     """Return directions and likelihood ratios of a sampled text.
 
-    Args:
-        rows: one per token.
-        before: the prompt.
-        tokens: the text.
-        previous: the answer to the same request before, empty if there is none.
+    `rows` has one row per token. `before` is the prompt, `previous` the answer to the same request
+    before, empty if there is none.
     """
     probs, at = rows.probs, rows.columns
     num, own = len(at), probs[np.arange(len(at)), at]

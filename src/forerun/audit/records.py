@@ -21,9 +21,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         arm: "served" as every client is served, "control" without speculation.
-        kind: name of the kind of request.
         prompt: token ids, or a text where there is no tokenizer.
-        num_tokens: most output tokens.
         group: requests of the same group have the same prompt and kind.
     """
 
@@ -42,12 +40,9 @@ class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
         step_sizes: tokens of each event of the stream, which is what one step emitted on servers
             that stream every step.
         sources: of each token "accepted", "recovered" or "bonus", if the server says it.
-        text: of the answer.
         finish_reason: None if the answer was cut off.
         top: per token the most likely tokens with their log-probabilities, if the server gives it.
-        logprobs: log-probability of every token, likewise.
         num_charged: output tokens counted against the limit.
-        num_requests: requests counted against the limit.
         problem: why there is no answer, or not all of it.
         is_refused: the server will not answer such a request.
     """
@@ -76,10 +71,6 @@ class StateFile:
     """Questions and answers of an audit in a file of JSON lines, one appended at a time.
 
     A question is written before it is sent, so that one whose answer was lost still counts.
-
-    Args:
-        path: None keeps nothing.
-        header: what the audit is of; a file of another audit is refused.
     """
 
     def __init__(self, path: Path | None, header: Mapping[str, str]) -> None:
@@ -90,8 +81,7 @@ class StateFile:
     def load(self) -> list[tuple[Question, AuditAnswer]]:
         """Return what an earlier run recorded; begins the file if there is none.
 
-        Raises:
-            InvalidRequest: the file is of another audit, or cannot be read.
+        Raises InvalidRequest where the file is of another audit, or cannot be read.
         """
         if self.path is None:
             return []

@@ -36,11 +36,7 @@ class Reference(Protocol):
 
 
 class ReportedLogprobs:
-    """The server's own log-probabilities, raw and of unfiltered kinds of request alone.
-
-    Attributes:
-        problems: what shows that they cannot be true.
-    """
+    """The server's own log-probabilities, raw and of unfiltered kinds of request alone."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -91,8 +87,6 @@ class ReferenceModel:
     """A model loaded here, which reads every text with an empty cache.
 
     Attributes:
-        model: with a free slot.
-        tokenizer: of the model.
         eos_token_ids: the distributions are those of the tokens that do not end the text.
         draft: the draft that the server is said to use, over the same ids; None if unknown.
     """
@@ -170,11 +164,7 @@ class ReferenceModel:
 
 
 def load_reference(name: str, draft: str | None, *, max_context: int) -> ReferenceModel:
-    """Load the reference, and the draft if it is known, by name or folder.
-
-    Raises:
-        InvalidModel: one cannot be loaded.
-    """
+    """Load the reference, and the draft if it is known, by name or folder."""
     from forerun.engine.config import EngineConfig
     from forerun.engine.loading import eos_token_ids, load_pair_member
 

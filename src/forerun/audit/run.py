@@ -37,13 +37,9 @@ class Progress:
 
     Attributes:
         spent: tokens and requests, those in flight included.
-        asked: output tokens asked for, by arm and kind.
         dropped: why kinds of request were given up.
-        problems: of answers, with how often each came.
-        num_without_ids: answers without token ids.
         peak_log_e: largest e-value so far, as a logarithm.
         alarm_tokens: output tokens when it reached the alarm; None before.
-        elapsed_s: of this run.
     """
 
     spent: Spent = field(default_factory=Spent)
@@ -57,16 +53,7 @@ class Progress:
 
 
 class Audit:
-    """One audit of an endpoint.
-
-    Args:
-        config: limits and error rates.
-        endpoint: that is asked.
-        reference: of the expected distributions; None compares nothing but grammars.
-        prompts: in the form that the endpoint takes.
-        state: file of what was asked; it is read when the audit runs.
-        wait: waits so many seconds before a further try.
-    """
+    """One audit of an endpoint."""
 
     def __init__(
         self,
@@ -91,11 +78,7 @@ class Audit:
         self._texts: list[tuple[Question, AuditAnswer]] = []
 
     def run(self, report: Report) -> None:
-        """Resume from the state file and ask until the audit has ended.
-
-        Args:
-            report: called with what is being done and the output tokens spent.
-        """
+        """Resume from the state file and ask until the audit has ended."""
         started_s = time.monotonic()
         for question, answer in self.state.load():
             self._count(question)

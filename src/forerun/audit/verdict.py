@@ -50,13 +50,10 @@ class AuditVerdict:
 
     Attributes:
         status: "no_deviation", "deviates", or "cannot_judge".
-        sentence: the outcome.
         family: of the fault, a key of `MEANINGS`; None without a deviation.
-        reasons: what the outcome rests on.
         notes: what could not be examined, and why.
         bound: total variation that was ruled out in the directions tested; None if none was.
         profile: deviation at every place of an answer, of the strongest direction.
-        steps: the same by place in a step, where the server shows its steps.
     """
 
     status: Status
@@ -182,12 +179,7 @@ def contrast(ledger: Ledger, first: Deviation) -> Literal["shown", "denied", "op
 
 
 def family_of(ledger: Ledger, alarm_log_e: float) -> str:
-    """Return the family of faults that a deviation speaks for.
-
-    Args:
-        ledger: with a deviation.
-        alarm_log_e: e-value, as a logarithm, from which one direction counts.
-    """
+    """Return the family of faults that a deviation speaks for."""
     strong = [item for item in ledger.deviations("served") if item.log_e >= alarm_log_e]
     by_direction = {item.direction: item for item in reversed(strong)}
     copied = by_direction.get("copied")

@@ -20,11 +20,7 @@ from forerun.theory.budget import Node, ranked_nodes
 
 
 class RequestCandidate(NamedTuple):
-    """One request that may draft.
-
-    Attributes:
-        limit_s: seconds per token that it must stay below, None without a limit.
-    """
+    """One request that may draft."""
 
     method: str
     curve: AcceptanceCurve
@@ -43,7 +39,6 @@ class Allocation(NamedTuple):
 
     Attributes:
         depths: K, in the order of the candidates; the nodes where drafts are trees.
-        tokens: expected to be emitted in the step, over all requests.
         tree: drafter and levels where drafts are trees; else None.
     """
 

@@ -25,11 +25,7 @@ def usual_depth(num_nodes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A chain: the shape of a draft in which each token follows the one before it.
-
-    Attributes:
-        num_tokens: K, the most tokens to propose; 0 is plain decoding.
-    """
+    """A chain: the shape of a draft in which each token follows the one before it."""
 
     num_tokens: int = 0
 
@@ -49,9 +45,7 @@ class Tree:
     """A tree: the shape of a draft that holds alternatives at each position.
 
     Attributes:
-        num_nodes: the most draft nodes, the root excluded; at least 1.
         depth: the most levels, and so the most draft tokens that one step can accept; at least 1.
-        width: the most children of a node; at least 1.
     """
 
     num_nodes: int
@@ -71,11 +65,7 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> Tree:
-        """Parse `NODES[,DEPTH,WIDTH]`, such as "7" or "7,3,4".
-
-        Raises:
-            InvalidRequest: the text is malformed, or a number is below 1.
-        """
+        """Parse `NODES[,DEPTH,WIDTH]`, such as "7" or "7,3,4"; raises InvalidRequest."""
         try:
             numbers = [int(part) for part in text.split(",")]
         except ValueError:
@@ -97,7 +87,6 @@ class Plan:
     """The drafter, shape and stop rule of one request for one step.
 
     Attributes:
-        method: name of the drafter, or "plain".
         shape: the largest draft that may be proposed.
         stop: ends a draft early where the drafter is unsure; None drafts the whole shape.
         probe: the draft is made to update an acceptance estimate, not because it is expected to be
@@ -136,11 +125,8 @@ class RequestState:
     """Properties of a request that a controller may use to decide its next step.
 
     Attributes:
-        num_committed: prompt and output tokens so far.
         max_new: tokens that may still be emitted (context and max_tokens considered).
-        tags: free-form labels of the request.
         tpot_target_s: seconds per output token that the request must stay below; None: no target.
-        time_left_s: seconds from the start of the step to the deadline; None without a deadline.
         allows_trees: whether the verifier that the request asks for takes trees.
     """
 
@@ -156,11 +142,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Limit on the number of rows in the target pass of a step.
-
-    Attributes:
-        max_rows: rows that the target pass may take, over all requests.
-    """
+    """Limit on the number of rows in the target pass of a step, over all requests."""
 
     max_rows: int
 

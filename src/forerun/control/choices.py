@@ -13,12 +13,9 @@ class MethodChoice:
     """The steps that one way of decoding was chosen for, and its expected speed at the end.
 
     Attributes:
-        method: the drafter, or "plain".
         num_steps: steps of single requests that it was planned for, probes included; plain steps
             in which the controller was not asked count too.
         num_probes: those of them that were made to measure it.
-        num_drafted: tokens that were drafted in these steps.
-        num_accepted: tokens that were accepted in them.
         shape: what it would draft now at its best: "K=4", "15 nodes in 4 levels", or "nothing"
             where no draft of it is expected to be faster than a plain step.
         tokens_per_s: expected of the last batch if all of it were decoded in this way; None

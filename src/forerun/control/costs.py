@@ -31,11 +31,7 @@ class CostSource(Protocol):
 
 
 class OperatingPoint(NamedTuple):
-    """Batch, context and temperature at which a step is decided.
-
-    Attributes:
-        context_bits: binary digits of their mean context, in tokens.
-    """
+    """Batch, context and temperature at which a step is decided."""
 
     batch: int
     context_bits: int
@@ -108,14 +104,7 @@ class StepTimes:
 
 
 class TimeFactor:
-    """Ratio of measured to expected times: a discounted mean that outliers hardly move.
-
-    Args:
-        config: the memory, the weight of priors and the limit on outliers.
-
-    Attributes:
-        total: discounted sum of their ratios.
-    """
+    """Ratio of measured to expected times: a discounted mean that outliers hardly move."""
 
     __slots__ = ("_was_slow", "config", "count", "total")
 
@@ -155,14 +144,7 @@ class TimeFactor:
 
 
 class BatchCosts:
-    """Ratios of measured to expected step times at one batch size.
-
-    Attributes:
-        target: of plain steps and target passes of every size together.
-        passes: of target passes, by drafted rows per sequence.
-        overheads: of what a step takes beyond drafting and the pass, by method.
-        trees: of trees beyond the ratios of chains, by method.
-    """
+    """Ratios of measured to expected step times at one batch size."""
 
     def __init__(self, config: GoodputConfig) -> None:
         new = partial(TimeFactor, config)
@@ -197,9 +179,7 @@ class CostModel:
     """Expected step times at every operating point.
 
     Args:
-        costs: cost tables by drafter; None for a drafter without a profile.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
-        config: assumed costs and settings of the corrections.
         level_costs: assumed costs of a drafted level in plain steps, where they differ by method.
     """
 

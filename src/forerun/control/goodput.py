@@ -50,9 +50,7 @@ class ActivePlan:
 
     Attributes:
         limits_s: seconds per token that each request must stay below; None without a target.
-        best: the plans that are expected to be the fastest, one per request.
         plans: the same, or plans that measure others; this very list is returned in every step.
-        max_rows: rows of the pass that there was room for.
         allocation: expected outcome of a step with the best plans.
         expected_gain: expected accepted tokens of a request in place of its probe.
         reuse: steps for which plans that draft are reused; it doubles while the best plans of these
@@ -92,7 +90,6 @@ class GoodputController:
     """Chooses K per request, which may be 0, and the drafter if there are several.
 
     Args:
-        costs: cost tables by the name of the drafter; None for a drafter without a profile.
         tree_methods: drafters that propose trees; a tree is planned where it is expected to be
             faster than every chain.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.

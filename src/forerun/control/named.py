@@ -14,11 +14,7 @@ from forerun.theory.record import StepRecord
 
 
 class FixedController:
-    """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all.
-
-    Args:
-        shape: K of a chain, or a tree.
-    """
+    """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all."""
 
     def __init__(self, shape: int | Tree, method: str = "draft_model") -> None:
         self.shape = Chain(num_tokens=shape) if isinstance(shape, int) else shape
@@ -44,10 +40,7 @@ class ControllerInputs:
     """The settings, drafters and costs that a controller is built from.
 
     Attributes:
-        methods: names of the drafters there are, at least one.
         num_speculative_tokens: largest K, and the most levels of a tree.
-        costs: cost tables by method, where they were measured.
-        tree_methods: names of the drafters that propose trees.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
         level_costs: cost of a drafted level in plain steps, before it is measured, by method.
     """

@@ -26,11 +26,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of the time per emitted token.
-
-    Attributes:
-        cost: plain steps per emitted token; a pass cheaper than a plain step is negative.
-    """
+    """One part of the time per emitted token."""
 
     name: str
     kind: str
@@ -51,7 +47,6 @@ class Attribution:
 
     Attributes:
         cycle_cost: kappa; None where no plain step is known to compare with.
-        draft_cost: c; None where kappa is not split.
         parts: the waterfall from the ideal to what is paid; without kappa, its tokens' side only.
         prefill_share: of the requests' time; None where not known.
     """
@@ -240,11 +235,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The predicted speedup after a remedy.
-
-    Attributes:
-        num_speculative_tokens: K that it is reached at, where the remedy chooses one.
-    """
+    """The predicted speedup after a remedy."""
 
     speedup: float
     gain: float

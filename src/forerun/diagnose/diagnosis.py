@@ -28,11 +28,7 @@ from forerun.theory.record import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Evidence for or against a cause from one fact, with its weight.
-
-    Attributes:
-        weight: log of how much likelier it is under this cause than without it.
-    """
+    """Evidence for or against a cause from one fact, with its weight."""
 
     fact: Fact
     weight: float
@@ -99,11 +95,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that improves speculation if the cause is present.
-
-    Attributes:
-        effect: what it does to a step, for the prediction.
-    """
+    """A change that improves speculation if the cause is present."""
 
     change: str
     price: str
@@ -115,7 +107,6 @@ class Cause:
     """A possible reason why speculation is slow, wrong, or only appears so.
 
     Attributes:
-        family: which part of the system it is of.
         prior: log of how common it is among complaints, against the others.
     """
 
@@ -201,8 +192,6 @@ class ScoredCause:
 
     Attributes:
         score: its share of the likelihood of all causes, unlisted ones included.
-        evidence_for: facts that speak for it, the strongest first.
-        evidence_against: facts that speak against it.
     """
 
     cause: Cause
@@ -284,11 +273,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedCause:
-    """A cause with its score, the test that would confirm it, and its remedies.
-
-    Attributes:
-        next_test: what would confirm or clear it; None where all it depends on is known.
-    """
+    """A cause with its score, the test that would confirm it, and its remedies."""
 
     scored: ScoredCause
     next_test: Experiment | None
@@ -319,7 +304,6 @@ class Diagnosis:
     """The result of a diagnosis.
 
     Attributes:
-        verdict: healthy, problem, or that too little is known.
         attribution: where the time per token goes; None where tau or K is not known.
         causes: likely causes, the likeliest first; empty without enough evidence.
         next_test: the test that tells the likeliest causes apart best for its time.

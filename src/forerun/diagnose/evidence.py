@@ -30,9 +30,6 @@ class FactKind:
     Attributes:
         type: number, list of numbers, yes or no, word, or list of words.
         definition: what it is; readers convert figures that an engine defines otherwise.
-        unit: of numbers; empty for shares, counts and ratios.
-        high: largest value that makes sense; None where there is none.
-        choices: words that are understood; empty where any are.
     """
 
     name: str
@@ -76,11 +73,7 @@ MAX_LIST = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A known value of one kind of fact, with its source and interval.
-
-    Attributes:
-        interval: 95%, where counts allow one.
-    """
+    """A known value of one kind of fact, with its source and interval."""
 
     name: str
     value: Value
@@ -104,13 +97,7 @@ class Fact:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Format and completeness of one source that was read.
-
-    Attributes:
-        num_lines: lines, rows or samples seen.
-        num_unknown: those of them that no reader knows.
-        notes: what a person should know of how it was read.
-    """
+    """Format and completeness of one source that was read."""
 
     source: str
     kinds: set[str] = field(default_factory=set)

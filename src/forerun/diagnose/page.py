@@ -18,12 +18,7 @@ from forerun.theory.speedup import constant_survival
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar of a bar chart.
-
-    Attributes:
-        start: where it begins, as a share of the width.
-        length: as a share of the width.
-    """
+    """One bar of a bar chart."""
 
     label: str
     value: str

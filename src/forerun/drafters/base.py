@@ -61,8 +61,6 @@ class StepOutcome:
     the tokens at these places of `request.ids`. The last emitted token has no row yet.
 
     Attributes:
-        request: the sequence; a drafter may create its state here, since the prompt is read before
-            the first call of `propose`.
         first_row: index of the first of these rows; 0 in the first outcome of a sequence, also
             where the first rows were found in the cache.
         num_rows: rows that the step added: pending tokens that were fed, then the accepted path. In

@@ -38,11 +38,7 @@ PREFILL_CHUNK = 256
 
 
 class DraftModel:
-    """Drafts chains and trees with a causal language model that shares the target's token ids.
-
-    Args:
-        vocab_size: number of token ids of the target.
-    """
+    """Drafts chains and trees with a causal language model that shares the target's token ids."""
 
     method = "draft_model"
     required_features: tuple[int, ...] = ()

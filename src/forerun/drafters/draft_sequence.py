@@ -33,10 +33,8 @@ class DraftSequence:
     Attributes:
         context: its committed tokens and their rows in the draft's own KV cache.
         tree_params: of the distributions that a tree's nodes are chosen by.
-        budget: the number of tokens to draft in this step.
         stop_reason: what set the budget: "budget" (the plan), "context" (the draft's own context),
             "stop_rule" or "invalid_probs".
-        stop: the plan's rule for ending the draft before its budget.
         stop_values: what the rule measured before every node; None without a rule.
         num_fed: draft tokens of a chain that were fed; their rows are staged in the cache.
         tree_shape: the largest tree to draft; a chain is the tree of width 1.
@@ -194,7 +192,6 @@ class Levels:
     """The tokens of all chains drafted in one call, and their draft distributions.
 
     Attributes:
-        tokens: drafted tokens; meaningless past the budget of a sequence.
         draft_probs: the rows they were drawn from, likewise; None where all chains are
             deterministic.
         stop_values: per sequence, what its stop rule measured before its draws, up to the first
@@ -244,11 +241,7 @@ def draft_levels(
 
 
 class Stopping:
-    """Evaluates stop rules before each draw and notes which chains have ended.
-
-    Attributes:
-        values: per chain, what its rule has measured so far; empty without a rule.
-    """
+    """Evaluates stop rules before each draw and notes which chains have ended."""
 
     def __init__(self, sequences: Sequence[DraftSequence], device: torch.device) -> None:
         self.rules = [s.stop for s in sequences]

@@ -44,11 +44,7 @@ def foreign_drafter(
 
 
 class OwnTokenDraft(DraftModel):
-    """A draft model that reads the text of a request in its own tokens.
-
-    Args:
-        offset: of the ids by which the model reads its own tokens.
-    """
+    """A draft model that reads the text of a request in its own tokens."""
 
     def __init__(
         self, model: LanguageModel, vocabulary: VocabularyMap, vocab_size: int, offset: int
@@ -103,9 +99,6 @@ class SharedTokenModel(WrappedModel):
     """A draft model that scores the target's ids, as far as it shares their tokens.
 
     It reads ids of the target, and its own ids counted from `vocab_size` on.
-
-    Args:
-        vocab_size: number of token ids of the target.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: VocabularyMap, vocab_size: int) -> None:
@@ -140,10 +133,6 @@ class SharedTokenDraft(OwnTokenDraft):
 
     The draft's logits of these tokens are shaped by the request's own parameters and normalised,
     and tokens are drawn from that very distribution.
-
-    Args:
-        model: a SharedTokenModel, or a wrapper around one.
-        vocab_size: number of token ids of the target.
     """
 
     method = "tli"

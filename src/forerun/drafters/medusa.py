@@ -37,7 +37,6 @@ class MedusaConfig:
     """Sizes of Medusa heads on a frozen target.
 
     Attributes:
-        vocab_size: width of the target's logits.
         num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 after the
             row it reads.
         own_heads: every head has an output matrix of its own; otherwise all use the target's.
@@ -238,11 +237,7 @@ MAX_WIDTH = 8
 
 
 class MedusaDrafter:
-    """Drafts chains and trees with Medusa heads.
-
-    Args:
-        target: gives its last hidden states, its final norm and its output matrix.
-    """
+    """Drafts chains and trees with Medusa heads."""
 
     method = "medusa"
     max_width = MAX_WIDTH

@@ -43,9 +43,6 @@ class SeveralDrafters:
     trees with `Proposal.log_probs` are proposed as one deterministic tree, verified by the walk.
 
     A pause of one of them is not a pause of all, so it only means that it proposes nothing.
-
-    Args:
-        drafters: by the names that plans call them.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:

@@ -139,11 +139,7 @@ MOST_IDLE = 9
 
 
 class SuffixDrafter:
-    """Copies tokens from the request's own text and from stored outputs of other requests.
-
-    Args:
-        config: costs, and what is kept between requests.
-    """
+    """Copies tokens from the request's own text and from stored outputs of other requests."""
 
     method = "suffix"
     required_features: tuple[int, ...] = ()
@@ -187,11 +183,7 @@ class SuffixDrafter:
 
 
 class Reader:
-    """The state of one request: where the end of its text occurs in the texts to copy from.
-
-    Args:
-        matches: of its end, one per text to copy from; the first is its own.
-    """
+    """The state of one request: where the end of its text occurs in the texts to copy from."""
 
     __slots__ = ("matches", "num_idle", "num_read", "request")
 

@@ -208,12 +208,7 @@ class HitRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A chain of copied tokens, with its expected number of accepted tokens.
-
-    Attributes:
-        score: how many of them are expected to be accepted.
-        value: tokens per plain step the draft is expected to make; 1 is plain decoding.
-    """
+    """A chain of copied tokens, with its expected number of accepted tokens."""
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
@@ -243,11 +238,7 @@ class OwnMatch:
 
 
 class StoredMatch:
-    """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile.
-
-    Attributes:
-        place: state and length of the longest suffix that occurs there.
-    """
+    """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile."""
 
     __slots__ = ("automaton", "place", "rates")
 

@@ -43,9 +43,6 @@ class BuiltTree:
 
     Nodes are numbered depth-first with the most likely child first, so the greedy path comes first
     and committing it moves no rows of a KV cache.
-
-    Attributes:
-        log_probs: logarithm of the probability of the path down to every node.
     """
 
     tree: TokenTree

@@ -62,14 +62,7 @@ class Drawings(NamedTuple):
 
 
 class BestFirst:
-    """A tree of deterministic nodes, which grows by the most probable paths.
-
-    Args:
-        sequence: what it continues, with the shape of its largest tree.
-
-    Attributes:
-        frontier: paths whose candidates the next pass computes, parents of the next level.
-    """
+    """A tree of deterministic nodes, which grows by the most probable paths."""
 
     def __init__(self, sequence: DraftSequence) -> None:
         self.sequence = sequence
@@ -109,14 +102,7 @@ class BestFirst:
 
 
 class Drawn:
-    """A tree of drawn nodes in a shape fixed in advance.
-
-    Args:
-        sequence: what it continues, with the shape of its largest tree.
-
-    Attributes:
-        frontier: paths of the nodes whose children are drawn next.
-    """
+    """A tree of drawn nodes in a shape fixed in advance."""
 
     def __init__(self, sequence: DraftSequence) -> None:
         self.sequence = sequence

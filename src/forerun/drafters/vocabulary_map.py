@@ -66,8 +66,6 @@ class VocabularyMap:
 
     Attributes:
         target: tokenizer that reads special tokens written out in a text as ordinary text.
-        target_ids: ordinary tokens of the target by their bytes.
-        draft_ids: ordinary tokens of the draft by their bytes.
         special: ids of special tokens of the target, and the draft's id of those that it has.
         first_ids: special tokens that the draft expects before a text.
         shared: the draft's id of every token that both have; no two have the same.
@@ -293,9 +291,6 @@ class ReencodedText:
     encodings end a token at the same byte. Where they never do, all of it is encoded again. A
     special token that the draft does not have is left out. The bytes of an unfinished character
     follow as tokens of one byte.
-
-    Attributes:
-        is_usable: whether they spell all of the text, so that the draft can continue it.
     """
 
     def __init__(self, vocabulary: VocabularyMap, offset: int = 0) -> None:

@@ -46,7 +46,6 @@ class Acceptance:
     """Acceptance for every K at which it was measured or given.
 
     Attributes:
-        by_k: for K = 1..deepest.
         num_requests: it was counted in; 0 where it was given.
         is_constant: given as one alpha, which holds at any depth.
     """

@@ -20,11 +20,7 @@ from forerun.theory.speedup import break_even_alpha, break_even_rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCandidate:
-    """A drafter that a plan may use.
-
-    Attributes:
-        table: its costs at the temperature of the plan.
-    """
+    """A drafter that a plan may use."""
 
     name: str
     table: CostTable
@@ -36,7 +32,6 @@ class Option:
     """A drafter at one K and batch size, with its predicted speed.
 
     Attributes:
-        draft: name of the drafter; None decodes plainly.
         num_speculative_tokens: K; the nodes of a tree.
         tree: shape of every draft; None for chains.
         cycle_cost: kappa, in plain steps.
@@ -187,7 +182,6 @@ class Advice:
     """The result of a plan: the best options, alternatives and remarks.
 
     Attributes:
-        best: the highest throughput within the latency limit.
         per_batch: the best at every batch size, whatever the latency.
         curves: every K by drafter, at the batch of `best`.
         break_even: by drafter that could be used, at its own best K there.

@@ -12,12 +12,7 @@ from forerun.theory.cost import CostLine, CostTable, ReadingCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Cost tables of one target and drafter, for greedy and for sampled drafts.
-
-    Attributes:
-        sampled: costs where drafts are drawn.
-        reading: cost of reading prompts, where it was measured.
-    """
+    """Cost tables of one target and drafter, for greedy and for sampled drafts."""
 
     greedy: CostTable
     sampled: CostTable
@@ -32,7 +27,6 @@ def with_draft_cost(table: CostTable, draft_s: float, overhead_s: float | None =
     """Return the cost tables of the same target with another drafter.
 
     Args:
-        table: costs of the drafter that was measured.
         draft_s: seconds of every drafted token, at every batch size.
         overhead_s: seconds of a cycle beyond drafting and the pass, for every K and batch; None
             leaves those of the table.

@@ -81,7 +81,6 @@ class TracedDraft:
     """Outcomes and times of the steps in a trace that used one drafter.
 
     Attributes:
-        header: header of its runs, with the names and hashes of target and draft.
         most_allowed: largest K of any step, by request.
         draft_s: seconds of drafting, in cycles that read no prompt.
         other_s: seconds beyond drafting and the pass, in those of these cycles that drafted.
@@ -136,12 +135,7 @@ class TracedDraft:
 
 @dataclass(slots=True, kw_only=True)
 class TracedDrafts:
-    """The outcomes and times of all drafters in a trace.
-
-    Attributes:
-        temperatures: temperatures of the requests that ended, by id.
-        num_damaged: number of places that could not be read.
-    """
+    """The outcomes and times of all drafters in a trace."""
 
     drafts: dict[str, TracedDraft] = field(default_factory=dict)
     temperatures: dict[str, float] = field(default_factory=dict)

@@ -22,9 +22,6 @@ class AcceptanceCounts:
     A step enters by how deep it drafted and how far it was accepted, so that chains and trees count
     alike: position i is depth i, and entry i - 1 of every per-position tuple. Nodes are counted
     apart, since a tree has more of them than its depth.
-
-    Attributes:
-        steps: number of steps per (depth drafted, nodes accepted).
     """
 
     num_drafted: int = 0
@@ -39,12 +36,10 @@ class AcceptanceCounts:
         return counts
 
     def add(self, depth_drafted: int, num_accepted: int, *, num_drafted: int | None = None) -> None:
-        """Count one step.
+        """Count one step by the depth of its deepest node (0: plain) and its accepted nodes.
 
-        Args:
-            depth_drafted: depth of the deepest node, 0 for a plain step.
-            num_accepted: accepted nodes, before stop truncation.
-            num_drafted: nodes proposed; None for a chain, where it is the depth.
+        `num_drafted` counts the nodes proposed; None for a chain, where it is the depth. Nodes are
+        counted as accepted before a stop truncates the text.
 
         Raises:
             ValueError: more accepted than the depth, or fewer nodes than the depth.

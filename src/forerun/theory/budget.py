@@ -56,7 +56,6 @@ def tree_survival(
         later: P(the child of rank 2, 3, ... is accepted | its parent is, the ranks before are not),
             at every level.
         depth: the most levels; at most as many as `first` has.
-        num_nodes: the most nodes.
     """
     found: list[float] = []
     # Minus P(accepted), level, rank, and P(the parent is accepted and the ranks before are not).
@@ -80,9 +79,6 @@ def static_tree(
     Args:
         acceptance_by_rank: probability that the child of each rank is the accepted one, given that
             its parent was accepted; one entry per rank, adding up to at most 1.
-        num_nodes: the most nodes, the last committed token not counted.
-        depth: the most levels.
-        width: the most children of a node.
 
     Raises:
         ValueError: a size is below 1, or the acceptances are not probabilities of one event.

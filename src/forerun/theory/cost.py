@@ -177,8 +177,6 @@ class ReadingCost:
 
     Attributes:
         tokens: measured numbers of tokens, ascending from 1.
-        target_s: a pass of the target, per number.
-        draft_s: a pass of the draft, per number.
     """
 
     tokens: tuple[int, ...]
@@ -224,9 +222,6 @@ class CostTable:
     downwards; below the shortest the shortest holds, and below the smallest batch the smallest.
     Beyond the largest batch a speculative cycle grows in proportion to the batch while the plain
     step goes on along its slope: an overestimate as well.
-
-    Attributes:
-        lines: one per batch size and context, for every pair of the two.
     """
 
     lines: tuple[CostLine, ...]

@@ -36,9 +36,6 @@ class Interval:
 def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> Interval:
     """Return Wilson's score interval of a proportion, which holds at 0, at 1 and for few trials.
 
-    Raises:
-        ValueError: no trials, more successes than trials, or confidence outside (0, 1).
-
     Source: Wilson 1927.
     """
     if not 0 <= num_successes <= num_trials or num_trials == 0:
@@ -228,9 +225,6 @@ class DiscountedRatio:
 
     The error is that of the ratio estimator: the residuals y - ratio x, whose weighted squares are
     kept as moments (Cochran 1977, section 6.4).
-
-    Args:
-        memory: weight that a pair keeps after one more.
     """
 
     __slots__ = ("memory", "num_pairs", "squares", "weight", "x", "xx", "xy", "y", "yy")
@@ -271,11 +265,7 @@ class DiscountedRatio:
 
 
 def uniformity_p_value(values: Sequence[float]) -> float:
-    """Return the p-value of the Kolmogorov-Smirnov test that independent numbers are uniform.
-
-    Raises:
-        ValueError: there are no values, or one is outside [0, 1].
-    """
+    """Return the p-value of the Kolmogorov-Smirnov test that independent numbers are uniform."""
     return ks_p_value(ks_distance(values), len(values))
 
 

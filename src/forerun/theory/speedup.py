@@ -20,8 +20,6 @@ class BestK:
 
     Attributes:
         num_speculative_tokens: K; 0 says that speculation never pays.
-        acceptance_length: tau at that K.
-        cycle_cost: kappa at that K, in plain steps.
         speedup: tau / kappa; 1 at K = 0.
     """
 
@@ -32,22 +30,14 @@ class BestK:
 
 
 def survival(conditional: Sequence[float]) -> tuple[float, ...]:
-    """Return P(accepted through i) from the conditional acceptance of each position.
-
-    Args:
-        conditional: P(position i accepted | all before it accepted), for i = 1..K.
-    """
+    """Return P(accepted through i) from the conditional acceptance of each position."""
     for position, probability in enumerate(conditional, start=1):
         _check_probability(probability, f"conditional acceptance at position {position}")
     return tuple(accumulate(conditional, mul))
 
 
 def conditional_acceptance(survival: Sequence[float]) -> tuple[float, ...]:
-    """Return P(position i accepted | all before it accepted), or 0 where that never happens.
-
-    Args:
-        survival: P(accepted through i) for i = 1..K.
-    """
+    """Return P(position i accepted | all before it accepted), or 0 where that never happens."""
     pairs = pairwise((1.0, *survival))
     return tuple(after / before if before else 0.0 for before, after in pairs)
 
@@ -59,9 +49,6 @@ def constant_survival(alpha: float, num_speculative_tokens: int) -> tuple[float,
 
 def acceptance_length(survival: Sequence[float]) -> float:
     """Return tau = 1 + sum of P(accepted through i), the tokens emitted per step.
-
-    Args:
-        survival: P(accepted through i) for i = 1..K, non-increasing.
 
     Raises:
         ValueError: a probability is outside [0, 1] or larger than the one before it.
@@ -95,11 +82,7 @@ def constant_acceptance_length(alpha: float, num_speculative_tokens: int) -> flo
 def cycle_cost(
     num_speculative_tokens: int, *, draft_cost: float, verify_cost: float, overhead: float = 0.0
 ) -> float:
-    """Return kappa = K c + v(K + 1) + o.
-
-    Raises:
-        ValueError: K is negative, a cost is negative, or all of them are 0.
-    """
+    """Return kappa = K c + v(K + 1) + o."""
     _check_k(num_speculative_tokens, minimum=0)
     costs = {"draft_cost": draft_cost, "verify_cost": verify_cost, "overhead": overhead}
     for name, cost in costs.items():

@@ -11,11 +11,7 @@ def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
 
 
 def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
-    """Return distinct n-grams over all n-grams: 1 for text without repetition, near 0 for a loop.
-
-    Returns:
-        The share; 1.0 for a text too short to hold an n-gram.
-    """
+    """Return distinct n-grams over all n-grams: 1 without repetition, near 0 for a loop."""
     grams = [*ngrams(token_ids, size)]
     return len(set(grams)) / len(grams) if grams else 1.0
 

@@ -43,12 +43,7 @@ class HindsightK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedRequest:
-    """Records of one request, with the figures that follow from them.
-
-    Attributes:
-        request: None if it did not finish.
-        steps: in order.
-    """
+    """Records of one request, with the figures that follow from them."""
 
     request_id: str
     request: RequestRecord | None

@@ -29,12 +29,7 @@ KINDS: Mapping[str, type[TraceHeader] | type[RequestRecord] | type[StepRecord]] 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A part of a trace that could not be read.
-
-    Attributes:
-        where: line and byte, or part file.
-        what: what is wrong with it.
-    """
+    """A part of a trace that could not be read."""
 
     where: str
     what: str
@@ -110,12 +105,7 @@ MAX_LINE_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushRule:
-    """Limits on buffered records; the buffer is written when one of them is reached.
-
-    Attributes:
-        num_records: so many wait; no more are ever kept in memory.
-        seconds: so much time lies between the steps that wait.
-    """
+    """Limits on buffered records; the buffer is written when one of them is reached."""
 
     num_records: int
     seconds: float
@@ -206,7 +196,6 @@ class TraceWriter:
     Attributes:
         num_written: records that reached the file.
         failed: whether a write failed; a command that was asked for a trace reports this.
-        error: why it failed; None if it did not.
     """
 
     def __init__(self, sink: JsonLines, name: str) -> None:
@@ -222,10 +211,8 @@ class TraceWriter:
     def add(self, record: Record, changes: Mapping[str, Json] | None = None) -> None:
         """Buffer a record, and write the buffer if a limit is reached.
 
-        Args:
-            record: of any kind.
-            changes: values by field name that take the place of the record's: what the caller knows
-                and the engine does not.
+        `changes` has values by field name that take the place of the record's: what the caller
+        knows and the engine does not.
         """
         if self.failed:
             return
@@ -274,11 +261,7 @@ class TraceWriter:
 
 @contextmanager
 def open_trace(path: Path) -> Iterator[TraceWriter]:
-    """Open a trace for writing; an existing trace is replaced.
-
-    Raises:
-        InvalidRequest: it ends in something else, or cannot be written.
-    """
+    """Open a trace for writing, and replace an existing one; raises InvalidRequest."""
     check_suffix(path)
     try:
         sink = JsonLines(path.open("wb", buffering=0))

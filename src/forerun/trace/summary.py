@@ -117,7 +117,6 @@ class GroupSummary:
     """Totals over the steps of a group of requests, such as all requests with one tag.
 
     Attributes:
-        num_steps: their steps, plain ones and those that ended a prefill included.
         expected_accepted: sum over drafting steps of what the verifier was expected to accept.
     """
 

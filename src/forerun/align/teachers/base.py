@@ -63,11 +63,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessShare:
-    """One of several processes that together fill a cache on a shared disk.
-
-    Attributes:
-        wait: returns in all of them once all have called it.
-    """
+    """One of several processes that together fill a cache on a shared disk."""
 
     index: int = 0
     number: int = 1
@@ -144,12 +140,7 @@ ID_BYTES, COUNT_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSizes:
-    """Disk space of a cache.
-
-    Attributes:
-        row_bytes: of a learned row, at most.
-        fixed_bytes: whatever the number of rows.
-    """
+    """Disk space of a cache."""
 
     what: str
     row_bytes: int

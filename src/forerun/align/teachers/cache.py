@@ -48,11 +48,7 @@ Columns = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheIdentity:
-    """All settings that influence the cached rows of a given sample.
-
-    Attributes:
-        settings: all else, such as the dtype or the sampling parameters of drawn ids.
-    """
+    """All settings that influence the cached rows of a given sample."""
 
     kind: str
     target_hash: str

@@ -155,12 +155,7 @@ class FeatureTeacherRows(TeacherRows, Protocol):
 
 
 class FeaturesOfRows(HeadRows):
-    """Distributions and features of a batch, from given hidden states.
-
-    Args:
-        states: of the layers in order, then the last one.
-        batch: whose rows they are.
-    """
+    """Distributions and features of a batch, from given hidden states."""
 
     def __init__(
         self,

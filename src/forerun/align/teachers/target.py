@@ -30,7 +30,6 @@ class TargetModel:
     Args:
         body: token ids and positions to hidden states after the final norm; rows of several samples
             are recognised by their positions, which begin at 0 with each.
-        head: hidden states to logits.
     """
 
     body: nn.Module
@@ -144,7 +143,6 @@ class TargetHead:
     """An output projection, with the scaling and capping that some families apply to logits.
 
     Attributes:
-        weight: one row per token.
         divisor: logits are divided by it (Granite).
         cap: logits are bent to stay within plus and minus this (Gemma); None: they are not.
     """

@@ -31,11 +31,7 @@ class Mean:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums of counts, means and facts over the lines of one engine.
-
-    Attributes:
-        facts: other values by fact name; the first value stays.
-    """
+    """Sums of counts, means and facts over the lines of one engine."""
 
     counts: dict[str, float] = field(default_factory=dict)
     per_position: list[float] = field(default_factory=list)

@@ -138,11 +138,7 @@ class Readable(Protocol):
 
 
 class PartialSource:
-    """Binary stream that ends after a byte or time limit, such as the log of a running server.
-
-    Attributes:
-        stopped: the limit at which reading ended; None if the end was reached.
-    """
+    """Binary stream that ends after a byte or time limit, such as the log of a running server."""
 
     def __init__(self, file: Readable) -> None:
         self.file = file

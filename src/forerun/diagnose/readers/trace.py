@@ -141,11 +141,7 @@ PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperatur
 
 @dataclass(slots=True, kw_only=True)
 class TraceRead:
-    """Content of a trace that was read: totals, headers, requests and damage.
-
-    Attributes:
-        limit: the limit at which reading stopped, in words; None where all was read.
-    """
+    """Content of a trace that was read: totals, headers, requests and damage."""
 
     totals: TraceTotals = field(default_factory=TraceTotals)
     headers: list[TraceHeader] = field(default_factory=list)

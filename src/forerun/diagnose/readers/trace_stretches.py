@@ -33,7 +33,6 @@ class StretchCounts:
     """Drafting steps counted by stretch and by value of one property of the steps.
 
     Attributes:
-        stretch: index of the stretch.
         total: sum over them of the share of their draft that the verifier expected to accept.
         squares: sum of its squares.
     """
@@ -67,11 +66,7 @@ EMPTY = StretchCounts(
 
 @dataclass(slots=True, kw_only=True)
 class Stretches:
-    """Counts of drafting steps by stretch, for each property that is compared.
-
-    Attributes:
-        parts: counts by name of what is told apart, block by block.
-    """
+    """Counts of drafting steps by stretch, for each property that is compared."""
 
     request_ids: list[str] = field(default_factory=list)
     starts_s: list[float] = field(default_factory=list)

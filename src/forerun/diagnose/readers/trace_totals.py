@@ -23,15 +23,7 @@ SLICES = 16
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds of all cycles of one kind, split into drafting, target pass and rest.
-
-    Attributes:
-        num_cycles: steps of the engine, each with one target pass.
-        num_steps: the same, counted once per request that took part.
-        draft_s: seconds of drafting, like the others summed over the cycles.
-        verify_s: seconds of the target passes.
-        other_s: seconds of the rest.
-    """
+    """Seconds of all cycles of one kind, split into drafting, target pass and rest."""
 
     num_cycles: int = 0
     num_steps: int = 0

@@ -38,11 +38,7 @@ MAX_STAGED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadBatch(RowBatch):
-    """A pass of a head over rows whose states come from the target.
-
-    Attributes:
-        states: of every row, `Eagle3Head.fuse` of the target's features.
-    """
+    """A pass of a head over rows whose states are `Eagle3Head.fuse` of the target's features."""
 
     states: Float[Tensor, "rows width"]
 
@@ -179,7 +175,6 @@ class AttachedSequence(DraftSequence):
     """The state of one sequence in an EAGLE-3 head.
 
     Attributes:
-        features: of the rows that are not cached yet, in order.
         lacks_features: some row's features were not handed over, so that nothing can be drafted.
     """
 
@@ -210,13 +205,7 @@ class AttachedSequence(DraftSequence):
 
 
 class Eagle3Drafter(DraftModel):
-    """Drafts chains and trees with an EAGLE-3 head.
-
-    Args:
-        model: the head as a model over the target's token ids.
-        feature_layers: layers of the target that it reads, in the order it concatenates them.
-        vocab_size: number of token ids of the target.
-    """
+    """Drafts chains and trees with an EAGLE-3 head."""
 
     method = "eagle3"
 

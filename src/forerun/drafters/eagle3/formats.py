@@ -36,19 +36,15 @@ class Eagle3Config:
     """Sizes and flags of an EAGLE-3 head.
 
     Attributes:
-        target_vocab_size: width of the target's logits.
         feature_layers: layers of the target whose input is concatenated, in this order; layer 0
             stands for the embeddings, the number of layers for what leaves the last one.
         hidden_size: width of the head; with the target's embedding it is that of the target.
-        norm_eps: added to the mean square in every norm.
         rope: rotary positions as transformers writes them (`rope_parameters`).
-        max_positions: longest context the head was made for.
         norm_before_residual: the residual carries the normed instead of the un-normed state.
         norm_output: what is fed back is the state after the final norm instead of before it
             (vLLM, speculators and TensorRT-LLM use the flag in this sense, SpecForge in another).
         norm_before_fc: one RMS norm over the concatenated states, ahead of `fc`.
         fc_norm: one RMS norm per state, ahead of `fc`.
-        own_embedding: the checkpoint has token embeddings of its own.
     """
 
     target_hidden_size: int

@@ -171,16 +171,12 @@ class Eagle3Head(nn.Module):
         positions: Int64[Tensor, "*rows"],
         attend: Attend,
     ) -> Float[Tensor, "*rows width"]:
-        """Run the head's decoder layer.
+        """Run the head's decoder layer and return what leaves it, for `logits` and `fed_back`.
 
         Args:
             embedded: embedding of token t + 1 in row t.
             hidden: state of row t: `fuse` of the target's hidden states, or `fed_back`.
             positions: t, for the rotary embedding.
-            attend: the attention.
-
-        Returns:
-            What leaves the layer, for `logits` and `fed_back`.
         """
         cos, sin = self.rotations(positions, embedded.dtype)
         output: Tensor = self.layers[0](embedded, hidden, cos, sin, attend)

@@ -56,8 +56,6 @@ class GoldenRows:
 
     Attributes:
         tokens: of the text; row t reads token t + 1, so there is one more than rows.
-        features: of the target, for all rows but the last `NUM_CHAIN`.
-        embedded: of the rows' tokens.
         top_tokens: the target's id of every row's most likely token.
         fingerprints: one number per weight, by its name, so that a changed weight can be named.
     """
@@ -235,9 +233,7 @@ class GateReport:
     """A checked head, and the settings of config.json that its golden rows contradict.
 
     Attributes:
-        head: with the flags that give its golden rows.
         changes: readings that differ from config.json, in words; empty where the file is right.
-        is_checked: there are golden rows.
     """
 
     head: Eagle3Head

@@ -23,12 +23,7 @@ from forerun.native.library import MatrixKind, PassStruct, VectorKind
 
 
 class Eagle3Model(StoredModel):
-    """A LanguageModel over an EAGLE-3 head; logits of tokens it cannot draft are -inf.
-
-    Args:
-        head: on the target's device, in the dtype to compute in.
-        target: gives the embedding, where the head has none.
-    """
+    """A LanguageModel over an EAGLE-3 head; logits of tokens it cannot draft are -inf."""
 
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
         config, dtype = head.config, head.fc.weight.dtype
@@ -86,11 +81,7 @@ class Eagle3Model(StoredModel):
 
 
 class NativeEagle3Model(NativeModel):
-    """An EAGLE-3 head whose passes run in the CPU kernels, as those of its target do.
-
-    Args:
-        head: on the CPU, in the target's dtype, without an embedding of its own.
-    """
+    """An EAGLE-3 head whose passes run in the CPU kernels, as those of its target do."""
 
     def __init__(self, head: Eagle3Head, target: NativeModel) -> None:
         config = head.config

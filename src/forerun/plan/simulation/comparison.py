@@ -72,9 +72,6 @@ class Oracle:
 
     All requests of a phase meet the same texts under every controller, so request-seconds of their
     decode steps can be compared between runs.
-
-    Attributes:
-        decode_s: request-seconds of decode steps at that K, by phase.
     """
 
     ks: tuple[int, ...]
@@ -108,11 +105,7 @@ def _phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
 
 
 class ControllerComparison:
-    """Runs the same workload once under each of several controllers.
-
-    Args:
-        costs: costs of cycles, which the controllers receive, too.
-    """
+    """Runs the same workload once under each of several controllers."""
 
     def __init__(self, workload: Workload, costs: DraftCosts, *, seed: int) -> None:
         self.workload = workload

@@ -199,7 +199,6 @@ class Workload(Settings, frozen=True):
     """Everything that a simulation needs except the cost table and the controller.
 
     Attributes:
-        phases: acceptance of drafts, for one run of requests after the other.
         arrivals: arrival times; empty: all at time 0.
         sibling_acceptance: P(a further likely token is accepted | those before it at the same
             place are not), for draft trees; 0 means that branches are never accepted.
@@ -269,11 +268,7 @@ def _check_lengths(lengths: Lengths, name: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Figures of one request of a trace.
-
-    Attributes:
-        record: record of its end; None where it did not end.
-    """
+    """Figures of one request of a trace."""
 
     first_token_s: float
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)

@@ -45,11 +45,8 @@ class SimulatedRequest:
         alphas: P(accepted | all before it accepted) by drafted position.
         tpot_target_s: most seconds per token it should take; None: no target.
         text: one number per output token; see `Traffic.text`.
-        num_unread: prompt tokens the target has not read.
         num_nodes: tokens drafted in the current step, more than levels in a tree.
-        tree: topology of the current draft where it is a tree; None for a chain.
         sibling_acceptance: P(a further child is accepted | those before it are not).
-        num_tested: drafted tokens verified in the current step.
     """
 
     __slots__ = (
@@ -171,14 +168,7 @@ class States(Sequence[RequestState]):
 
 
 class SimulatedCycle:
-    """Holds the figures that all requests of a cycle share.
-
-    Attributes:
-        draft_s: seconds of drafting.
-        verify_s: seconds of the target pass.
-        other_s: seconds of everything else.
-        num_rows: rows of the pass.
-    """
+    """Holds the figures that all requests of a cycle share."""
 
     __slots__ = (
         "draft_s", "num_prefill_rows", "num_rows", "number", "other_s", "started_s", "verify_s",

@@ -18,8 +18,6 @@ class SimulationTally:
 
     Attributes:
         decode_s: request-seconds of decode steps, by phase.
-        depths: decode steps by phase and tokens drafted.
-        busy_s: seconds of cycles.
         arrival_s: arrivals of finished requests, in the order they finished.
     """
 
@@ -67,11 +65,7 @@ class SimulationTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Mean and quantiles of seconds over requests.
-
-    Attributes:
-        mean: mean over all requests.
-    """
+    """Mean and quantiles of seconds over requests."""
 
     mean: float
     p50: float
@@ -84,7 +78,6 @@ class PhaseResult:
 
     Attributes:
         decode_s: request-seconds of the steps, summed over the requests that waited for them.
-        num_accepted: number of drafted tokens that were accepted.
     """
 
     num_steps: int
@@ -111,7 +104,6 @@ class Result:
 
     Attributes:
         total_s: seconds from the first arrival to the last token.
-        busy_s: seconds of that in cycles.
         ttft_s: seconds to the first token, waiting included.
         tpot_s: seconds per token after it, mean of each request.
     """

@@ -72,11 +72,7 @@ class CycleTimes:
 
 
 class Times:
-    """Holds cycle times by batch size and bucket of contexts.
-
-    Args:
-        reading: cost of reading prompts; None: estimated from the table.
-    """
+    """Holds cycle times by batch size and bucket of contexts."""
 
     def __init__(self, table: CostTable, reading: ReadingCost | None = None) -> None:
         self.table = table
@@ -141,10 +137,9 @@ class Server:
         self.running: list[SimulatedRequest] = []
 
     def serve(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Simulate requests from the first arrival to the last token.
+        """Simulate requests, in order of arrival, from the first arrival to the last token.
 
-        Args:
-            requests: by arrival. Every cycle reads some of a prompt or emits a token, so this ends.
+        Every cycle reads some of a prompt or emits a token, so this ends.
         """
         num_arrived, num_requests = 0, len(requests)
         max_batch = self.config.max_batch

@@ -72,7 +72,6 @@ class Traffic:
     """Arrival, lengths and acceptance of all requests, in the order of arrival.
 
     Attributes:
-        arrival_s: seconds from the start.
         alphas: P(accepted | all before it accepted) by position, shared between requests alike.
         tpot_target_s: most seconds per token they should take; None: no target.
     """

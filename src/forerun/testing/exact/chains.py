@@ -22,11 +22,7 @@ Decision = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainRows:
-    """Input of verification for all pairs and histories, flattened to rows.
-
-    Attributes:
-        draft: likewise; verification may read all but the last row.
-    """
+    """Input of verification for all pairs and histories, flattened to rows."""
 
     target: Float64[Tensor, "batch rows vocab"]
     draft: Float64[Tensor, "batch rows vocab"]
@@ -140,12 +136,7 @@ NUM_PROMPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Emitted:
-    """Output distribution of one or more enumerated steps.
-
-    Attributes:
-        joint: distribution of the first `horizon` tokens under each pair.
-        num_histories: possible histories summed over, all pairs together.
-    """
+    """Output distribution of one or more enumerated steps."""
 
     joint: Float64[Tensor, "pairs texts"]
     num_histories: int

@@ -29,7 +29,6 @@ class Histories:
     histories applies to equal runs of them.
 
     Attributes:
-        weights: probability of each history under each pair.
         prefixes: the tokens each history committed (see `pairs` for the numbering).
         intervals: by key, where its uniform lies: lower and upper ends, (pairs, ancestors).
     """

@@ -99,11 +99,7 @@ SHAPES: Mapping[str, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShapedPairs(ModelPairs):
-    """Pairs whose target rows the engine's processors compute with penalties and masks.
-
-    Attributes:
-        seen: by committed tokens and draft tokens above the row, the rows for every prefix.
-    """
+    """Pairs whose target rows the engine's processors compute with penalties and masks."""
 
     seen: Mapping[tuple[int, int], Tensor]
 
@@ -136,11 +132,7 @@ def shaped_pairs(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForeignPairs(ModelPairs):
-    """Pairs whose drafts have another vocabulary, drafting the tokens that both have.
-
-    Attributes:
-        verified: the draft's rows that verification reads, per level.
-    """
+    """Pairs whose drafts have another vocabulary, drafting the tokens that both have."""
 
     verified: Table
 
@@ -255,12 +247,7 @@ def _masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedView:
-    """History of a row with a deliberate bug, as the processors read it.
-
-    Attributes:
-        shape: of the distributions that depend on it, see `shaped.SHAPES`.
-        view: the flawed history of a row.
-    """
+    """History of a row with a deliberate bug, as the processors read it."""
 
     name: str
     shape: str

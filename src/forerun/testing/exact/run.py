@@ -52,11 +52,9 @@ class VerifierResult:
     """Result of the enumeration for one verifier of the engine.
 
     Attributes:
-        num_pairs: pairs of target and draft distributions enumerated.
         num_histories: possible histories summed over, all pairs together; steps for `coupled`.
         worst_tv: largest total variation to the target's joint distribution; for `coupled`, the
             share of steps that differ from plain decoding.
-        detail: the property found missing, if one was.
     """
 
     name: str
@@ -72,11 +70,7 @@ class VerifierResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedResult:
-    """Result of the enumeration for one deliberate bug.
-
-    Attributes:
-        num_pairs: pairs of distributions it was tried on.
-    """
+    """Result of the enumeration for one deliberate bug."""
 
     name: str
     num_pairs: int

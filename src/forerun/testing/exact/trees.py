@@ -37,7 +37,6 @@ class DrawnTrees:
     """All drafts with one tree topology, after every prefix of one length.
 
     Attributes:
-        probs: probability of each draft.
         draft: row of each expanded parent that its children were drawn from.
         target: the target's row after the prefix and after every node.
     """
@@ -66,12 +65,7 @@ def _as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeVerifier:
-    """Functions that draw and verify trees in the enumeration, by default the engine's.
-
-    Attributes:
-        damage: what a planted bug does to trees before they are verified.
-        keys: keys of tests and final draws, from request key, committed tokens and nodes.
-    """
+    """Functions that draw and verify trees in the enumeration, by default the engine's."""
 
     rule: TreeRule
     stage: Stage = tree_weights

@@ -36,7 +36,6 @@ class Walker:
     """The target walk and the noise keys of its draws, by default the engine's.
 
     Attributes:
-        walk: accepted path and final token, from tree, draft tokens and target tokens.
         keys: per row, from request key, committed tokens and tree.
         sampled: whether chains are drawn from the draft; otherwise trees hold its top tokens.
     """
