@@ -85,8 +85,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "olmo2": ("Olmo2ForCausalLM", {"num_key_value_heads": 1}),
     "granite": ("GraniteForCausalLM", {"num_key_value_heads": 1} | MULTIPLIERS),
 }
-# Those that every runner carries, and those some of whose layers forget.
+# Those that every runner carries, those that the native runner carries too, and those some of whose
+# layers forget.
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
+NATIVE = ("mistral-sliding", "qwen2-mixed", "qwen3-mixed")
 SLIDING = ("mistral-sliding", "qwen2-mixed", "qwen3-mixed", "gemma3", "phi3-sliding")
 
 # Networks that with their first seed hardly say more than one token: another seed.

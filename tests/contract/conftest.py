@@ -93,8 +93,8 @@ NETWORKS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
-# What no runner but the eager one carries.
-EAGER_ONLY = tuple(family for family in tiny.FAMILIES if family not in tiny.LEAN)
+# What the graphs runner does not carry.
+SPECIAL = tuple(family for family in tiny.FAMILIES if family not in tiny.LEAN)
 
 
 RUNNERS: dict[str, Callable[[PreTrainedModel], LanguageModel]] = {
@@ -133,8 +133,8 @@ def hidden_states(network: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 
 def random_network(name: str) -> PreTrainedModel:
-    if name in EAGER_ONLY:
-        return tiny.network(name, scale=0.25, vocab_size=VOCAB_SIZE, max_context=512)
+    if name in SPECIAL:
+        return tiny.network(name, scale=0.2, vocab_size=VOCAB_SIZE, max_context=512)
     network = NETWORKS[name]().eval().requires_grad_(False)
     # Biases start at 0 and norms at 1, which would hide their being forgotten.
     generator = torch.Generator().manual_seed(0)
@@ -163,7 +163,8 @@ def tabular_case(order: int) -> Case:
 # Tracing is slow, and sees no difference between networks of the same operations.
 CASES = [
     *((name, runner) for runner in RUNNERS for name in NETWORKS if runner != "traced"),
-    *((name, "eager") for name in EAGER_ONLY),
+    *((name, "eager") for name in SPECIAL),
+    *((name, "native") for name in tiny.NATIVE),
     *(
         pytest.param((name, "traced"), marks=pytest.mark.full, id=f"{name}-traced")
         for name in ("llama", "qwen2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests import tiny
-from tests.contract.conftest import EAGER_ONLY, NETWORKS, RUNNERS, VOCAB_SIZE, random_network
+from tests.contract.conftest import NETWORKS, RUNNERS, SPECIAL, VOCAB_SIZE, random_network
 from tests.contract.test_language_model import feed, score, text
 from tests.natives import native_model
 from tests.tabular import TabularModel
@@ -21,7 +21,8 @@ BLOCKS = [
         for runner in ("torch", "rectangles", "native", "native-2")
         for name in NETWORKS
     ),
-    *((name, "eager") for name in (*NETWORKS, *EAGER_ONLY)),
+    *((name, "eager") for name in (*NETWORKS, *SPECIAL)),
+    *((name, "native") for name in tiny.NATIVE),
     ("qwen3", "traced"),
 ]
 

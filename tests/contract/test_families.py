@@ -26,6 +26,7 @@ from forerun.models.attention import AttentionPass
 from forerun.models.base import Context, LanguageModel
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model
+from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -158,13 +159,15 @@ def test_bf16_is_close_to_fp32(member):
 def test_a_folder_loads_with_the_fastest_runner_that_carries_it(member, tmp_path):
     member.network.save_pretrained(tmp_path)
     model = load_model(tmp_path, device="cpu", max_batch=4, max_context=tiny.MAX_CONTEXT)
-    assert isinstance(model, HuggingFaceModel) == (member.family not in tiny.LEAN)
+    carried = ("native",) if member.family in tiny.NATIVE else ("native", "graphs")
+    if member.family not in tiny.LEAN + tiny.NATIVE:
+        carried = ()
+    assert isinstance(model, NativeModel if carried else HuggingFaceModel)
     assert model.num_parameters == member.model.num_parameters
     assert texts(model, GREEDY) == member.expected
-    if member.family not in tiny.LEAN:
-        for runner in ("native", "graphs"):
-            with pytest.raises(RunnerUnavailable, match="only the eager runner supports"):
-                load_model(tmp_path, device="cpu", runner=runner)
+    for runner in {"native", "graphs"} - {*carried}:
+        with pytest.raises(RunnerUnavailable, match=r"runner (supports|does not support)"):
+            load_model(tmp_path, device="cpu", runner=runner)
 
 
 @pytest.mark.parametrize("change", [None, -1, 1], ids=["ignored", "too short", "too long"])

@@ -48,7 +48,7 @@ def draft_of(family: str, name: str) -> PreTrainedModel:
     return tiny.network(family, **DRAFTS.get(name, {}))
 
 
-@pytest.mark.parametrize("family", tiny.LEAN)
+@pytest.mark.parametrize("family", tiny.LEAN + tiny.NATIVE)
 def test_in_fp32_texts_are_those_of_the_eager_runner(family):
     network = tiny.network(family)
     expected = answers(tiny.engine_over(tiny.adapted(network)))
@@ -88,7 +88,7 @@ def test_runners_may_be_mixed():
         assert answers(tiny.engine_over(target, tiny.drafting(draft), k=3)) == expected
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2-mixed"])
 def bf16(request) -> tuple[str, NativeModel]:
     return request.param, natively(tiny.network(request.param), torch.bfloat16)
 

@@ -8,9 +8,9 @@ family, and fused where the input is the same: query, key and value; gate and up
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float16, Int8
@@ -54,19 +54,25 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionVariant:
-    """Biases and norms in the attention of a model family; see `Decoder` for the attributes."""
+    """What the attention of a model family has.
+
+    Attributes:
+        windows: layers with the window of the configuration: none, all, or those that `layer_types`
+            lists as sliding.
+    """
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    windows: Literal["none", "all", "listed"] = "none"
 
 
 # The families that `Decoder` covers. Others may differ from it even where their settings do not.
 ATTENTION_VARIANTS: Mapping[str, AttentionVariant] = MappingProxyType(
     {
         "LlamaForCausalLM": AttentionVariant(),
-        "MistralForCausalLM": AttentionVariant(),
-        "Qwen2ForCausalLM": AttentionVariant(qkv_bias=True),
-        "Qwen3ForCausalLM": AttentionVariant(qk_norm=True),
+        "MistralForCausalLM": AttentionVariant(windows="all"),
+        "Qwen2ForCausalLM": AttentionVariant(qkv_bias=True, windows="listed"),
+        "Qwen3ForCausalLM": AttentionVariant(qk_norm=True, windows="listed"),
     }
 )
 
@@ -78,6 +84,8 @@ class Decoder:
     Attributes:
         inv_freq: rotation per position of each pair (i, i + head_dim / 2), in radians, fp32.
         rope_scale: factor on sine and cosine (1 for every rotation supported so far).
+        windows: per layer, how many positions a row sees, its own included; None: all. Empty: every
+            layer sees all.
     """
 
     architecture: Architecture
@@ -88,6 +96,23 @@ class Decoder:
     qkv_bias: bool
     qk_norm: bool
     tied: bool
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of every layer."""
+        return self.windows or (None,) * self.architecture.num_layers
+
+    def within(self, num_positions: int) -> Decoder:
+        """Return the decoder without the windows that hide nothing of so many positions."""
+        kept = (w if w is None or w < num_positions else None for w in self.windows)
+        return replace(self, windows=tuple(kept))
+
+    @property
+    def beyond_graphs(self) -> str | None:
+        """The first feature that the graphs runner does not have, or None."""
+        sliding = [window for window in self.windows if window is not None]
+        return f"sliding-window attention (sliding_window={sliding[0]})" if sliding else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,21 +145,11 @@ class EndWeights:
     head: Float[Tensor, "vocab hidden"]
 
 
-def unsupported(
-    architecture: Architecture, settings: Mapping[str, Any], num_positions: int | None = None
-) -> str | None:
-    """Return the first feature of a model that only the eager runner has, or None.
-
-    A sliding window of as many positions as the KV store has room for (`num_positions`; None: any
-    number) hides nothing.
-    """
+def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str | None:
+    """Return the first feature of a model that only the eager runner has, or None."""
     rope = settings.get("rope_parameters") or {}
-    window = settings.get("sliding_window")
     objections = {
         architecture.name: architecture.name not in ATTENTION_VARIANTS,
-        f"sliding-window attention (sliding_window={settings.get('sliding_window')})": (
-            window is not None and (num_positions is None or window < num_positions)
-        ),
         f"hidden_act {settings.get('hidden_act')!r}": settings.get("hidden_act") not in SILU,
         "biases in the feed-forward (mlp_bias)": settings.get("mlp_bias"),
         "a bias on the attention output (attention_bias)": settings.get("attention_bias"),
@@ -158,7 +173,21 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         qkv_bias=variant.qkv_bias,
         qk_norm=variant.qk_norm,
         tied=settings["tie_word_embeddings"],
+        windows=_windows(variant, settings, architecture.num_layers),
     )
+
+
+def _windows(
+    variant: AttentionVariant, settings: Mapping[str, Any], num_layers: int
+) -> tuple[int | None, ...]:
+    """Return the window of every layer."""
+    window = None if variant.windows == "none" else settings.get("sliding_window")
+    if variant.windows != "listed":
+        return (window,) * num_layers
+    kinds = settings["layer_types"]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} of {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def rotation(architecture: Architecture, settings: Mapping[str, Any]) -> tuple[Tensor, float]:

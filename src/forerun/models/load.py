@@ -236,9 +236,9 @@ class ModelFiles:
         """Check the weight files and return the sizes and constants of the model."""
         num_positions = self.geometry.capacity + self.geometry.max_staged_rows
         try:
-            if objection := unsupported(self.architecture, self.settings, num_positions):
+            if objection := unsupported(self.architecture, self.settings):
                 raise RunnerUnavailable(f"only the eager runner supports {objection}")
-            decoder = read_decoder(self.architecture, self.settings)
+            decoder = read_decoder(self.architecture, self.settings).within(num_positions)
         except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidModel(
                 f"the configuration in {self.checkpoint.folder} cannot be used: "
@@ -332,6 +332,8 @@ def _graphs(files: ModelFiles) -> LanguageModel:
     from forerun.models.runner.graphs.model import build_torch_model
 
     decoder = files.read_decoder()
+    if objection := decoder.beyond_graphs:
+        raise RunnerUnavailable(f"the graphs runner does not support {objection}")
     read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
     return build_torch_model(decoder, read, files.geometry, files.device)
 

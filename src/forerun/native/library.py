@@ -170,6 +170,7 @@ class Sizes(Structure):
         ("norm_eps", c_float),
         ("rope_scale", c_float),
         ("inv_freq", c_void_p),
+        ("layers", c_void_p),
         *((name, c_int32) for name in ("is_attached", "norm_before_residual")),
         *((name, c_int32) for name in ("norm_output", "borrows_embedding")),
         ("formats", c_void_p),

@@ -158,6 +158,7 @@ def new_decoder(
     architecture = decoder.architecture
     inv_freq = decoder.inv_freq.contiguous()
     listed = array("i", formats)
+    layers = array("i", (window or 0 for window in decoder.layer_windows))
     sizes = Sizes(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -170,6 +171,7 @@ def new_decoder(
         norm_eps=decoder.norm_eps,
         rope_scale=decoder.rope_scale,
         inv_freq=inv_freq.data_ptr(),
+        layers=layers.buffer_info()[0],
         formats=listed.buffer_info()[0] if listed else None,
         **flags,
     )

@@ -1,6 +1,7 @@
 // Query heads over the keys of one sequence: scores, softmax, weighted sum of values.
 //
-// A row sees a prefix of its slot and, in a token tree, some of the rows after it. Rows that share a
+// A row sees a prefix of its slot and, in a token tree, some of the rows after it; in a layer with a
+// window only the last of these. Rows that share a
 // key/value head are computed together, so that keys and values are read once for all of them; yet
 // what a row computes, and in which order, depends on nothing but what it sees. What it sees is
 // walked in order and without gaps: the result is the same to the bit alone or among others, and
@@ -13,20 +14,26 @@
 
 namespace forerun {
 
-// Indices [0, num_prefix) and then `others`, ascending.
+// Indices [first, end) and then `others`, ascending.
 struct Seen {
-    int num_prefix = 0;
+    int first = 0, end = 0;
     const int* others = nullptr;
     int num_others = 0;
 
-    int size() const { return num_prefix + num_others; }
+    int size() const { return end - first + num_others; }
+
+    // What is left of a whole prefix and `others` from a position on.
+    Seen from(int position) const {
+        const int dropped = std::max(0, position - end);
+        return {std::min(position, end), end, others + dropped, num_others - dropped};
+    }
 };
 
 template <class T>
 struct Query {
     const T* head;     // [dim], rotated
-    const Seen* seen;
-    float* scores;     // scratch for seen->size() floats rounded up to whole blocks
+    Seen seen;
+    float* scores;     // scratch for all that queries computed together see, rounded up to blocks
     T* out;            // [dim]
 };
 
@@ -84,16 +91,19 @@ void score_blocks(const Query<T>* queries, const KeyBlock<T>* blocks, int num_wo
             store(queries[q].scores + place + b * kBlockKeys, sums[b][q] * splat(scale));
 }
 
-// The sum over keys [0, num_keys) of weight times value, for some vectors of some queries.
+// Adds the sum over `num_keys` keys of weight times value, for some vectors of some queries. Weights
+// begin at `place` of the scores.
 template <class T, int kQueries, int kWidth>
-void weigh(const Query<T>* queries, const T* values, int dim, int num_keys,
+void weigh(const Query<T>* queries, const T* values, int dim, int place, int num_keys,
            Floats (*result)[kWidth]) {
-    Floats sums[kQueries][kWidth]{};
+    Floats sums[kQueries][kWidth];
+    for (int q = 0; q < kQueries; ++q)
+        for (int v = 0; v < kWidth; ++v) sums[q][v] = result[q][v];
     for (int k = 0; k < num_keys; ++k) {
         Floats value[kWidth];
         for (int v = 0; v < kWidth; ++v) value[v] = load(values + size_t(k) * dim + v * kLanes);
         for (int q = 0; q < kQueries; ++q) {
-            const Floats weight = splat(queries[q].scores[k]);
+            const Floats weight = splat(queries[q].scores[place + k]);
             for (int v = 0; v < kWidth; ++v) sums[q][v] += weight * value[v];
         }
     }
@@ -127,17 +137,19 @@ class Attention {
           scale_(1.f / std::sqrt(float(dim))) {}
 
     void attend(const Query<T>* queries, int num_queries) const {
-        int num_prefix = 0;
-        for (int q = 0; q < num_queries; ++q)
-            num_prefix = std::max(num_prefix, queries[q].seen->num_prefix);
-        score(queries, num_queries, num_prefix, 0, [](int key) { return key; });
+        int first = queries[0].seen.first, end = 0;
+        for (int q = 0; q < num_queries; ++q) {
+            first = std::min(first, queries[q].seen.first);
+            end = std::max(end, queries[q].seen.end);
+        }
+        score(queries, num_queries, end - first, 0, [&](int key) { return first + key; });
         for (int q = 0; q < num_queries; ++q) {  // what lies in trees, over what was too much
-            const Seen& seen = *queries[q].seen;
-            score(queries + q, 1, seen.num_others, seen.num_prefix,
+            const Seen& seen = queries[q].seen;
+            score(queries + q, 1, seen.num_others, seen.end - first,
                   [&](int key) { return seen.others[key]; });
         }
-        for (int first = 0; first < num_queries; first += kTileQueries)
-            mean(queries + first, std::min(kTileQueries, num_queries - first));
+        for (int q = 0; q < num_queries; q += kTileQueries)
+            mean(queries + q, std::min(kTileQueries, num_queries - q), first);
     }
 
   private:
@@ -178,40 +190,58 @@ class Attention {
             kOne[num_queries - 1](queries, blocks + b, num_words_, place + b * kBlockKeys, scale_);
     }
 
-    void mean(const Query<T>* queries, int num_queries) const {
+    // Keys [begin, end) that all of some queries see; scores begin with the key `first`.
+    struct Common {
+        int first, begin, end;
+    };
+
+    void mean(const Query<T>* queries, int num_queries, int first) const {
         float totals[kTileQueries];
-        int common = queries[0].seen->num_prefix;
+        Common common{first, first, queries[0].seen.end};
         for (int q = 0; q < num_queries; ++q) {
-            totals[q] = softmax(queries[q].scores, queries[q].seen->size());
-            common = std::min(common, queries[q].seen->num_prefix);
+            const Seen& seen = queries[q].seen;
+            totals[q] = softmax(queries[q].scores + seen.first - first, seen.size());
+            common.begin = std::max(common.begin, seen.first);
+            common.end = std::min(common.end, seen.end);
         }
         int v = 0;
         for (; v + 4 <= dim_ / kLanes; v += 4) mean_part<4>(queries, num_queries, common, v, totals);
         for (; v < dim_ / kLanes; ++v) mean_part<1>(queries, num_queries, common, v, totals);
     }
 
-    // Vectors [first, first + kWidth) of the means: the keys all queries see, then each one's rest.
-    // Keys a query does not see are not even multiplied by 0: they may hold anything.
+    // Vectors [vector, vector + kWidth) of the means: of every query the keys before those that all
+    // see, these, and its rest. Keys a query does not see are not even multiplied by 0: they may hold
+    // anything.
     template <int kWidth>
-    void mean_part(const Query<T>* queries, int num_queries, int common, int first,
+    void mean_part(const Query<T>* queries, int num_queries, const Common& common, int vector,
                    const float* totals) const {
         static constexpr decltype(&weigh<T, 1, kWidth>) kTiles[kTileQueries] = {
             weigh<T, 1, kWidth>, weigh<T, 2, kWidth>, weigh<T, 3, kWidth>,
             weigh<T, 4, kWidth>, weigh<T, 5, kWidth>, weigh<T, 6, kWidth>};
-        Floats sums[kTileQueries][kWidth];
-        const T* values = values_ + first * kLanes;
-        kTiles[num_queries - 1](queries, values, dim_, common, sums);
+        Floats sums[kTileQueries][kWidth]{};
+        const T* values = values_ + vector * kLanes;
+        const auto add = [&](int q, int key, int place) {
+            const Floats weight = splat(queries[q].scores[place]);
+            for (int v = 0; v < kWidth; ++v)
+                sums[q][v] += weight * load(values + size_t(key) * dim_ + v * kLanes);
+        };
+        const bool has_common = common.begin < common.end;
+        if (has_common) {
+            for (int q = 0; q < num_queries; ++q)
+                for (int key = queries[q].seen.first; key < common.begin; ++key)
+                    add(q, key, key - common.first);
+            kTiles[num_queries - 1](queries, values + size_t(common.begin) * dim_, dim_,
+                                    common.begin - common.first, common.end - common.begin, sums);
+        }
         for (int q = 0; q < num_queries; ++q) {
-            const Seen& seen = *queries[q].seen;
-            for (int place = common; place < seen.size(); ++place) {
-                const int key = place < seen.num_prefix ? place : seen.others[place - seen.num_prefix];
-                const Floats weight = splat(queries[q].scores[place]);
-                for (int v = 0; v < kWidth; ++v)
-                    sums[q][v] += weight * load(values + size_t(key) * dim_ + v * kLanes);
-            }
+            const Seen& seen = queries[q].seen;
+            for (int key = has_common ? common.end : seen.first; key < seen.end; ++key)
+                add(q, key, key - common.first);
+            for (int i = 0; i < seen.num_others; ++i)
+                add(q, seen.others[i], seen.end - common.first + i);
             const Floats inverse = splat(1.f / totals[q]);
             for (int v = 0; v < kWidth; ++v)
-                store(queries[q].out + (first + v) * kLanes, sums[q][v] * inverse);
+                store(queries[q].out + (vector + v) * kLanes, sums[q][v] * inverse);
         }
     }
 

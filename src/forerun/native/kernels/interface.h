@@ -7,12 +7,18 @@
 
 extern "C" {
 
+// What differs between the layers of a decoder.
+struct ForerunLayer {
+    int32_t window;  // positions that a row sees, its own included; 0: all
+};
+
 // Sizes and constants; see models/decoder.py.
 struct ForerunSizes {
     int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
     int32_t vocab_size, tied;
     float norm_eps, rope_scale;
     const float* inv_freq;  // [head_dim / 2]; copied
+    const ForerunLayer* layers;  // [num_layers]; copied
     // An EAGLE-3 head: the input of the layer is [normed embedding; normed state]. The residual carries
     // the state, normed or not, and what leaves the layer, normed or not, is the state of the next row.
     int32_t is_attached, norm_before_residual, norm_output;

@@ -106,6 +106,7 @@ class Decoder final : public AnyDecoder {
     AnyDecoder* requantised(const int32_t* formats) const override {
         ForerunSizes sizes = weights_.sizes;
         sizes.inv_freq = weights_.inv_freq.data();
+        sizes.layers = weights_.kinds.data();
         sizes.formats = formats;
         sizes.borrows_embedding = 1;
         auto made = std::make_unique<Decoder>(crew_, sizes);

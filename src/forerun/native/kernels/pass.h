@@ -145,7 +145,7 @@ class Pass {
                 const int node = offset - span.num_chain;
                 Seen seen;
                 const int own = span.start + offset + 1;
-                seen.num_prefix = node < 0 && span.causal ? own : root;
+                seen.end = node < 0 && span.causal ? own : root;
                 seen.num_others = node < 0 ? 0 : push_path(parents, node, root);
                 s_.slots[row + offset] = span.slot;
                 s_.indices[row + offset] = span.start + offset;
@@ -333,16 +333,19 @@ class Pass {
 
     void attend(int index, const AttendItem& item, int kv_head, int thread) {
         const int dim = w_.sizes.head_dim, slot = s_.slots[item.first_row];
+        const int window = w_.kinds[index].window;
         Query<T>* queries = s_.asked[thread].data();
         int num_queries = 0;
-        for (int row = item.first_row; row < item.first_row + item.num_rows; ++row)
+        for (int row = item.first_row; row < item.first_row + item.num_rows; ++row) {
+            const int first = window ? std::max(0, s_.positions[row] + 1 - window) : 0;
             for (int head = kv_head * groups_; head < (kv_head + 1) * groups_; ++head) {
                 const size_t at = size_t(row) * w_.query_rows + size_t(head) * dim;
-                queries[num_queries] = {&s_.queries[at], &s_.seen[row],
+                queries[num_queries] = {&s_.queries[at], s_.seen[row].from(first),
                                         &s_.scores[thread][num_queries * score_stride()],
                                         &s_.heads[at]};
                 ++num_queries;
             }
+        }
         const Attention<T> attention(cached(2 * index, slot, kv_head, 0),
                                      cached(2 * index + 1, slot, kv_head, 0), dim);
         attention.attend(queries, num_queries);

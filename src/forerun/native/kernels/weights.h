@@ -36,6 +36,7 @@ class Weights {
           padded_intermediate((given.intermediate_size + kHalfPanel - 1) / kHalfPanel * kHalfPanel),
           input_width(given.is_attached ? 2 * given.hidden_size : given.hidden_size),
           inv_freq(given.inv_freq, given.inv_freq + given.head_dim / 2),
+          kinds(given.layers, given.layers + given.num_layers),
           layers(given.num_layers),
           buffer_(lay_out(nullptr)) {
         lay_out(buffer_.data());
@@ -144,6 +145,7 @@ class Weights {
     const int padded_intermediate;
     const int input_width;  // of the attention's input
     std::vector<float> inv_freq, last_norm;
+    const std::vector<ForerunLayer> kinds;
     std::vector<Layer> layers;
     Matrix head;
 
