@@ -22,7 +22,6 @@ CLEAN: tuple[str, ...] = (
     "align",
     "atomic_write.py",
     "audit",
-    "bounded_documents.py",
     "bounded_read.py",
     "cache.py",
     "cli",

@@ -27,8 +27,7 @@ from forerun.align.objectives import (
     make_objective,
     objective_of,
 )
-from forerun.align.packing import Packing
-from forerun.align.samples import PackedBatch, Sample
+from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.teachers.hidden import OnlineFeatures
 from forerun.align.teachers.target import load_target
 from forerun.align.trainer import Trainer, make_accelerator

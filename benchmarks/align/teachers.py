@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
-from forerun.align.packing import Packing
 from forerun.align.rounds import TeacherSource, make_teacher
-from forerun.align.samples import PackedBatch, Sample, prompt_hash
+from forerun.align.samples import PackedBatch, Packing, Sample, prompt_hash
 from forerun.align.teachers.base import Teacher
 from forerun.models.load import load_tokenizer
 from forerun.provenance import collect, content_hash

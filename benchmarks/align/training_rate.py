@@ -30,9 +30,8 @@ from forerun.align.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_lo
 from forerun.align.config import ObjectiveConfig, TrainingConfig
 from forerun.align.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import DenseDistribution, TargetDistribution, make_objective
-from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
-from forerun.align.samples import PackedBatch, Sample
+from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.models.catalog import held_out_prompts
 from forerun.models.load import load_tokenizer, model_folder

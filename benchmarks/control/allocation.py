@@ -6,7 +6,7 @@ it does not matter what else the machine does.
 Batches of 16 requests on the shipped pair, four of each kind: code and prose at T=0, code at T=1,
 and code that has been there before. All of them run for the same number of steps, all 16 at once.
 One arm drafts K tokens for every request. The other drafts 16 K in all: so many nodes of highest
-survival (`theory.budget`), by what the engine's own estimates have learnt of each request since it
+survival (`theory.tree`), by what the engine's own estimates have learnt of each request since it
 began. Requests carry no tags, so nobody says which is which.
 """
 
@@ -28,9 +28,9 @@ from forerun.engine.observing import EmittedRecords
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
-from forerun.theory.budget import depths_within
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
+from forerun.theory.tree import depths_within
 
 TARGET, DRAFT = "zoo:code-11m", "zoo:code-2m"
 PROSE = Path(__file__).parents[2] / "recipes" / "paradox" / "prose"

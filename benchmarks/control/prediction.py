@@ -39,10 +39,9 @@ from served import (
 )
 from texts import halves
 
-from forerun.plan.acceptance import counted
+from forerun.plan.acceptance import Drafts, counted
 from forerun.plan.advice import DraftCandidate, Option, option_at
 from forerun.plan.costs import DraftCosts
-from forerun.plan.traced import Drafts
 from forerun.theory.intervals import bootstrap_ratio
 
 CELLS: Mapping[str, tuple[str, ...]] = {

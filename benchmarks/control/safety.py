@@ -40,9 +40,9 @@ from forerun.pictures import picture
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
+from forerun.theory.acceptance import first_repeat
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
-from forerun.theory.text import first_repeat
 
 MAX_K = 8
 NUM_TOKENS = 250

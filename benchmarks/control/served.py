@@ -31,8 +31,8 @@ from forerun.measure.bench.compare import MIN_TOKENS
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import first_repeat
 from forerun.theory.record import StepRecord
-from forerun.theory.text import first_repeat
 
 KINDS = ("code, T=0", "code, T=1", "prose, T=1", "edits, T=0")
 MAX_TOKENS = 128

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, WrappedModel
 
 __all__ = ["PlantedTarget"]
 

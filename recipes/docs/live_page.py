@@ -15,8 +15,8 @@ import httpx
 import uvicorn
 from playwright.sync_api import expect, sync_playwright
 
-from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.engine import Engine
+from forerun.engine.thread import AsyncEngine
 from forerun.models.catalog import held_out_prompts
 from forerun.server.app import create_app
 

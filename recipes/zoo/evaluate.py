@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from forerun.engine.engine import Engine
 from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
-from forerun.theory.text import distinct_ngram_share, first_repeat
+from forerun.theory.acceptance import distinct_ngram_share, first_repeat
 
 NUM_NEW_TOKENS = 192
 SOURCES = {

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forerun.control.base import Tree
-    from forerun.engine.asynchronous import AsyncEngine
     from forerun.engine.config import EngineConfig, RequestTerms
     from forerun.engine.engine import Engine
     from forerun.engine.results import Completion, RequestOutput, StreamChunk
+    from forerun.engine.thread import AsyncEngine
     from forerun.errors import ForerunError
     from forerun.sampling.config import SamplingParams
 
@@ -37,7 +37,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AsyncEngine": "forerun.engine.asynchronous",
+    "AsyncEngine": "forerun.engine.thread",
     "Completion": "forerun.engine.results",
     "Engine": "forerun.engine.engine",
     "EngineConfig": "forerun.engine.config",

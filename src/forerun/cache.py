@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.atomic_write import atomic_write
-from forerun.bounded_documents import parse_json
-from forerun.bounded_read import ReadLimits, read_bytes
+from forerun.bounded_read import ReadLimits, parse_json, read_bytes
 from forerun.errors import UnreadableInput
 
 logger = logging.getLogger("forerun.cache")

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from forerun.sampling.tree_residuals import TreeRule
+from forerun.sampling.tree_rules import TreeRule
 from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
 from forerun.testing.exact.plants import PLANTED_TREE, PLANTED_TREES, traversal
 from forerun.testing.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of

@@ -19,8 +19,7 @@ from transformers import (
 from forerun.models.base import Span, pack
 from forerun.models.runner.graphs.layers import Elementwise as TorchElementwise
 from forerun.models.runner.graphs.model import TorchModel
-from forerun.models.runner.graphs.passes import RectanglePass
-from forerun.models.runner.graphs.programs import Programs
+from forerun.models.runner.graphs.programs import Programs, RectanglePass
 from forerun.theory.tree import NO_TREE, TokenTree
 
 # Ulps of a result near 1: how far two right answers may lie apart.

@@ -13,9 +13,13 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from forerun.models.base import LanguageModel, RowBatch
-from forerun.models.one_call import DraftsInOneCall
-from forerun.models.wrapped import ObservedModel, ObservedSampler
+from forerun.models.base import (
+    DraftsInOneCall,
+    LanguageModel,
+    ObservedModel,
+    ObservedSampler,
+    RowBatch,
+)
 
 __all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
 

@@ -30,11 +30,10 @@ from forerun.drafters.medusa import (
     write_medusa,
 )
 from forerun.measure.judge import read_text
-from forerun.models.base import LanguageModel
+from forerun.models.base import LanguageModel, WrappedModel
 from forerun.models.kv_store import KVStore
 from forerun.models.load import model_folder
 from forerun.models.slots import Prefix
-from forerun.models.wrapped import WrappedModel
 from forerun.sampling.proposal import Proposal
 
 __all__ = [

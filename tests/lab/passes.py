@@ -8,8 +8,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch, Span, chain_by_forward
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import (
+    LanguageModel,
+    ModelOutput,
+    RowBatch,
+    Span,
+    WrappedModel,
+    chain_by_forward,
+)
 
 __all__ = ["ForeignIds", "NearSighted", "RowByRow"]
 

@@ -7,8 +7,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.align.packing import Packing, cut, is_held_out, mix, permuted
-from forerun.align.samples import Sample, prompt_hash
+from forerun.align.samples import Packing, Sample, cut, is_held_out, mix, permuted, prompt_hash
 
 TOKENS = st.lists(st.integers(0, 1000), min_size=1, max_size=9)
 SHARES = st.floats(0.0, 1.0, exclude_max=True)

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from tests import tiny
 
-from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.engine import Engine
+from forerun.engine.thread import AsyncEngine
 from forerun.server.app import create_app
 from forerun.server.config import ServerConfig
 from forerun.server.run import open_socket, uvicorn_config

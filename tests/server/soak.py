@@ -24,7 +24,7 @@ from tests.server.conftest import NUM_SLOTS, serving, tiny_engine
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 from forerun.server.config import ServerConfig
-from forerun.server.keys import ApiKey
+from forerun.server.guard import ApiKey
 
 KEY = "s" * 32
 MAX_BODY_BYTES = 20_000

@@ -11,11 +11,11 @@ from tests import tiny
 from tests.server.conftest import NUM_SLOTS, tiny_engine
 
 from forerun.control.base import Plan
-from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.config import RequestTerms
+from forerun.engine.thread import AsyncEngine
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.sampling.config import SamplingParams
-from forerun.server.generation import Disconnected, EventStream, Generation, while_connected
+from forerun.server.app import Disconnected, EventStream, Generation, while_connected
 
 PARAMS = SamplingParams(seed=2, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(seed=2, max_tokens=80, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 from tests.server.conftest import NUM_SLOTS, serving, tiny_engine
 from tests.server.test_completions import PROMPT
 
-from forerun.server import connections
+from forerun.server import run
 from forerun.server.config import ServerConfig
 
 LONG = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True, "seed": 1}
@@ -49,7 +49,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def test_idle_connections_give_way_to_requests(monkeypatch):
-    monkeypatch.setattr(connections, "max_connections", lambda: 20)
+    monkeypatch.setattr(run, "max_connections", lambda: 20)
     with serving(tiny_engine()) as client:
         idle = [socket.create_connection(address_of(client)) for _ in range(60)]
         assert httpx.get(f"{client.base_url}/health", timeout=60).status_code == 200
@@ -60,7 +60,7 @@ def test_idle_connections_give_way_to_requests(monkeypatch):
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch):
-    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(run, "REQUEST_TIMEOUT_S", 0.3)
     with serving(tiny_engine()) as client:
         for sent in (b"", b"GET /health HTTP/1.1\r\nHost: lo"):
             with socket.create_connection(address_of(client)) as connection:

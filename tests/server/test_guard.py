@@ -13,8 +13,7 @@ from tests.server.conftest import MODEL, serving, tiny_engine
 
 from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
-from forerun.server.guard import check_address
-from forerun.server.keys import ApiKey, Keyring, LimitReached, read_keys
+from forerun.server.guard import ApiKey, Keyring, LimitReached, check_address, read_keys
 
 KEY, LIMITED = "k" * 32, "m" * 32
 JSON = {"Content-Type": "application/json"}

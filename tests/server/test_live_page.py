@@ -12,8 +12,8 @@ import httpx
 import pytest
 import uvicorn
 
-from forerun.engine.asynchronous import AsyncEngine
 from forerun.engine.engine import Engine
+from forerun.engine.thread import AsyncEngine
 from forerun.server.app import create_app
 
 CHROMIUM = next(

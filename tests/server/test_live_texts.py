@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.server.conftest import serving, tiny_engine
 
-from forerun.server.keys import ApiKey
+from forerun.server.guard import ApiKey
 from forerun.server.live import LiveView
 
 KEYS = [ApiKey.of("one", "the key of tenant one"), ApiKey.of("two", "the key of tenant two")]

@@ -15,10 +15,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.server.keys import ApiKey
+from forerun.server.guard import ApiKey
 from forerun.server.live_page import LiveSnapshot
-from forerun.server.vllm import create_proxy, speculative_config, vllm_running
-from forerun.server.vllm_view import VllmView
+from forerun.server.vllm import VllmView, create_proxy, speculative_config, vllm_running
 
 K = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}
 

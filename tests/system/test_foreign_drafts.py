@@ -20,9 +20,8 @@ from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import DrafterError
-from forerun.models.base import chain_by_forward
+from forerun.models.base import WrappedModel, chain_by_forward
 from forerun.models.tokenizers import Tokenizer
-from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
 from forerun.testing.conformance import check_drafter
 from forerun.theory.acceptance import AcceptanceCounts

@@ -13,13 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forerun.bounded_documents import json_lines, parquet_batches, parse_json, read_json
 from forerun.bounded_read import (
     ReadLimits,
     gunzipped,
+    json_lines,
     open_bounded,
     open_stdin,
+    parquet_batches,
+    parse_json,
     read_bytes,
+    read_json,
     read_text,
 )
 from forerun.errors import ForerunError, UnreadableInput

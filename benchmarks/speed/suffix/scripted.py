@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch, chain_by_forward
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, WrappedModel, chain_by_forward
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["ScriptReader", "ScriptedModel"]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import forerun
 from forerun.align.config import AlignConfig
-from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics, read_metrics
 from forerun.align.rounds import DraftSelector, Judgement
+from forerun.align.samples import Packing
 from forerun.align.serving import describe_pair, export_draft, push_draft
 from forerun.align.workspace import (
     Workspace,
@@ -25,7 +25,7 @@ from forerun.align.workspace import (
     to_json,
     write_json,
 )
-from forerun.bounded_documents import read_json
+from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
 from forerun.measure.judge import Judge
 from forerun.measure.judged import AcceptanceFigures, DraftFigures, FigureChange, changes

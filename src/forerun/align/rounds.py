@@ -14,9 +14,8 @@ import torch
 from accelerate import Accelerator
 
 from forerun.align.config import AlignConfig, TeacherConfig, TeacherKind
-from forerun.align.packing import Packing
 from forerun.align.progress import OnProgress, Phases
-from forerun.align.samples import Sample
+from forerun.align.samples import Packing, Sample
 from forerun.align.teachers.base import ALONE, ProcessShare, RowSizes, Teacher, allowed_bytes
 from forerun.align.teachers.cache import CacheFiller, CacheIdentity, RowCache
 from forerun.align.teachers.hidden import (

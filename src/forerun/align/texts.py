@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from forerun.align.config import AlignConfig, DataConfig, Source
-from forerun.align.packing import mix, split
 from forerun.align.progress import OnProgress
 from forerun.align.responses import (
     ResponseOrigin,
@@ -19,7 +18,15 @@ from forerun.align.responses import (
     write_responses,
     write_responses_from,
 )
-from forerun.align.samples import PromptRecord, Sample, prompt_hash, read_prompts, shortened
+from forerun.align.samples import (
+    PromptRecord,
+    Sample,
+    mix,
+    prompt_hash,
+    read_prompts,
+    shortened,
+    split,
+)
 from forerun.client.client import Client
 from forerun.client.config import ClientConfig
 from forerun.engine.engine import Engine
@@ -29,8 +36,8 @@ from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import first_repeat
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.theory.text import first_repeat
 from forerun.trace.files import Damage, read_trace
 
 logger = logging.getLogger("forerun.align")

@@ -31,9 +31,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 from forerun.align.config import FREE_TRAINING_SETTINGS, TrainingConfig
-from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
-from forerun.align.samples import PackedBatch
+from forerun.align.samples import PackedBatch, Packing
 from forerun.align.teachers.base import Teacher
 from forerun.align.workspace import differences
 from forerun.atomic_write import atomic_write, remove_unfinished

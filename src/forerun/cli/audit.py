@@ -90,8 +90,7 @@ def run(options: AuditOptions) -> int:
         audit = _prepared(options, config, stack)
         with progress_bar("asking", config.max_tokens) as report:
             audit.run(report)
-    from forerun.audit.report import page_of, report_of
-    from forerun.audit.verdict import judge
+    from forerun.audit.verdict import judge, page_of, report_of
 
     verdict = judge(audit)
     if options.out is not None:
@@ -154,7 +153,7 @@ def _prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]
 
 
 def _show(audit: Audit, verdict: AuditVerdict) -> None:
-    from forerun.audit.report import spent_in_words
+    from forerun.audit.verdict import spent_in_words
 
     console = SafeConsole(soft_wrap=True)
     console.print(verdict.sentence, style="bold", markup=False)

@@ -18,12 +18,10 @@ from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.measure.profile.profile import Profile, load_profile
-from forerun.plan.acceptance import Acceptance, counted, given
+from forerun.plan.acceptance import Acceptance, TracedDrafts, counted, drafts_in, given
 from forerun.plan.advice import DraftCandidate
 from forerun.plan.config import PlanConfig
-from forerun.plan.costs import with_draft_cost
-from forerun.plan.roofline import PRESETS, Machine, ModelSize, cost_table, preset
-from forerun.plan.traced import TracedDrafts, drafts_in
+from forerun.plan.costs import PRESETS, Machine, ModelSize, cost_table, preset, with_draft_cost
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from forerun.server.keys import ApiKey
+    from forerun.server.guard import ApiKey
 
 KEY_VARIABLE = "FORERUN_API_KEY"
 
@@ -58,8 +58,7 @@ class ServeOptions:
         return self.served_model_name or self.pair.target
 
     def read_keys(self) -> list[ApiKey]:
-        from forerun.server.guard import check_address
-        from forerun.server.keys import ApiKey, read_keys
+        from forerun.server.guard import ApiKey, check_address, read_keys
 
         keys = [] if self.api_keys is None else read_keys(self.api_keys)
         if key := os.environ.get(KEY_VARIABLE):
@@ -77,7 +76,7 @@ def run(options: ServeOptions) -> int:
     if options.vllm_args:
         raise InvalidRequest("--vllm-args is for --engine vllm, and changes nothing here")
     from forerun.cli.session import load_engine
-    from forerun.engine.asynchronous import AsyncEngine
+    from forerun.engine.thread import AsyncEngine
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from forerun.cli.flags import PairFlags, use_threads
 from forerun.cli.tables import rates
-from forerun.control.choices import MethodChoice
+from forerun.control.base import MethodChoice
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter

@@ -15,7 +15,7 @@ from rich.text import Text
 from forerun.cli.flags import OutputFlags
 from forerun.cli.session import Figures
 from forerun.cli.tables import SafeConsole, table_of
-from forerun.control.choices import described
+from forerun.control.base import described
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import TokenSource

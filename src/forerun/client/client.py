@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import httpx
 import msgspec
 
-from forerun.bounded_documents import parse_json
+from forerun.bounded_read import parse_json
 from forerun.client.answers import ModelCard, ModelList, ServerAnswer, read_answer
 from forerun.client.config import ClientConfig
 from forerun.client.connection import BrokenReply, Connection

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from forerun.control.base import RequestState, Tree
 from forerun.control.config import GoodputConfig
-from forerun.theory.budget import tree_survival
 from forerun.theory.record import StepRecord
+from forerun.theory.tree import tree_survival
 
 MAX_REMEMBERED = 4096
 """Requests and groups of similar requests that are remembered; a bound on memory alone."""

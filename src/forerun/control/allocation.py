@@ -1,7 +1,7 @@
 """Shares the rows of a target pass between requests so that the step yields most tokens per second.
 
 A node costs one row for every request alike and is worth the probability that it is accepted, so
-the R best nodes of a batch are the R of highest survival (`theory.budget`). The time of R nodes is
+the R best nodes of a batch are the R of highest survival (`theory.tree`). The time of R nodes is
 known too: each node adds its share of the target pass, each level a draft pass and its overhead. So
 the number of nodes follows from v(n), plain decoding is the choice of 0 nodes, and the largest
 depth is searched as well. The costs of trees are computed in the same way: nodes as rows of the
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import AcceptanceCurve
 from forerun.control.costs import StepTimes
-from forerun.theory.budget import Node, ranked_nodes
+from forerun.theory.tree import Node, ranked_nodes
 
 
 class RequestCandidate(NamedTuple):

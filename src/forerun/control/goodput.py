@@ -24,8 +24,15 @@ from forerun.control.allocation import (
     best_trees,
     chain_values,
 )
-from forerun.control.base import USUAL_WIDTH, Capacity, Plan, RequestState, Tree, usual_depth
-from forerun.control.choices import MethodChoice
+from forerun.control.base import (
+    USUAL_WIDTH,
+    Capacity,
+    MethodChoice,
+    Plan,
+    RequestState,
+    Tree,
+    usual_depth,
+)
 from forerun.control.config import GoodputConfig
 from forerun.control.costs import CostModel, CostSource, OperatingPoint, StepTimes
 from forerun.theory.record import StepRecord

@@ -27,8 +27,15 @@ from forerun.drafters.draft_sequence import (
 from forerun.drafters.tree_builder import BuiltTree, Path
 from forerun.drafters.tree_growth import MAX_WIDTH, draft_trees, invalid_probs
 from forerun.errors import DrafterError
-from forerun.models.base import Context, LanguageModel, RowBatch, Span, pack
-from forerun.models.one_call import DraftsInOneCall, LikelyTree
+from forerun.models.base import (
+    Context,
+    DraftsInOneCall,
+    LanguageModel,
+    LikelyTree,
+    RowBatch,
+    Span,
+    pack,
+)
 from forerun.sampling.config import Choice
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal

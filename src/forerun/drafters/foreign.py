@@ -20,9 +20,15 @@ from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.vocabulary_map import ReencodedText, VocabularyMap, map_vocabularies
-from forerun.models.base import Context, LanguageModel, ModelOutput, RowBatch, chain_by_forward
+from forerun.models.base import (
+    Context,
+    LanguageModel,
+    ModelOutput,
+    RowBatch,
+    WrappedModel,
+    chain_by_forward,
+)
 from forerun.models.tokenizers import Tokenizer
-from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree

@@ -34,8 +34,7 @@ from forerun.sampling.noise import Purpose, draw, position_key, step_key, unifor
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.sampling.walk import race
-from forerun.theory.budget import static_tree
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import TokenTree, static_tree
 
 LATER_RANKS = (0.4, 0.18, 0.1, 0.06, 0.04, 0.03, 0.02)
 """Of drawn siblings whose first is not accepted, how often the second, third, ... is."""

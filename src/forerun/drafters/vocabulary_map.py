@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from forerun.errors import IncompatibleDraft
-from forerun.models.token_text import BYTE_PIECE
-from forerun.models.tokenizers import Tokenizer
+from forerun.models.tokenizers import BYTE_PIECE, Tokenizer
 
 Way = Literal["tli", "slem"]
 LOOK_BEHIND = 24

@@ -10,8 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from forerun.control.base import Controller
-from forerun.control.choices import MethodChoice
+from forerun.control.base import Controller, MethodChoice
 from forerun.control.costs import CostSource
 from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller

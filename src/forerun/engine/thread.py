@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
-from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.engine.results import BackendStats, Capabilities, RequestOutput, StreamChunk
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineStopped, ForerunError, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
@@ -348,3 +348,83 @@ class EngineThread:
             self.engine.abort(request_id)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the engine
             self._cause = error
+
+
+class AsyncEngine(EngineThread):
+    """Runs an engine on its own thread, with an interface for callers in an event loop.
+
+    A reader that is slower than the engine does not slow it: its chunks wait in the request's
+    ticket, at most one context of them. What limits the load is the queue: beyond `max_waiting`
+    sequences a request is refused.
+
+    Example:
+        async with AsyncEngine(engine) as running:
+            async for chunk in running.generate("def add(a, b):"):
+                print(chunk.text, end="")
+    """
+
+    async def __aenter__(self) -> AsyncEngine:
+        """Start the engine's thread."""
+        self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close the engine's thread without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    async def enqueue(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> Ticket:
+        """Queue a request as `submit` does, and tokenise its prompt outside of the event loop.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter cannot be honoured.
+            QueueFull: as many sequences wait as may.
+            EngineStopped: the engine was closed, or an error ended it.
+        """
+        queueing = asyncio.ensure_future(
+            asyncio.to_thread(self.submit, prompt, params, None, terms, mask)
+        )
+        try:
+            return await asyncio.shield(queueing)
+        except asyncio.CancelledError:
+            queueing.add_done_callback(_abort_unused)
+            raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> AsyncIterator[StreamChunk]:
+        """Yield the chunks of one prompt; closing or cancelling the iterator aborts the request.
+
+        Raises:
+            NumericalError: the target returned NaN for the request.
+            EngineStopped: the engine ended before the request did.
+            ForerunError: as `enqueue`.
+        """
+        ticket = await self.enqueue(prompt, params, terms, mask)
+        try:
+            async for chunk in ticket:
+                yield chunk
+        finally:
+            ticket.abort()
+
+    def stats(self) -> BackendStats:
+        """Return counts since the engine was created; concurrent calls may mix two steps."""
+        return self.engine.stats()
+
+    def capabilities(self) -> Capabilities:
+        """Return what the engine supports."""
+        return self.engine.capabilities()
+
+
+def _abort_unused(queueing: asyncio.Future[Ticket]) -> None:
+    if not queueing.cancelled() and queueing.exception() is None:
+        queueing.result().abort()

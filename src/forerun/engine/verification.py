@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.engine.scheduler import Rule, ScheduledSequence
 from forerun.errors import ForerunError, NumericalError
-from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
+from forerun.sampling.chain import DrawnChain, verify_chain_batch
 from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.history import RowHistory
 from forerun.sampling.kernels import largest, on_host

@@ -39,10 +39,9 @@ from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share, first_repeat
 from forerun.theory.cost import CostTable
 from forerun.theory.record import StepRecord
-from forerun.theory.text import distinct_ngram_share, first_repeat
 from forerun.theory.tree import TokenTree
 
 CHUNK = 256

@@ -16,8 +16,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from forerun.bounded_documents import json_lines, parquet_batches, parse_json, read_json
-from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
+from forerun.bounded_read import (
+    ReadLimits,
+    decoded,
+    first_line,
+    json_lines,
+    open_bounded,
+    parquet_batches,
+    parse_json,
+    read_json,
+    read_text,
+)
 from forerun.errors import InvalidRequest, UnreadableInput
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")

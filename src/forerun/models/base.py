@@ -1,20 +1,24 @@
-"""Language models: RowBatch in, ModelOutput out, a KVStore between, a Context per sequence."""
+"""Language models: RowBatch in, ModelOutput out, a KVStore between, a Context per sequence.
+
+Subclasses of `WrappedModel` change or time the passes of another model.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture, WeightFormat
 from forerun.models.kv_store import ContiguousKVStore, KVStore
 from forerun.models.slots import Prefix, common_length
+from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
 
@@ -328,3 +332,178 @@ def pack(
         spans=tuple(spans),
         logit_rows=parts[2],
     )
+
+
+class SampledTokens(NamedTuple):
+    """Token chains drawn in one call.
+
+    Attributes:
+        probs: the distribution each was drawn from.
+        stop_values: what stop rules measured before each draw, -1 where nothing did; None without.
+    """
+
+    tokens: Int64[Tensor, "num_tokens sequences"]
+    probs: Float32[Tensor, "num_tokens sequences vocab"]
+    stop_values: Float32[Tensor, "num_tokens sequences"] | None = None
+
+
+class LikelyTree(NamedTuple):
+    """The nodes with the most probable paths, depth-first.
+
+    Attributes:
+        rows: rows of the nodes' KV after the row of the last committed token; -1 where a node was
+            not fed.
+        log_probs: of the path down to every node.
+    """
+
+    tree: TokenTree
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+@runtime_checkable
+class DraftsInOneCall(Protocol):
+    """A model that drafts all tokens of chains, or of trees, in one call."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
+        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
+
+        Stages rows as `LanguageModel.greedy_chain` does.
+
+        Args:
+            temperatures: 0 is greedy.
+            vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
+                throughout where logits are NaN or infinite, and so are those after it.
+            by_race: draw as `sampling.walk.race` does, not by the inverse of the distribution.
+            stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
+                stops.
+        """
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Feed `batch`, then grow a tree of the most probable paths after every sequence.
+
+        One pass per level feeds the last row of every sequence once more, and the nodes that may
+        have children (EAGLE-2, 2406.16858). Stages the rows of `batch`, as
+        `LanguageModel.greedy_chain` takes it, and those of the last pass over each tree; the caller
+        commits. A tree has no nodes where the first distribution is not valid.
+
+        Args:
+            shapes: per sequence the most nodes, levels and children of a node.
+            temperatures: of the distributions that rank the paths, above 0.
+            vocab_size: tokens from here on are left out.
+        """
+
+
+class WrappedModel:
+    """A LanguageModel that passes every call on to another one."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.num_parameters = model.num_parameters
+        self.num_layers = model.num_layers
+        self.hidden_size = model.hidden_size
+        self.max_context = model.max_context
+        self.store = model.store
+        self.device = model.device
+        self.embed = model.embed
+        self.final_norm = model.final_norm
+        self.head = model.head
+
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """Run one pass of the model."""
+        return self.model.forward(batch)
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Run a greedy chain of the model."""
+        return self.model.greedy_chain(batch, num_tokens, vocab_size)
+
+
+class ObservedModel(WrappedModel):
+    """A WrappedModel that calls `begin` before and `end` after its passes."""
+
+    @abstractmethod
+    def begin(self) -> float:
+        """Run before a pass; the returned value is passed to `end`."""
+
+    @abstractmethod
+    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
+        """Run after the passes of a call.
+
+        Args:
+            begun: what `begin` said.
+            batch: of the first pass.
+            num_passes: it and those after it: of one row per sequence in chains, of the nodes that
+                are read in trees.
+        """
+
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """Run one pass of the model between `begin` and `end`."""
+        begun = self.begin()
+        scores = self.model.forward(batch)
+        self.end(begun, batch, 1)
+        return scores
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Run a greedy chain between `begin` and `end`; it counts as one pass per token."""
+        begun = self.begin()
+        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
+        self.end(begun, batch, num_tokens)
+        return tokens
+
+
+class ObservedSampler(ObservedModel):
+    """An ObservedModel for models that draft whole chains and trees in one call."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
+        """Run a sampled chain between `begin` and `end`; it counts as one pass per drawn token."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun = self.begin()
+        drawn = self.model.sampled_chain(
+            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
+        )
+        self.end(begun, batch, len(drawn.tokens))
+        return drawn
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Grow trees between `begin` and `end`; it counts as one pass per level."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun = self.begin()
+        trees = self.model.likely_trees(batch, shapes, temperatures, vocab_size)
+        self.end(begun, batch, max(depth for _, depth, _ in shapes))
+        return trees

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from forerun.bounded_documents import read_json
-from forerun.bounded_read import ReadLimits, check_regular
+from forerun.bounded_read import ReadLimits, check_regular, read_json
 from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.architecture import SUPPORTED

@@ -12,10 +12,10 @@ from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import Acceptance
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_batches
-from forerun.theory.budget import tree_survival
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 from forerun.theory.speedup import break_even_alpha, break_even_rate
+from forerun.theory.tree import tree_survival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,9 +38,15 @@ from forerun.probe.models import (
     drafting_for_itself,
     pass_config,
 )
-from forerun.probe.replay import ReferenceHead, Transform, reference_head, replay
 from forerun.probe.tallies import GreedyTally, SampledTally, noise_width
-from forerun.probe.tape import TapedRequest, run_taped
+from forerun.probe.tape import (
+    ReferenceHead,
+    TapedRequest,
+    Transform,
+    reference_head,
+    replay,
+    run_taped,
+)
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord

@@ -19,12 +19,13 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace import METHODS
 from forerun.measure.judge import logits_of, overlap
 from forerun.models.base import LanguageModel
-from forerun.probe.replay import Replay, Transform
 from forerun.probe.tape import (
     AcceptedShare,
+    Replay,
     StateTally,
     TapedRequest,
     TapedStep,
+    Transform,
     before_step,
 )
 from forerun.sampling.config import Choice, resolve_verification

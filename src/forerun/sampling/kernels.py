@@ -203,7 +203,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> list[tuple[int, int, int, float]]:
-        """Verify sampled chains; see `chain_batch.verify_chain_batch`."""
+        """Verify sampled chains; see `chain.verify_chain_batch`."""
         vocab_size, row = target_probs.shape[1], 0
         first_row, first_token = target_probs.data_ptr(), tokens.data_ptr()
         noise = array("q", chain.from_iterable(keys))

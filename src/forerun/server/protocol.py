@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from forerun.bounded_documents import parse_json
+from forerun.bounded_read import parse_json
 from forerun.control.base import Chain, Plan, Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Intake, Prompt

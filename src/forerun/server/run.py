@@ -2,19 +2,111 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import resource
 import signal
 import socket
 import sys
+from functools import cache
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
-from forerun.server.connections import BACKLOG, ServedConnection
+
+BACKLOG = 128
+"""Connections that the system may hand over at once."""
+RESERVED_FILES = BACKLOG + 96
+"""Open files that are not connections: models, pipes of child processes, the listening socket."""
+REQUEST_TIMEOUT_S = 15.0
+"""Until a new connection must have sent the head of a request."""
+PROBE_S = 0.1
+
+
+@cache
+def max_connections() -> int:
+    """Return how many connections the limit of open files allows; it is raised if it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return max(16, soft - RESERVED_FILES)
+
+
+class ServedConnection(H11Protocol):
+    """A connection that gives way to new ones while it has no request.
+
+    A client may close its side once it has sent a request; it still gets the answer.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to wait for a request; of too many connections the oldest idle one is closed."""
+        super().connection_made(transport)
+        self.idle_since_s = self.loop.time()
+        self._waiting: asyncio.TimerHandle | None = None
+        self._await_request()
+        if len(self.connections) > max_connections():
+            others = [each for each in self.connections if isinstance(each, ServedConnection)]
+            idle = [each for each in others if each.is_idle and not each.transport.is_closing()]
+            min(idle, key=lambda each: each.idle_since_s, default=self).transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the request of the connection."""
+        self._await_request(False)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Note since when the connection is idle."""
+        self.idle_since_s = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def is_idle(self) -> bool:
+        # Before the first request it is None.
+        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a request, whose head must be complete in time."""
+        super().data_received(data)
+        self._await_request(self.is_idle)
+
+    def _await_request(self, is_awaited: bool = True) -> None:
+        """Start the time limit of the next request, unless it runs, or end it."""
+        if self._waiting is not None and not is_awaited:
+            self._waiting.cancel()
+            self._waiting = None
+        elif self._waiting is None and is_awaited:
+            self._waiting = self.loop.call_later(REQUEST_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.is_idle and not self.transport.is_closing():
+            self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open for the answer to a request that is complete."""
+        if self.is_idle or self.cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Send an interim response, which a client that is gone altogether answers by a reset."""
+        if self.is_idle or self.transport.is_closing():
+            return
+        found: socket.socket = self.transport.get_extra_info("socket")
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        self.loop.call_later(PROBE_S, self._probe)
+
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.bounded_documents import parse_json
+from forerun.bounded_read import parse_json
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.server.config import ToolFormatChoice
 

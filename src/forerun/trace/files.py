@@ -170,6 +170,7 @@ def version_of(line: bytes) -> object:
 
 
 def item_of(line: bytes, where: str) -> Item:
+    """Return the record in a line of a trace, or what is wrong with the line."""
     try:
         return checked(DECODER.decode(line))
     except RecursionError:

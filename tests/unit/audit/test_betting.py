@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from forerun.audit.betting import Bet, combined, mean_interval
+from forerun.audit.ledger import Bet, combined, mean_interval
 
 
 @pytest.mark.parametrize("expected", [0.0, 0.01, 0.5, 0.9])

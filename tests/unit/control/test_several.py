@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.simulated import CAPACITY, Tables, World, table
 
-from forerun.control.base import RequestState
-from forerun.control.choices import described
+from forerun.control.base import RequestState, described
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 

@@ -15,11 +15,10 @@ from forerun.diagnose.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import trace as reader
-from forerun.diagnose.readers.trace import BLOCK_ROWS, blocks, read_trace_evidence
+from forerun.diagnose.readers.trace import BLOCK_ROWS, blocks, read_columns, read_trace_evidence
 from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
-from forerun.trace.arrow import read_columns
 from forerun.trace.files import Damage, Record, line_of, open_trace
 
 
@@ -231,7 +230,7 @@ def test_steps_by_other_writers_are_read_one_by_one(tmp_path: Path):
 def test_a_long_trace_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reader, "BLOCK_ROWS", 16)
     monkeypatch.setattr(reader, "MAX_STEPS", 50)
-    monkeypatch.setattr("forerun.trace.arrow.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("forerun.diagnose.readers.trace.CHUNK_BYTES", 4096)
     found = read_trace_evidence(written(tmp_path / "trace.jsonl", RUN))
     assert 50 <= (found.number("num_steps") or 0) < 100
     assert any("only the beginning" in note for note in found.readings[0].notes)

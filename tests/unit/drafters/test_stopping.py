@@ -17,7 +17,7 @@ from tests.tabular import TabularModel
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import WrappedModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Choice, Proposal, TokenSource, Verdict

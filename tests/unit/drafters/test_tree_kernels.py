@@ -14,7 +14,7 @@ from tests.unit.drafters.test_draft_trees import SHAPES, WALKED, accepted_rows, 
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import WrappedModel
 from forerun.sampling.proposal import Proposal
 
 pytestmark = pytest.mark.usefixtures("unchecked")

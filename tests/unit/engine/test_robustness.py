@@ -24,7 +24,7 @@ from forerun.errors import (
     MaskError,
     NumericalError,
 )
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import WrappedModel
 from forerun.sampling.config import SamplingParams
 
 PARAMS = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)

@@ -11,8 +11,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import TokenizersBackend
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.token_text import PieceRules, from_byte_level
-from forerun.models.tokenizers import Detokenizer, Tokenizer, adopt, compare_vocabularies
+from forerun.models.tokenizers import (
+    Detokenizer,
+    PieceRules,
+    Tokenizer,
+    adopt,
+    compare_vocabularies,
+    from_byte_level,
+)
 
 TEXT = "def f(x):\n    return 'naïve 😀 …'\n"
 

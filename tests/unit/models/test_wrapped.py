@@ -14,8 +14,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.measure.profile.rounds import Stopwatch, timed
-from forerun.models.base import LanguageModel, LayeredModel
-from forerun.models.one_call import DraftsInOneCall
+from forerun.models.base import DraftsInOneCall, LanguageModel, LayeredModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.stop_rule import StopRule

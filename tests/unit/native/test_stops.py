@@ -10,8 +10,7 @@ from tests import tiny
 from tests.natives import native_model
 from torch import Tensor
 
-from forerun.models.base import Context, pack
-from forerun.models.one_call import SampledTokens
+from forerun.models.base import Context, SampledTokens, pack
 from forerun.models.runner.native import NativeModel
 from forerun.theory.stop_rule import StopRule
 

@@ -9,11 +9,11 @@ import pytest
 from forerun.errors import InvalidRequest
 from forerun.plan.acceptance import (
     MIN_ALLOWED,
+    Drafts,
     counted,
     given,
     slopes,
 )
-from forerun.plan.traced import Drafts
 from forerun.theory.speedup import acceptance_length, survival
 
 

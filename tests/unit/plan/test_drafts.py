@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.plan.acceptance import counted
-from forerun.plan.traced import Drafts
+from forerun.plan.acceptance import Drafts, counted
 from forerun.theory.speedup import acceptance_length
 
 

@@ -3,8 +3,15 @@ from __future__ import annotations
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import with_batches, with_draft_cost
-from forerun.plan.roofline import PRESETS, Machine, ModelSize, cost_table, preset
+from forerun.plan.costs import (
+    PRESETS,
+    Machine,
+    ModelSize,
+    cost_table,
+    preset,
+    with_batches,
+    with_draft_cost,
+)
 from forerun.theory.cost import CostLine, CostTable
 
 # 1 TB/s and 100 TFLOP/s: 2-byte weights are read as long as 100 rows compute.

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, plain, steps
 
 from forerun.errors import InvalidTrace
-from forerun.plan.traced import drafts_in
+from forerun.plan.acceptance import drafts_in
 
 SUFFIX = replace(HEADER, draft="suffix", draft_hash=None)
 

@@ -23,9 +23,8 @@ from forerun.probe.models import (
     looks_drawn,
     pass_config,
 )
-from forerun.probe.replay import Transform
 from forerun.probe.run import ProbedEngine, probe_engine
-from forerun.probe.tape import AcceptedShare, Onsets, StateTally
+from forerun.probe.tape import AcceptedShare, Onsets, StateTally, Transform
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, uniformity_p_value
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.sampling import chain_batch, kernels, noise, processors, walk
-from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
+from forerun.sampling import chain, kernels, noise, processors, walk
+from forerun.sampling.chain import DrawnChain, verify_chain_batch
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import kernels_for, sampling_kernels
 
-CALLERS = (chain_batch, kernels, noise, processors, walk)
+CALLERS = (chain, kernels, noise, processors, walk)
 VOCABS = (1, 3, 15, 16, 17, 100, 257, 5000, 32003)
 TEMPERATURES = (0.7, 1.0, 0.0, 2.0)
 
@@ -205,9 +205,9 @@ def test_a_chain_ends_where_the_target_has_no_distribution(rule, by_torch):
         assert list(ours.num_valid) == list(torchs.num_valid) == [2, 0, 5]
         assert list(ours.num_accepted) == list(torchs.num_accepted)
         assert ours.num_accepted[1] == 0
-        for chain in (0, 2):
-            if ours.num_accepted[chain] < ours.num_valid[chain]:
-                assert ours.final_tokens[chain] == torchs.final_tokens[chain]
+        for row in (0, 2):
+            if ours.num_accepted[row] < ours.num_valid[row]:
+                assert ours.final_tokens[row] == torchs.final_tokens[row]
 
 
 def random_chains(lengths, vocab_size, generator):

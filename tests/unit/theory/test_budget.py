@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.theory.budget import (
+from forerun.theory.tree import (
     depths_within,
     expected_static,
     ranked_nodes,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from forerun.theory.text import distinct_ngram_share, first_repeat
+from forerun.theory.acceptance import distinct_ngram_share, first_repeat
 
 
 def test_text_without_repetition_has_share_one():

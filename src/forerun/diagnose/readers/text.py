@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from forerun.bounded_documents import parse_json
+from forerun.bounded_read import parse_json
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.documents import KEY, BenchmarkOutput, Documents, read_facts
 from forerun.diagnose.readers.engine_logs import LineReader, LlamaCppLog, SglangLog, SpecDecodingLog

@@ -32,8 +32,7 @@ from forerun.engine.results import RequestOutput
 from forerun.measure.bench.config import SCOUT_BATCH, DraftArms
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
-from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.text import first_repeat
+from forerun.theory.acceptance import AcceptanceCounts, first_repeat
 
 
 @runtime_checkable

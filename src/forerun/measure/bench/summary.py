@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from forerun.measure.bench.compare import BenchArm, Block, Measurement
 from forerun.measure.bench.config import LEAST_BLOCKS
 from forerun.pictures import BASELINE, COLOURS, picture
-from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share
 from forerun.theory.intervals import Interval, bootstrap_ratio
-from forerun.theory.text import distinct_ngram_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from forerun.atomic_write import atomic_write
-from forerun.bounded_documents import read_json
+from forerun.bounded_read import read_json
 from forerun.errors import InvalidProfile, UnreadableInput
 from forerun.measure.profile.config import ProfileCell, Quantity
 from forerun.pictures import BASELINE, COLOURS, draw_intervals, picture

@@ -19,10 +19,14 @@ import torch
 
 from forerun.errors import NotEnoughMemory
 from forerun.measure.profile.config import ProfileCell, ProfileConfig, Quantity, without
-from forerun.models.base import LanguageModel, RowBatch
+from forerun.models.base import (
+    DraftsInOneCall,
+    LanguageModel,
+    ObservedModel,
+    ObservedSampler,
+    RowBatch,
+)
 from forerun.models.memory import available_bytes
-from forerun.models.one_call import DraftsInOneCall
-from forerun.models.wrapped import ObservedModel, ObservedSampler
 from forerun.theory.intervals import Interval, median_interval
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import Architecture, WeightFormat
-from forerun.models.base import ModelOutput, RowBatch, StoredModel
+from forerun.models.base import LikelyTree, ModelOutput, RowBatch, SampledTokens, StoredModel
 from forerun.models.decoder import (
     MATRIX_PARTS,
     Decoder,
@@ -37,7 +37,6 @@ from forerun.models.decoder import (
 )
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry, available_bytes, readable, weights_bytes
-from forerun.models.one_call import LikelyTree, SampledTokens
 from forerun.models.runner.packed import PackedWeights, matrix_formats, new_decoder
 from forerun.native.library import (
     MEASURES,

@@ -9,10 +9,9 @@ from typing import overload
 
 from forerun.control.base import Plan, RequestState, Tree
 from forerun.plan.simulation.traffic import Traffic
-from forerun.theory.budget import static_tree
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import Measure, StopRule
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import TokenTree, static_tree
 
 
 def measured(measure: Measure, alpha: float) -> float:

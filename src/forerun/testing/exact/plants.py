@@ -19,8 +19,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.noise import Purpose, step_key
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.tree_residuals import TreeRule
-from forerun.sampling.tree_rules import TreeWeights, tree_weights
+from forerun.sampling.tree_rules import TreeRule, TreeWeights, tree_weights
 from forerun.testing.exact.chains import ChainRows, ChainVerifier, engine_accept, engine_final
 from forerun.testing.exact.pairs import ModelPairs, Table
 from forerun.testing.exact.trees import DrawnTrees, Stage, TreeVerifier, without

@@ -14,7 +14,7 @@ from rich.text import Text
 from forerun.sampling.chain import Rule
 from forerun.sampling.history import History
 from forerun.sampling.kernels import sampling_kernels
-from forerun.sampling.tree_residuals import TreeRule
+from forerun.sampling.tree_rules import TreeRule
 from forerun.testing.exact.chains import (
     ChainVerifier,
     Emitted,

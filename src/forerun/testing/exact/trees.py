@@ -17,8 +17,8 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from forerun.sampling.noise import Purpose, step_key
-from forerun.sampling.tree_residuals import TreeRule
 from forerun.sampling.tree_rules import (
+    TreeRule,
     TreeWeights,
     accepted_node,
     tree_keys,

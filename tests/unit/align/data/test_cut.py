@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.packing import cut
-from forerun.align.samples import Sample
+from forerun.align.samples import Sample, cut
 
 WINDOW = 10
 

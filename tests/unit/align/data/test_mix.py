@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.packing import mix
-from forerun.align.samples import Sample
+from forerun.align.samples import Sample, mix
 from forerun.errors import InvalidRequest
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.align.packing import Packing
-from forerun.align.samples import Sample
+from forerun.align.samples import Packing, Sample
 from forerun.errors import InvalidRequest
 
 

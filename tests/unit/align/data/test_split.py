@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.align.data.conftest import prompts
 
-from forerun.align.packing import is_held_out, split
+from forerun.align.samples import is_held_out, split
 from forerun.errors import InvalidRequest
 
 

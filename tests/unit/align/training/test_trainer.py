@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests import training
 
-from forerun.align.packing import Packing
 from forerun.align.progress import StepMetrics
+from forerun.align.samples import Packing
 from forerun.align.trainer import Trainer
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from forerun.align.attached import PassLoss, UnrolledEagle3, learned_passes, unroll
 from forerun.align.config import ObjectiveConfig
 from forerun.align.objectives import DenseDistribution, make_objective
-from forerun.align.packing import Packing
-from forerun.align.samples import PackedBatch, Sample
+from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.head import Eagle3Head
 

@@ -26,8 +26,14 @@ from forerun.models.runner.graphs.layers import (
     read_weights,
     rotation_at,
 )
-from forerun.models.runner.graphs.passes import AttendRows, RectanglePass, ragged_pass
-from forerun.models.runner.graphs.programs import CudaRecorder, GraphRecorder, Programs
+from forerun.models.runner.graphs.programs import (
+    AttendRows,
+    CudaRecorder,
+    GraphRecorder,
+    Programs,
+    RectanglePass,
+    ragged_pass,
+)
 from forerun.models.runner.graphs.rectangle import Rows, ShapeLimits
 
 
