@@ -120,6 +120,38 @@ def test_what_came_from_a_paper_is_where_the_page_says() -> None:
         resolve_name(f"forerun.{name}")  # raises where there is no such thing
 
 
+def names_in(source: Path) -> set[str]:
+    """Names that a module of the package, or a package, defines or imports at its top level."""
+    if source.is_dir():
+        return {path.stem for path in source.iterdir()}
+    tree = ast.parse(source.with_suffix(".py").read_text())
+    imported = [n for n in tree.body if isinstance(n, ast.ImportFrom | ast.Import)]
+    return {
+        name for node in ast.walk(tree) if isinstance(node, ast.stmt) for name in defined(node)
+    } | {alias.asname or alias.name for node in imported for alias in node.names}
+
+
+def stale_imports(script: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
+            source = PACKAGE.joinpath(*node.module.split(".")[1:])
+            exists = source.is_dir() or source.with_suffix(".py").exists()
+            names = names_in(source) if exists else set()
+            yield from (f"{node.module}.{a.name}" for a in node.names if a.name not in names)
+
+
+def test_scripts_import_what_exists(tmp_path) -> None:
+    """Benchmarks and recipes, without running them; one falls back to a name of an old commit."""
+    root = PACKAGE.parents[1]
+    scripts = [path for name in ("benchmarks", "recipes") for path in (root / name).rglob("*.py")]
+    assert len(scripts) > 50
+    found = {name for script in scripts for name in stale_imports(script)}
+    assert found == {"forerun.models.zoo.catalog.held_out_prompts"}
+    script = tmp_path / "script.py"
+    script.write_text("from forerun.trace.files import open_trace, NO_SUCH_NAME")
+    assert [*stale_imports(script)] == ["forerun.trace.files.NO_SUCH_NAME"]
+
+
 def modules_after(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
     run = subprocess.run(

@@ -2,7 +2,7 @@
 
     python benchmarks/speed/trace_overhead.py --threads 2 [--blocks 20] [--out FILE.json]
 
-Two figures per arm and format. The share of the time spent in the trace is read off a clock around
+Two figures per arm. The share of the time spent in the trace is read off a clock around
 it. The ratio of wall times, traced over untraced and paired by prompt, contains whatever else a
 trace could slow down. One trace takes all requests of an arm, as that of a server would, and is
 flushed by its own rule; the flush that is left for the end is counted too.
@@ -30,7 +30,7 @@ from forerun.provenance import collect, content_hash, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
-from forerun.trace.files import SUFFIXES, TraceWriter, open_trace
+from forerun.trace.files import TraceWriter, open_trace
 
 TARGET, DRAFT = "zoo:code-11m", "zoo:code-2m"
 KS = (0, 3)
@@ -80,7 +80,7 @@ def measure(
     cells = list(found)
     prompts = [engines[0].tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
     for block in range(-2, num_blocks):
-        if block == 0:  # the blocks before warmed up, the first flush of a format included
+        if block == 0:  # the blocks before warmed up, the first flush included
             for trace in filter(None, traces.values()):
                 trace.flush()
         shift = block % len(cells)
@@ -136,10 +136,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         traces: dict[Cell, TraceWriter | None] = {(k, "none"): None for k in KS}
         for k in KS:
-            for suffix in SUFFIXES:
-                trace = stack.enter_context(open_trace(Path(folder) / f"{k}{suffix}"))
-                trace.add(trace_header(TARGET, DRAFT, "cpu"))
-                traces[k, suffix] = trace
+            trace = stack.enter_context(open_trace(Path(folder) / f"{k}.jsonl"))
+            trace.add(trace_header(TARGET, DRAFT, "cpu"))
+            traces[k, ".jsonl"] = trace
         found = measure(engines, traces, options.blocks)
     rows = {f"K={k} {kind}": figures(runs, found[k, "none"]) for (k, kind), runs in found.items()}
     for name, row in rows.items():
