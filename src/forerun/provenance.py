@@ -52,7 +52,6 @@ class Provenance:
         return f"forerun {self.version}{commit}, {packages}, {machine}, {self.date}"
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return asdict(self)
 
 

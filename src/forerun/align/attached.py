@@ -35,12 +35,7 @@ from forerun.align.objectives import DenseDistribution, Objective
 from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
 from forerun.align.teachers.base import TeacherRows, one_per_row
 from forerun.align.teachers.hidden import FeatureTeacherRows
-from forerun.align.teachers.target import (
-    TargetModel,
-    adopt_target,
-    check_layers,
-    embedding_table,
-)
+from forerun.align.teachers.target import TargetModel, adopt_target, check_layers, embedding_table
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
@@ -117,11 +112,7 @@ class PassLoss(nn.Module):
         found: PassStates = self.model(batch, rows, learning)
         learned = self._sorted(batch, rows, learning, found)
         total = chunked_loss(
-            learned,
-            found.head,
-            self.objective,
-            temperature=self.temperature,
-            with_acceptance=True,
+            learned, found.head, self.objective, temperature=self.temperature, with_acceptance=True
         )
         assert total.acceptance is not None  # it was asked for
         return total.loss.clone(), total.acceptance / self.num_passes

@@ -61,11 +61,7 @@ class DraftLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        model: Any,
-        objective: Objective,
-        temperature: float,
-        weighed_for: int | None = None,
+        self, model: Any, objective: Objective, temperature: float, weighed_for: int | None = None
     ) -> None:
         super().__init__()
         self.model: Any = model

@@ -114,7 +114,6 @@ class AlignReport:
             return None
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON."""
         write_json(path, self.to_dict())
 
 
@@ -145,10 +144,7 @@ def report_of(
     data: DataSummary,
     seconds: Mapping[str, float],
 ) -> AlignReport:
-    hashes = {
-        "target": identity["target"],
-        "draft": content_hash(str(selector.workspace.draft)),
-    }
+    hashes = {"target": identity["target"], "draft": content_hash(str(selector.workspace.draft))}
     return AlignReport(
         draft=selector.workspace.draft,
         objective=config.objective_name,
@@ -255,10 +251,7 @@ def card_of(
         temperature=config.sampling.temperature,
         before=tuple(map(_card_figures, before)),
         after=tuple(map(_card_figures, after)),
-        versions={
-            "forerun": forerun.__version__,
-            **{name: version_of(name) for name in PACKAGES},
-        },
+        versions={"forerun": forerun.__version__, **{name: version_of(name) for name in PACKAGES}},
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=settings_of(config),
     )
@@ -297,9 +290,7 @@ def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequenc
             line[0].set_ylabel("accepted through it (95% interval)")
 
 
-def _panels_of(
-    drafts: Mapping[str, DraftFigures],
-) -> dict[str, dict[str, AcceptanceFigures]]:
+def _panels_of(drafts: Mapping[str, DraftFigures]) -> dict[str, dict[str, AcceptanceFigures]]:
     """Return the figures by panel and draft; each tag has a panel if there are several tags."""
     panels = {"all prompts": {name: figures.overall for name, figures in drafts.items()}}
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
@@ -357,13 +348,7 @@ def _draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[i
         for step in steps
         if step.acceptance_probability is not None
     }
-    axes.plot(
-        list(known),
-        list(known.values()),
-        color=TRAINED,
-        linewidth=1,
-        label="training texts",
-    )
+    axes.plot(list(known), list(known.values()), color=TRAINED, linewidth=1, label="training texts")
     axes.plot(list(alphas), list(alphas.values()), "o-", color=JUDGED, label="held-out prompts")
     axes.set_ylabel("acceptance probability (alpha)")
     axes.set_ylim(0, 1)

@@ -89,7 +89,7 @@ class Response:
     top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
-        """Refuse token ids below 0, and log-probabilities of other than all tokens."""
+        """Refuse token ids below 0, and log-probabilities that are not those of all tokens."""
         tops = self.top_logprobs
         if min(self.token_ids, default=0) < 0 or (
             tops is not None and len(tops) != len(self.token_ids)
@@ -294,10 +294,7 @@ def draft_writer(
         params=replace(own, bad_token_ids=own.bad_token_ids + padding),
     )
     engine = Engine(
-        target=model,
-        tokenizer=target.tokenizer,
-        config=config,
-        eos_token_ids=target.eos_token_ids,
+        target=model, tokenizer=target.tokenizer, config=config, eos_token_ids=target.eos_token_ids
     )
     return engine, ResponseStore(folder, origin)
 
@@ -388,9 +385,7 @@ def _tokens(
     return ids, tuple(known) if tops is not None and len(known) == len(tops) else None
 
 
-def _ranked(
-    top: Sequence[tuple[str, int | None, float]],
-) -> tuple[tuple[int, float], ...] | None:
+def _ranked(top: Sequence[tuple[str, int | None, float]]) -> tuple[tuple[int, float], ...] | None:
     """Return unique token ids with log-probabilities, the most likely first; None without ids."""
     found = {token: value for _, token, value in top if token is not None}
     if any(token is None for _, token, _ in top):

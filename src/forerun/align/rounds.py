@@ -108,10 +108,7 @@ def _sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTea
 
 
 def feature_teacher(
-    config: TeacherConfig,
-    layers: tuple[int, ...],
-    source: TeacherSource,
-    samples: Sequence[Sample],
+    config: TeacherConfig, layers: tuple[int, ...], source: TeacherSource, samples: Sequence[Sample]
 ) -> OnlineFeatures | CachedFeatures:
     """Build the teacher of a head that reads the target's features."""
     if source.sampling.greedy:

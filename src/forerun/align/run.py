@@ -81,11 +81,7 @@ class Alignment:
     """One run of an alignment."""
 
     def __init__(
-        self,
-        config: AlignConfig,
-        accelerator: Accelerator,
-        costs: CostsOf | None,
-        console: Console,
+        self, config: AlignConfig, accelerator: Accelerator, costs: CostsOf | None, console: Console
     ) -> None:
         self.config = config
         self.accelerator = accelerator
@@ -228,11 +224,7 @@ class Alignment:
         return self.costs(self.workspace.snapshot(0), temperature, target_hash)
 
     def _train(
-        self,
-        trainer: Trainer,
-        draft: TrainedDraft,
-        data: RoundData,
-        selector: DraftSelector | None,
+        self, trainer: Trainer, draft: TrainedDraft, data: RoundData, selector: DraftSelector | None
     ) -> Packing:
         """Train all rounds that are not complete; returns the data of the last round."""
         packing: Packing | None = None

@@ -77,7 +77,6 @@ class PackedBatch:
         return following[self.predicts]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Copy the batch to another device."""
         return PackedBatch(
             ids=self.ids.to(device),
             positions=self.positions.to(device),

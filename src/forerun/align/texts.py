@@ -64,9 +64,7 @@ def replayed(
             requests.append(item)
     found = [
         sample_of(
-            request,
-            sorted(steps[request.request_id], key=lambda step: step.step),
-            hash_of_prompt,
+            request, sorted(steps[request.request_id], key=lambda step: step.step), hash_of_prompt
         )
         for request in requests
         if request.request_id in steps and request.prompt_token_ids
@@ -256,10 +254,7 @@ class TrainingTexts:
             model = f"{model} {server.url} {server.model} {self._num_logprobs}"
         folder = model_folder(self.config.target)
         return ResponseOrigin(
-            source="target",
-            model=model,
-            tokenizer_hash=tokenizer_hash(folder),
-            params=self.params,
+            source="target", model=model, tokenizer_hash=tokenizer_hash(folder), params=self.params
         )
 
     def _replayed(self) -> list[Sample]:

@@ -119,11 +119,7 @@ def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[st
 
 
 def load_checkpoint(
-    path: Path,
-    module: nn.Module,
-    optimiser: Optimizer,
-    *,
-    identity: Mapping[str, str],
+    path: Path, module: nn.Module, optimiser: Optimizer, *, identity: Mapping[str, str]
 ) -> int:
     if not path.exists():
         return 0

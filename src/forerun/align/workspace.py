@@ -133,7 +133,6 @@ class Workspace:
 
     @property
     def cache(self) -> Path:
-        """The teacher's caches."""
         return self.cache_root or self.root / "cache"
 
     @property
@@ -158,7 +157,6 @@ class Workspace:
 
     @property
     def report(self) -> Path:
-        """Path of the alignment's report."""
         return self.root / "report.json"
 
     def picture(self, name: str) -> Path:

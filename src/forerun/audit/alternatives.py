@@ -1,4 +1,4 @@
-"""What a drafted position emits under named faults, given the reference's and the draft's rows.
+"""Distributions of a token at a drafted position on servers that have one of the named faults.
 
 Each function returns distributions, one row per token. The audit compares the likelihood of the
 text under them, mixed with the reference's own rows, to name a fault.
@@ -38,7 +38,7 @@ FAMILIES: Mapping[str, str] = {
 
 
 def of_target(target: Rows, further: Mapping[str, Rows]) -> Iterator[tuple[str, Rows]]:
-    """Yield the alternatives that need no draft.
+    """Yield the distributions under faults for which the draft need not be known.
 
     `further` has rows under other parameters or at other places, by the name of the alternative.
     """
@@ -49,7 +49,7 @@ def of_target(target: Rows, further: Mapping[str, Rows]) -> Iterator[tuple[str, 
 
 
 def of_draft(target: Rows, draft: Rows) -> Iterator[tuple[str, Rows]]:
-    """Yield the alternatives in which the draft's distribution shows."""
+    """Yield the distributions under faults that depend on the draft's distribution."""
     kept = np.minimum(target, draft)
     rejected = 1.0 - kept.sum(-1, keepdims=True)
     residual = _normalised(np.maximum(target - draft, 0.0), target)
@@ -85,7 +85,7 @@ def _verified(target: Rows, draft: Rows, accepted: Rows, recorded: Rows) -> Rows
 
 
 def _with_noise_of_draft(target: Rows, draft: Rows, residual: Rows) -> Rows:
-    """Accept with the very number that drew the token by inverting the distribution function."""
+    """Accept a token with the same random number that it was drawn with by inverse transform."""
     ends = draft.cumsum(-1)
     starts = ends - draft
     kept = np.maximum(np.minimum(ends, _ratio(target, draft)) - starts, 0.0)

@@ -1,4 +1,4 @@
-"""Questions of an audit to a server with the OpenAI API."""
+"""Sends the requests of an audit to a server with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_REQUESTS = len(ID_FLAGS)
 
 @runtime_checkable
 class Endpoint(Protocol):
-    """What is audited.
+    """Interface of a server that is audited.
 
     Attributes:
         control: how tokens without speculation are had: "off" by a field of the request, "server"
@@ -36,7 +36,7 @@ class Endpoint(Protocol):
     control: str
 
     def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
-        """Return the answers, in order; a failure is an answer with a problem."""
+        """Send requests and return their answers, in order; a failed one has its `problem` set."""
         ...
 
 
@@ -78,7 +78,6 @@ class HttpEndpoint:
         self._executor = ThreadPoolExecutor(num_clients)
 
     def close(self) -> None:
-        """Close the connections."""
         for client in self._clients.values():
             client.close()
 
@@ -88,7 +87,6 @@ class HttpEndpoint:
         return self._models
 
     def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
-        """Return the answers, in order; a failure is an answer with a problem."""
         num_before = self._num_posted()
         found = [*self._executor.map(lambda q: self._answer(q, kinds[q.kind]), questions)]
         num_more = self._num_posted() - num_before - len(found)

@@ -1,4 +1,4 @@
-"""What an audit learns from answers: bets, deviations by place, likelihoods of faults."""
+"""Statistics over the answers of an audit: sequential tests, deviations, likelihoods of faults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _SHARES = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3])[:, None]
 
 
 class Bet:
-    """A bet that values lie above their expectation, valid however often one looks at it.
+    """Sequential test, by betting, of whether values exceed their expectation by a tolerance.
 
     It pays 1 + stake * (value - expected - tolerance) per token. If the expectation of every value,
     given everything before it, is at most expected + tolerance, the product is a non-negative
-    supermartingale from 1 on, so it ever reaches 1 / a with probability at most a.
+    supermartingale from 1 on, so it ever reaches 1 / a with probability at most a, however often
+    one looks.
 
     Source: Ville 1939; Waudby-Smith and Ramdas 2024.
     """
@@ -111,7 +112,7 @@ class PlaceDeviation:
 
 @dataclass(slots=True)
 class ArmTally:
-    """Readings of one arm.
+    """Statistics of the answers of one arm: as the server speculates, or without speculation.
 
     Attributes:
         bets: by kind of request, direction, and 1 (upwards) or -1.
@@ -125,7 +126,7 @@ class ArmTally:
 
 
 class Ledger:
-    """Adds answers and answers questions about all of them."""
+    """Collects the statistics of all answers of an audit."""
 
     def __init__(self, config: AuditConfig, reference: Reference | None) -> None:
         self.config = config
@@ -228,7 +229,7 @@ class Ledger:
         return known
 
     def bound(self, least: int) -> float | None:
-        """Return the largest deviation left possible with 95%, of directions with enough tokens."""
+        """Return an upper limit (95%) of the deviation, over directions with enough tokens."""
         names = {name for _, name, _ in self.arms["served"].bets}
         moved = [found for n in names if len(found := self.moved("served", n)) >= least]
         ends = [mean_interval(found, 0.05 / len(moved))[1:] for found in moved]

@@ -67,7 +67,7 @@ class ExpectedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenReading:
-    """Values of one answer.
+    """Statistics of the tokens of one answer.
 
     Attributes:
         values: by direction, one per token, with the expectations; NaN where it says nothing.
@@ -84,7 +84,7 @@ class TokenReading:
 def read_sampled(
     rows: ExpectedRows, before: Sequence[int], tokens: Sequence[int], previous: Sequence[int]
 ) -> tuple[dict[str, tuple[ndarray, ndarray]], dict[str, ndarray]]:
-    """Return directions and likelihood ratios of a sampled text.
+    """Return the statistics and the likelihood ratios of all tokens of a sampled text.
 
     `rows` has one row per token. `before` is the prompt, `previous` the answer to the same request
     before, empty if there is none.

@@ -1,4 +1,4 @@
-"""What an audit asked and was answered, and the file that it is resumed from."""
+"""Requests and answers of an audit, and the file from which an interrupted audit is resumed."""
 
 from __future__ import annotations
 

@@ -28,15 +28,15 @@ _MOST_SUM = 1.001
 
 @runtime_checkable
 class Reference(Protocol):
-    """Where expected distributions come from."""
+    """Interface of a source of the distributions that the server's tokens should follow."""
 
     def rows(self, prompt: Sequence[int], answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
-        """Return the rows of an answer's tokens; None if they cannot be known."""
+        """Return the expected distribution of every token of an answer; None if it is not known."""
         ...
 
 
 class ReportedLogprobs:
-    """The server's own log-probabilities, raw and of unfiltered kinds of request alone."""
+    """Expected distributions from the server's own log-probabilities, for unfiltered requests."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []

@@ -25,7 +25,7 @@ _GREEDY_TIMES, _SAMPLED_TIMES = 1, 2
 
 @dataclass(slots=True)
 class Spent:
-    """What has been counted against the limits."""
+    """Tokens and requests that count against the limits of an audit."""
 
     num_tokens: int = 0
     num_requests: int = 0

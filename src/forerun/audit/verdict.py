@@ -166,7 +166,7 @@ def _control_words(audit: Audit, first: Deviation) -> tuple[str, ...]:
 
 
 def contrast(ledger: Ledger, first: Deviation) -> Literal["shown", "denied", "open"]:
-    """Return whether the deviation is one of speculation, by the requests without it."""
+    """Decide, by the requests without speculation, whether speculation causes a deviation."""
     served = ledger.moved("served", first.direction, first.kind)
     control = ledger.moved("control", first.direction, first.kind)
     if len(control) < 2 or not len(served):

@@ -56,7 +56,6 @@ class EndpointFlags:
     """Ask for outputs of --max-tokens exactly; forerun, vLLM and llama.cpp know the field."""
 
     def check(self) -> None:
-        """Refuse values that cannot work."""
         if not self.url:
             for item in fields(self):
                 if getattr(self, item.name) != item.default:

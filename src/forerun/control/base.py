@@ -207,13 +207,11 @@ class MethodChoice:
     tokens_per_s: float | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Count one step of one request."""
         self.num_steps += 1
         self.num_drafted += record.num_drafted
         self.num_accepted += record.num_accepted
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
         return asdict(self)
 
     def __str__(self) -> str:

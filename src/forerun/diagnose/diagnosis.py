@@ -317,7 +317,6 @@ class Diagnosis:
     evidence: Evidence
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         evidence, test = self.evidence, self.next_test
         return {
             "verdict": self.verdict,

@@ -106,7 +106,6 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         return asdict(self) | {"kinds": tuple(sorted(self.kinds)), "notes": tuple(self.notes)}
 
 

@@ -122,7 +122,6 @@ class SharedTokenModel(WrappedModel):
         self._read = torch.cat([self._columns, torch.arange(model.vocab_size).to(model.device)])
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass of the model."""
         output = self.model.forward(replace(batch, tokens=self._read[batch.tokens]))
         return replace(output, logits=restricted(output.logits, self._columns, self._is_missing))
 
@@ -227,7 +226,6 @@ class TextDraft:
         """Do nothing: committed tokens are read with the next draft."""
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request."""
         self.draft.forget(request_id)
 
 

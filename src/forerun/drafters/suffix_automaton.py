@@ -55,7 +55,6 @@ class SuffixAutomaton:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the text in tokens."""
         return self._length[self.last]
 
     def length(self, state: int) -> int:

@@ -235,7 +235,6 @@ class RequestTerms:
     speculation: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
-        """Check every field and refuse values out of range."""
         check_ranges(self, *TERM_RANGES)
         tenant: object = self.tenant  # callers need not have checked their types
         if tenant is not None and (not isinstance(tenant, str) or tenant == ""):

@@ -42,7 +42,6 @@ class GrammarMask:
         return GrammarMask(self.matcher.deep_copy(), self.vocab_size, self.ends)
 
     def advance(self, token: int) -> None:
-        """Advance by one allowed token."""
         if token in self.ends and self.matcher.is_stopped():
             return
         if not self.matcher.consume_token(token):

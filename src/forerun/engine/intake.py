@@ -51,7 +51,6 @@ class Intake:
 
     @property
     def max_context(self) -> int:
-        """Maximum number of prompt and output tokens of one sequence."""
         return min(self.config.max_context, self.target.max_context)
 
     @property

@@ -98,7 +98,6 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Number of emitted tokens."""
         return len(self.ids) - self.num_prompt
 
     @property

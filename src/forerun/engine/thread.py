@@ -162,7 +162,6 @@ class EngineThread:
         self._cause: BaseException | None = None
 
     def __enter__(self) -> EngineThread:
-        """Start the thread."""
         self.start()
         return self
 
@@ -421,7 +420,6 @@ class AsyncEngine(EngineThread):
         return self.engine.stats()
 
     def capabilities(self) -> Capabilities:
-        """Return what the engine supports."""
         return self.engine.capabilities()
 
 

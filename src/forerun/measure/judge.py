@@ -27,12 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.errors import InvalidRequest
-from forerun.measure.judged import (
-    DraftFigures,
-    EvaluationPrompt,
-    JudgedPrompt,
-    judge_figures,
-)
+from forerun.measure.judged import DraftFigures, EvaluationPrompt, JudgedPrompt, judge_figures
 from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import read_object
 from forerun.models.load import model_folder

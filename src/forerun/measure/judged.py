@@ -165,9 +165,7 @@ def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], see
     below = math.hypot(found.estimate - found.low, found.estimate * (1 - 1 / slower))
     above = math.hypot(found.high - found.estimate, found.estimate * (1 / faster - 1))
     return Interval(
-        estimate=found.estimate,
-        low=max(0.0, found.estimate - below),
-        high=found.estimate + above,
+        estimate=found.estimate, low=max(0.0, found.estimate - below), high=found.estimate + above
     )
 
 

@@ -427,13 +427,11 @@ class WrappedModel:
         self.head = model.head
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass of the model."""
         return self.model.forward(batch)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Run a greedy chain of the model."""
         return self.model.greedy_chain(batch, num_tokens, vocab_size)
 
 

@@ -246,7 +246,6 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """Class of the model in transformers."""
         return CLASSES[self.metadata["general.architecture"]]
 
     @property
@@ -275,7 +274,6 @@ class GGUFFile:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the parameters."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def _names(self) -> dict[str, str]:

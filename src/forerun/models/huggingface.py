@@ -104,12 +104,10 @@ class HuggingFaceModel(StoredModel):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; tied parameters are counted once."""
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         self._check_features(batch.feature_layers)
         sizes = self.architecture
         positions = batch.positions
@@ -176,7 +174,6 @@ class HuggingFaceModel(StoredModel):
         return projected
 
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
-        """Return the model cut after its first layers; weights and store are shared."""
         return HuggingFaceModel(
             network=_without_upper_layers(
                 self.network, MODULE_NAMES[self.architecture.name].layers, num_layers

@@ -291,7 +291,6 @@ class ContiguousKVStore(KVStore):
 
     @property
     def device(self) -> torch.device:
-        """Device of the keys and values."""
         return self._data.device
 
     def stage(self, slot: int, start: int, num_rows: int) -> tuple[torch.Tensor, ...]:
@@ -325,7 +324,6 @@ class ContiguousKVStore(KVStore):
         sequence[:, :, start + num_placed : start + len(rows)] = kept
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
         length = self._slots.length(slot) if num_tokens is None else num_tokens
         self._slots.check_prefix(slot, length)
         copy = self._slots.reserve()
@@ -336,16 +334,13 @@ class ContiguousKVStore(KVStore):
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Return a copy of the KV of the first `num_tokens` committed tokens; see `KVStore`."""
         self._slots.check_prefix(slot, num_tokens)
         return self._exported(slot, num_tokens, self._data[:, slot, :, :num_tokens].clone())
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
-        """Fill an empty slot with an exported prefix; see `KVStore`."""
         self._data[:, slot, :, : prefix.num_tokens] = self._fill(slot, prefix)
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Store features of these layers with the KV from now on; see `KVStore`."""
         geometry = self.geometry
         if layers and not geometry.hidden_size:
             raise ValueError("a store without hidden_size in its geometry cannot keep features")

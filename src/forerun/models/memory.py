@@ -80,7 +80,6 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the bytes of all purposes."""
         return self.weights_bytes + self.kv_bytes + self.logits_bytes
 
 

@@ -100,7 +100,6 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that are not reserved."""
         return len(self._free) + len(self._kept)
 
     def reserve(self) -> int:

@@ -89,7 +89,6 @@ class ByteLevelStream:
         self._is_between_characters = True
 
     def append(self, piece: str) -> str:
-        """Return the text that one more token completes."""
         if self._is_between_characters and (text := _whole_text(piece)) is not None:
             return text
         text = self._decoder.decode(from_byte_level(piece))
@@ -166,7 +165,6 @@ class PieceStream:
         self._num_to_strip = rules.num_stripped
 
     def append(self, piece: str) -> str:
-        """Return the text that one more token completes."""
         byte = self._rules.byte_of(piece)
         is_first, self._is_first = self._is_first, False
         if byte is not None:

@@ -14,11 +14,7 @@ from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, normal_interval
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.theory.speedup import (
-    acceptance_length,
-    constant_survival,
-    survival,
-)
+from forerun.theory.speedup import acceptance_length, constant_survival, survival
 from forerun.trace.files import Item
 
 
@@ -33,7 +29,6 @@ class Drafts:
     steps: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
     def add(self, allowed: int, depth: int, num_accepted: int) -> None:
-        """Count one step."""
         if not 0 <= num_accepted <= depth <= allowed:
             raise ValueError(
                 f"step that accepted {num_accepted} of {depth} where {allowed} were allowed; they "

@@ -57,7 +57,6 @@ class Option:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether nothing is drafted."""
         return self.num_speculative_tokens == 0
 
 
@@ -194,7 +193,6 @@ class Advice:
     remarks: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the plan as values for JSON."""
         return {
             "best": asdict(self.best),
             "per_batch": [asdict(option) for option in self.per_batch],

@@ -37,7 +37,6 @@ class PlanConfig:
     sibling_acceptance: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of range or contradict each other."""
         check_ranges(self, *RANGES)
         ascending = all(before < after for before, after in pairwise(self.batches))
         if not self.batches or self.batches[0] < 1 or not ascending:

@@ -30,7 +30,6 @@ class EvidenceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, by name."""
         for name, least in (("num_prompts", 1), ("num_tokens", 2), ("num_self_tokens", 2)):
             if getattr(self, name) < least:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be {least} or more")

@@ -259,7 +259,6 @@ class DrawnChain:
 
     @property
     def num_drafted(self) -> int:
-        """Number of draft tokens."""
         return len(self.keys) - 2
 
 

@@ -169,11 +169,11 @@ class SamplingKernels:
         return tokens, chances
 
     def race(self, probs: Rows, keys: Int64[Tensor, " rows"]) -> Tokens:
-        """Draw by exponential race; see `race.race`."""
+        """Draw by exponential race; see `walk.race`."""
         return self._tokens(self.library.forerun_race, probs, keys)
 
     def coupled_match(self, target: Rows, draft: Rows, tokens: Tokens) -> Float32[Tensor, " rows"]:
-        """Return the match probabilities of coupled tokens; see `race.coupled_match_probs`."""
+        """Return the match probabilities of coupled tokens; see `walk.coupled_match_probs`."""
         num_rows, vocab_size = target.shape
         probs, tokens = torch.empty(num_rows), tokens.contiguous()
         self.library.forerun_coupled_match(

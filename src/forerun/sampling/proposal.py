@@ -63,7 +63,6 @@ class Proposal:
 
     @property
     def num_drafted(self) -> int:
-        """Number of nodes proposed."""
         return len(self.tree.parents)
 
 

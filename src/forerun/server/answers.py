@@ -245,10 +245,7 @@ def _without_tokens(output: RequestOutput) -> RequestOutput:
 
 
 def _choice_of(
-    at: int,
-    text: Json,
-    finish_reason: str | None = None,
-    stop_reason: str | int | None = None,
+    at: int, text: Json, finish_reason: str | None = None, stop_reason: str | int | None = None
 ) -> Json:
     """Return one choice of a response; finish reasons unknown to the OpenAI API become "length"."""
     if finish_reason in ("deadline", "abort"):

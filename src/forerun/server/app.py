@@ -294,10 +294,7 @@ BODIES: Mapping[str, type[Body]] = {
 
 
 def create_app(
-    engine: AsyncEngine,
-    model: str,
-    config: ServerConfig | None = None,
-    keys: Sequence[ApiKey] = (),
+    engine: AsyncEngine, model: str, config: ServerConfig | None = None, keys: Sequence[ApiKey] = ()
 ) -> FastAPI:
     """Return the application over an engine, which is started and closed with it.
 

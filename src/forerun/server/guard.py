@@ -71,7 +71,6 @@ class ApiKey:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        """Check every field."""
         check_ranges(self, *RANGES)
         if not self.tenant or not isinstance(self.tenant, str):
             raise InvalidRequest(f"the tenant of a key is {self.tenant!r}; it must be a name")
@@ -264,12 +263,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        config: ServerConfig,
-        keyring: Keyring,
-        count: Callable[[int], None],
+        self, app: ASGIApp, *, config: ServerConfig, keyring: Keyring, count: Callable[[int], None]
     ) -> None:
         self.app = app
         self.count = count
@@ -376,7 +370,6 @@ class LimitedBody:
         self.ends_at_s = asyncio.get_running_loop().time() + config.body_timeout_s
 
     async def __call__(self) -> Message:
-        """Return the next message."""
         if self.is_complete:
             return await self.receive()  # waits for the client to leave
         try:

@@ -8,12 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 
-from forerun.server.live_page import (
-    LivePoint,
-    LivePosition,
-    LiveSpeedup,
-    LiveTokenTimes,
-)
+from forerun.server.live_page import LivePoint, LivePosition, LiveSpeedup, LiveTokenTimes
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import DiscountedRatio
 from forerun.theory.record import StepRecord

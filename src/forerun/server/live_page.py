@@ -66,7 +66,7 @@ class LiveQuantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveLatency(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of the latest requests, and what was read of their prompts.
+    """Times of the latest requests, and how many of their prompt tokens were read or cached.
 
     Attributes:
         gap: from one output of a request to its next; an output is what a step emits.

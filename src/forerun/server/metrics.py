@@ -74,7 +74,6 @@ class StepTotals:
         self._last_output_s: dict[str, float] = {}
 
     def observe(self, step: ObservedStep) -> None:
-        """Add a step."""
         if not step.records:
             self.num_prefill_rows += sum(entry.num_chain for entry in step.prefilling)
             return

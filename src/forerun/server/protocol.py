@@ -317,17 +317,14 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def longest(self) -> int | None:
-        """Largest number of output tokens; None allows all that fit into the context."""
         return 1 if self.is_only_scored else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives per token in the response; None for no log-probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for tokens of the prompt."""
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
@@ -434,7 +431,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives per token in the response; None for no log-probabilities."""
         if not self.logprobs:
             if self.top_logprobs:
                 raise InvalidRequest("top_logprobs needs logprobs to be true")
@@ -443,7 +439,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def longest(self) -> int | None:
-        """Largest number of output tokens; None allows all that fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def prompts_for(self, intake: Intake) -> list[Prompt]:
@@ -462,7 +457,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which the answer has to call one; empty where it may be text."""
         if self.tool_choice in (None, "auto", "none"):
             return []
         if not self.offered_tools or len(self.tool_names) < len(self.offered_tools):

@@ -54,7 +54,6 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def longest(self) -> int | None:
-        """Largest number of output tokens; None allows all that fit into the context."""
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     @property
@@ -94,7 +93,6 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which the answer has to call one; empty where it may be text."""
         return self.chat.forced_tools
 
     @property
@@ -178,14 +176,12 @@ class ResponsesAnswer:
         self._num_events = 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the body of a response that is not streamed."""
         completion = outputs[0].completions[0]
         for _ in self._grown(completion.text, completion.finish_reason):
             pass
         return msgspec.json.encode(self._response(completion.finish_reason, outputs))
 
     def first(self, num_choices: int) -> bytes:
-        """Return the first events of a stream."""
         begun = {"response": self._response(None, ())}
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
@@ -195,12 +191,10 @@ class ResponsesAnswer:
         return b"".join(self._event(kind, fields) for kind, fields in events)
 
     def last(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the last event of a stream."""
         response = self._response(outputs[0].completions[0].finish_reason, outputs)
         return self._event(f"response.{response['status']}", {"response": response})
 
     def failed(self, message: str, status: int) -> bytes:
-        """Return the last event of a stream that an error ends."""
         error = {"code": "server_error", "message": message}
         response = {**self._response(None, ()), "status": "failed", "error": error}
         return self._event("response.failed", {"response": response})

@@ -88,7 +88,6 @@ class CostLine:
 
     @property
     def plain(self) -> CostReading:
-        """Return the time of a plain decode step."""
         return CostReading(self.plain_s, self.plain_error_s)
 
     @property
@@ -250,7 +249,6 @@ class CostTable:
         return self._verify(num_rows, context, batch).s
 
     def plain_step_s(self, context: int = 0, batch: int = 1) -> float:
-        """Return the seconds of a plain step."""
         return self._plain(context, batch).s
 
     def draft_token_s(self, context: int = 0, batch: int = 1) -> float:

@@ -236,7 +236,6 @@ class DiscountedRatio:
         self.x = self.y = self.xx = self.xy = self.yy = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        """Count one pair."""
         memory = self.memory
         self.num_pairs += 1
         self.weight = self.weight * memory + 1.0

@@ -51,7 +51,6 @@ class TraceHeader(
     schema_version: int = SCHEMA_VERSION
 
     def to_dict(self) -> dict[str, Json]:
-        """Return the fields by name, ready for JSON."""
         return asdict(self)
 
 
@@ -81,7 +80,6 @@ class RequestRecord(
     prompt_token_ids: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return the fields by name, ready for JSON."""
         return asdict(self)
 
 
@@ -149,5 +147,4 @@ class StepRecord(
     token_ids: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return the fields by name, ready for JSON."""
         return asdict(self)

@@ -211,7 +211,6 @@ class TimeSplit:
 
     @property
     def total_s(self) -> float:
-        """Total time in seconds."""
         return self.draft_s + self.verify_s + self.other_s
 
 
@@ -257,7 +256,6 @@ class TraceSummary:
         return median(self.ttft_s) if self.ttft_s else None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return JSON-ready values by name."""
         plain = self.plain_step_s
         return {
             "headers": [header.to_dict() for header in self.headers],

@@ -170,9 +170,7 @@ class RowCache:
                 scratch.write_text(self.identity.to_json(), encoding="utf-8")
 
 
-def packed(
-    pending: Mapping[str, Columns],
-) -> tuple[bytes, dict[str, dict[str, tuple[int, int]]]]:
+def packed(pending: Mapping[str, Columns]) -> tuple[bytes, dict[str, dict[str, tuple[int, int]]]]:
     """Pack rows into the bytes of a shard, whose header has the ranges of every key."""
     ends: dict[str, int] = {}
     ranges: dict[str, dict[str, tuple[int, int]]] = {}

@@ -230,8 +230,5 @@ class CachedFeatures:
             found = self.filler.cache.read(self._keys[index])[STATES]
             states[row, start : start + len(found)] = found
         return FeaturesOfRows(
-            states=states.to(self.device),
-            batch=batch,
-            head=self._head,
-            sampling=self.sampling,
+            states=states.to(self.device), batch=batch, head=self._head, sampling=self.sampling
         )

@@ -118,11 +118,7 @@ def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor
     first = starts.flatten().nonzero()[:, 0]
     ends = torch.cat((first[1:], first.new_tensor([num_rows * num_draws])))
     columns = (drawn[starts].to(torch.int32), ends - first, starts.sum(-1))
-    return (
-        columns[0].cpu(),
-        columns[1].to(torch.int16).cpu(),
-        columns[2].to(torch.int16).cpu(),
-    )
+    return (columns[0].cpu(), columns[1].to(torch.int16).cpu(), columns[2].to(torch.int16).cpu())
 
 
 def padded(

@@ -274,7 +274,6 @@ class BenchmarkOutput(LineReader):
         self._rates: dict[int, float] = {}
 
     def read(self, line: str) -> bool:
-        """Read one line; False if it is of another format."""
         for name, pattern in COUNTS.items():
             if (value := matched_number(pattern, line)) is not None:
                 self.tally.count(name, value)

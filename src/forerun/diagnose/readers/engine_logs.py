@@ -178,7 +178,6 @@ class SpecDecodingLog(LineReader):
         self._old: tuple[float, float, float] | None = None
 
     def read(self, line: str) -> bool:
-        """Read one line; False if it is of another format."""
         if "SpecDecoding metrics:" in line:
             return self._read_metrics(line)
         if rate := VLLM_THROUGHPUT.search(line):
@@ -305,7 +304,6 @@ class SglangLog(LineReader):
         self._changes: list[tuple[int, int]] = []
 
     def read(self, line: str) -> bool:
-        """Read one line; False if it is of another format."""
         if "Decode batch" in line:
             return self._read_decode(line)
         if found := ADAPTIVE.search(line):
@@ -399,7 +397,6 @@ class LlamaCppLog(LineReader):
         self._statistics: dict[str, tuple[float, float, float]] = {}
 
     def read(self, line: str) -> bool:
-        """Read one line; False if it is of another format."""
         if found := ACCEPTANCE.search(line):
             self._read_acceptance(line, float(found.group(1)), float(found.group(2)))
         elif found := PER_POSITION.search(line):

@@ -85,7 +85,6 @@ class Metrics:
     num_samples: int = 0
 
     def add(self, name: str, labels: str, value: float) -> None:
-        """Add one sample."""
         if self.num_samples >= MAX_SERIES or not abs(value) < MAX_NUMBER:  # false for NaN
             return
         self.num_samples += 1

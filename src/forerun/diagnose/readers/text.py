@@ -83,7 +83,6 @@ class Remarks(LineReader):
     kind = "engine messages"
 
     def read(self, line: str) -> bool:
-        """Read one line; False if it is of another format."""
         found = False
         line = line[:MAX_LENGTH]
         for pattern, facts in REMARKS:
@@ -103,7 +102,6 @@ class TensorRtLlmLog(LineReader):
     kind = "TensorRT-LLM log"
 
     def read(self, line: str) -> bool:
-        """Read one line; False if it is of another format."""
         if not GATE.search(line):
             return False
         for name in ("speculation_off", "adaptive_k", "adaptive_stuck", "acceptance_low"):

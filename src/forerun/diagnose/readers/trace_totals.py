@@ -33,7 +33,6 @@ class Seconds:
 
     @property
     def total_s(self) -> float:
-        """Total time in seconds."""
         return self.draft_s + self.verify_s + self.other_s
 
 

@@ -45,7 +45,6 @@ class Eagle3Model(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         states = self._states.of(batch)
         plan = plan_pass(batch.spans, self.store, self._groups)
 
@@ -74,7 +73,6 @@ class Eagle3Model(StoredModel):
         return normed
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits over the target's tokens of rows after the final norm."""
         return over_target_vocabulary(
             self.network.lm_head(hidden), self._target_ids, self.vocab_size
         )
@@ -110,7 +108,6 @@ class NativeEagle3Model(NativeModel):
         return self._projection.times_head(self.network.joined(features), self.hidden_size)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         logits = super().forward(batch).logits
         self._states.note(batch, self._given, self._fed_back)
         return ModelOutput(logits=self._over_target(logits))
@@ -124,7 +121,6 @@ class NativeEagle3Model(NativeModel):
         return self.target.embed(tokens)
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits over the target's tokens of rows after the final norm."""
         return self._over_target(super().head(hidden))
 
     def _over_target(self, logits: Tensor) -> Tensor:

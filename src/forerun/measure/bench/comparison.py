@@ -255,7 +255,6 @@ class BenchComparison:
         return f"comparing: {num_done} of {len(self.blocks) * self.config.num_blocks} blocks"
 
     def report(self) -> BenchReport:
-        """Return the report of the results so far."""
         return BenchReport(
             cells=tuple(
                 CellReport.of(

@@ -107,7 +107,6 @@ class BenchConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, by name."""
         for name in ("temperatures", "batches"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
@@ -208,7 +207,6 @@ class DemoConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, by name."""
         if not self.drafts:
             raise InvalidRequest("drafts is empty; the demonstration needs a draft to compare")
         if self.num_threads is not None and self.num_threads < 1:
@@ -216,7 +214,6 @@ class DemoConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of all models to load."""
         return (self.target, self.general.draft, *(arm.draft for arm in self.drafts))
 
     @property

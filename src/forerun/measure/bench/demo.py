@@ -220,11 +220,7 @@ class Demo:
         return SamplingParams(temperature=0, max_tokens=length)
 
     def _timed(
-        self,
-        arms: Sequence[BenchArm],
-        prompts: Iterable[Prompt],
-        seconds: float,
-        stage: str,
+        self, arms: Sequence[BenchArm], prompts: Iterable[Prompt], seconds: float, stage: str
     ) -> Iterator[Block]:
         """Yield measured blocks within a share of the time, at least LEAST_BLOCKS."""
         blocks = run_blocks(arms, batched(prompts, 1), self.clock)
@@ -242,9 +238,7 @@ class Demo:
         (prompt,) = self.blocks[0][0].batch
         (output,) = arm.engine.generate([prompt.text], prompt.params)
         self.example = Example(
-            prompt=prompt.text,
-            completion=output.completions[0],
-            tokenizer=arm.engine.tokenizer,
+            prompt=prompt.text, completion=output.completions[0], tokenizer=arm.engine.tokenizer
         )
 
     @property

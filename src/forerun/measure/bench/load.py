@@ -56,7 +56,6 @@ class LoadBlock:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {
             "endpoint": self.endpoint,
             "concurrency": self.concurrency,

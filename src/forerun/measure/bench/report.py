@@ -172,7 +172,6 @@ class DemoReport:
     num_calibration: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {
             "rows": [_as_row(summary) for summary in self.rows],
             "edit_rows": [_as_row(summary) for summary in self.edit_rows],
@@ -233,12 +232,10 @@ class CellReport:
 
     @property
     def title(self) -> str:
-        """Title with temperature and batch size."""
         how = "greedy (T=0)" if self.temperature == 0 else f"sampled (T={self.temperature:g})"
         return f"{how}, batch {self.batch}, {len(self.blocks)} blocks"
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {
             "temperature": self.temperature,
             "batch": self.batch,
@@ -271,7 +268,6 @@ class BenchReport:
         return any(cell.rows for cell in self.cells)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {
             "cells": [cell.to_dict() for cell in self.cells],
             "provenance": self.provenance.to_dict(),

@@ -63,7 +63,6 @@ class ArmSummary:
         return self.acceptance.acceptance_length or 1.0
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {
             "name": self.arm.name,
             "method": self.arm.method,
@@ -186,7 +185,6 @@ class BestOfSeveral:
     summary: ArmSummary
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of the JSON output."""
         return {
             "num_candidates": self.num_candidates,
             "num_chosen_on": self.num_chosen_on,
@@ -203,9 +201,7 @@ def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
     winner = best_arm([block[1:] for block in chosen_on])
     pairs = [(block[0], next(m for m in block if m.arm.name == winner.name)) for block in scored_on]
     return BestOfSeveral(
-        num_candidates=len(blocks[0]) - 1,
-        num_chosen_on=len(chosen_on),
-        summary=summarise(pairs)[1],
+        num_candidates=len(blocks[0]) - 1, num_chosen_on=len(chosen_on), summary=summarise(pairs)[1]
     )
 
 

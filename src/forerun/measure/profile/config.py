@@ -38,7 +38,6 @@ class ProfileConfig:
     budget_s: float = 12.0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, by name."""
         for name in ("rows", "batches", "contexts", "drafted"):
             values = getattr(self, name)
             if not values or values[0] < 1 or any(b <= a for a, b in pairwise(values)):

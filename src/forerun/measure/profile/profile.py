@@ -142,7 +142,6 @@ class Profile:
         return step - outside - self.seconds(Quantity.TARGET_PASS, *at, 1).estimate
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values by name."""
         measured = [measured.to_dict() for measured in self.measured]
         return {"format": FORMAT, **msgspec.to_builtins(self), "measured": measured}
 

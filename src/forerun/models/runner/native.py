@@ -77,7 +77,6 @@ class NativeModel(StoredModel):
         self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         self._check_features(batch.feature_layers)
         self._claim(batch)
         logits = torch.empty((batch.logit_rows.shape[0], self.architecture.vocab_size))
@@ -95,7 +94,6 @@ class NativeModel(StoredModel):
         return ModelOutput(logits=logits, features=features)
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Token embeddings in the model's dtype."""
         ids = tokens.contiguous()
         embedded = torch.empty((len(ids), self.hidden_size), dtype=self.dtype)
         self.weights.kernels.library.forerun_decoder_embed(
@@ -104,14 +102,12 @@ class NativeModel(StoredModel):
         return embedded
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """The RMS norm after the last layer."""
         weights = self.weights
         return F.rms_norm(
             hidden.float(), hidden.shape[-1:], weights.last_norm, weights.norm_eps
         ).to(self.dtype)
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float32[Tensor, "rows vocab"]:
-        """Logits of rows after the final norm."""
         return self.weights.times_head(hidden.to(self.dtype), self.architecture.vocab_size)
 
     def greedy_chain(
@@ -207,7 +203,6 @@ class NativeModel(StoredModel):
         ]
 
     def first_layers(self, num_layers: int) -> NativeModel:
-        """Return the model cut after its first layers; weights and store are shared."""
         dropped = range(num_layers, self.num_layers)
         return NativeModel(
             weights=self.weights,
@@ -218,7 +213,6 @@ class NativeModel(StoredModel):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of weights that a pass reads."""
         library = self.weights.kernels.library
         return int(library.forerun_decoder_bytes_read(self.weights.handle, self.num_layers))
 

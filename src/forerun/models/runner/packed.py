@@ -48,7 +48,6 @@ class PackedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the packed matrices."""
         return int(self.kernels.library.forerun_decoder_bytes(self.handle))
 
     def requantised(self, weights: WeightFormat, num_layers: int) -> PackedWeights:

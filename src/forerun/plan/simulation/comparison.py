@@ -53,11 +53,7 @@ def _controller_maker(
 
 
 def simulate(
-    workload: Workload,
-    traffic: Traffic,
-    times: Times,
-    controller: Controller,
-    name: str,
+    workload: Workload, traffic: Traffic, times: Times, controller: Controller, name: str
 ) -> Result:
     """Serve the requests of a workload, cycle by cycle."""
     tally = SimulationTally(num_phases=len(workload.phases))
@@ -120,7 +116,6 @@ class ControllerComparison:
             _controller_maker(name, self.costs, self.workload.server.max_k)
 
     def run(self, name: str) -> Result:
-        """Return the result of one controller."""
         name = "plain" if name == "fixed:0" else name
         found = self._results.get(name)
         if found is None:

@@ -158,7 +158,6 @@ class SimulatedServerConfig(Settings, frozen=True):
     max_tree_nodes: int = 16
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work together."""
         check_ranges(
             self,
             Range("max_batch", 1, integer=True),
@@ -216,7 +215,6 @@ class Workload(Settings, frozen=True):
     slo: Slo = Slo()
 
     def __post_init__(self) -> None:
-        """Refuse values that do not fit together."""
         check_ranges(
             self,
             Range("requests", 1, high=MAX_REQUESTS, integer=True),

@@ -79,7 +79,6 @@ class SimulatedRequest:
 
     @property
     def num_committed(self) -> int:
-        """Return the number of prompt and output tokens."""
         return self.num_prompt + self.num_emitted
 
     def rest(self) -> None:
@@ -188,7 +187,6 @@ class SimulatedCycle:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of the cycle."""
         return self.draft_s + self.verify_s + self.other_s
 
 
@@ -245,9 +243,7 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     )
 
 
-def _path_of(
-    request: SimulatedRequest,
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _path_of(request: SimulatedRequest) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the accepted path of a tree as ranks and numbers of children; None for a chain."""
     tree = request.tree
     if tree is None:

@@ -140,7 +140,6 @@ class Result:
         return sum(phase.decode_s for phase in self.phases)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as values for JSON."""
         return asdict(self) | {
             "tokens_per_s": self.tokens_per_s,
             "goodput_per_s": self.goodput_per_s,

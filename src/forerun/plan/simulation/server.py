@@ -12,12 +12,7 @@ from collections.abc import Sequence
 
 from forerun.control.base import Capacity, Controller, Tree
 from forerun.plan.simulation.config import SimulatedServerConfig
-from forerun.plan.simulation.request import (
-    Records,
-    SimulatedCycle,
-    SimulatedRequest,
-    States,
-)
+from forerun.plan.simulation.request import Records, SimulatedCycle, SimulatedRequest, States
 from forerun.plan.simulation.result import SimulationTally
 from forerun.theory.cost import CostTable, ReadingCost
 

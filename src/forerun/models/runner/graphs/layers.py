@@ -107,7 +107,6 @@ class Weights:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; tied parameters are counted once."""
         return sum(tensor.numel() for tensor in self.tensors)
 
 

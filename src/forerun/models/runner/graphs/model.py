@@ -168,12 +168,10 @@ class TorchModel(StoredModel):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; tied parameters are counted once."""
         return self.weights.num_parameters
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         self._check_features(batch.feature_layers)
         if self.programs is not None:
             self._claim(batch)
@@ -184,18 +182,15 @@ class TorchModel(StoredModel):
 
     @torch.inference_mode()
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Return the embeddings of tokens."""
         return F.embedding(tokens, self.weights.ends.embedding)
 
     @torch.inference_mode()
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """Apply the RMS norm after the last layer."""
         eps = self.weights.decoder.norm_eps
         return F.rms_norm(hidden, hidden.shape[-1:], self.weights.ends.norm, eps)
 
     @torch.inference_mode()
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of rows after the final norm."""
         return F.linear(hidden, self.weights.ends.head)
 
     @torch.inference_mode()

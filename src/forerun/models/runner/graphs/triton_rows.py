@@ -48,7 +48,6 @@ class TritonElementwise(Elementwise):
     def norm(
         self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
     ) -> Float[Tensor, "rows hidden"]:
-        """Return the RMS norm of rows, times `weight`."""
         normed = torch.empty_like(rows)
         _launch_norm((rows, rows, weight, normed, normed), eps, adds=False)
         return normed
@@ -56,7 +55,6 @@ class TritonElementwise(Elementwise):
     def gate(
         self, gate_up: Float[Tensor, "rows gate_up_rows"]
     ) -> Float[Tensor, "rows intermediate"]:
-        """Return SiLU of the first half of every row, times the second half."""
         num_rows, num_columns = len(gate_up), gate_up.shape[1] // 2
         gated = gate_up.new_empty((num_rows, num_columns))
         grid = (num_rows, triton.cdiv(num_columns, GATE_BLOCK))
