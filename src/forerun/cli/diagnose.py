@@ -16,7 +16,10 @@ from forerun.cli.tables import SafeConsole
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from forerun.diagnose.diagnosis import Diagnosis
+    from collections.abc import Sequence
+
+    from forerun.diagnose.asking import DiagnosisQuestion
+    from forerun.diagnose.diagnosis import Diagnosis, ScoredCause
     from forerun.diagnose.evidence import Evidence
     from forerun.theory.cost import CostTable
 
@@ -71,10 +74,18 @@ class DiagnoseOptions:
     """Print one JSON object."""
     html: Path | None = None
     """Write a self-contained page."""
+    ask: bool = False
+    """Ask what would tell the most about the cause, until further answers would not change the
+    advice. With --json: print the next question or the verdict, and end."""
+    answers: Path | None = None
+    """With --ask: a JSON object of answers so far, in the order of asking, such as
+    {"output_differs": "no", "slower_with_batch": "unknown"}."""
 
     def check(self) -> None:
         """Refuse unusable options before any slow work begins."""
-        if not self.sources and not self.given():
+        if self.answers is not None and not self.ask:
+            raise InvalidRequest("--answers needs --ask")
+        if not self.sources and not self.given() and not self.ask:
             raise InvalidRequest(
                 "no evidence: name a trace, log, metrics or facts file, or give a fact, for "
                 "example --tokens-per-s 80 --tokens-per-s-plain 90"
@@ -106,18 +117,35 @@ def run(options: DiagnoseOptions) -> int:
     """Read the sources, diagnose and report; the exit code follows from the verdict."""
     options.check()
 
+    from forerun.diagnose.asking import suspects, with_answers
     from forerun.diagnose.diagnosis import diagnose
 
-    diagnosis = diagnose(gathered(options), costs_of(options))
+    evidence = gathered(options)
+    further: dict[str, object] = {}
+    likeliest: tuple[ScoredCause, ...] = ()
+    if options.ask:
+        answers = _answers_of(options.answers)
+        question = _ask(evidence, answers, is_interactive=not options.json)
+        further["num_asked"] = len(answers)
+        if question is not None and options.json:
+            print(json.dumps({"question": question.to_dict()} | further))
+            return Exit.INSUFFICIENT
+        likeliest = suspects(with_answers(evidence, answers))
+        further["suspects"] = [
+            {"label": item.cause.label, "score": item.score} for item in likeliest
+        ]
+        for name, answer in answers.items():
+            evidence.add(name, answer, "answered")
+    diagnosis = diagnose(evidence, costs_of(options))
     if options.html is not None:
         from forerun.diagnose.page import page_of
 
         with atomic_write(options.html) as scratch:
             scratch.write_text(page_of(diagnosis), encoding="utf-8")
     if options.json:
-        print(json.dumps(diagnosis.to_dict()))
+        print(json.dumps(diagnosis.to_dict() | further))
     else:
-        show(diagnosis)
+        show(diagnosis, likeliest)
     return EXIT_CODES[diagnosis.verdict]
 
 
@@ -134,13 +162,46 @@ def gathered(options: DiagnoseOptions) -> Evidence:
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
     for source in options.sources:
-        evidence.include(read_source(source, interval_s=options.interval_s))
+        found = read_source(source, interval_s=options.interval_s, is_asking=options.ask)
+        evidence.include(found)
     evidence.check_counts()
     for source in options.before:
         before = read_source(source, interval_s=options.interval_s)
         add_changes(evidence, before)
         evidence.include(as_reference(before))
     return evidence
+
+
+def _ask(
+    known: Evidence, answers: dict[str, bool | None], *, is_interactive: bool
+) -> DiagnosisQuestion | None:
+    """Ask in the terminal and add to the answers; returns the question that is still open."""
+    from forerun.diagnose.asking import next_question, read_answer, with_answers
+
+    while (question := next_question(with_answers(known, answers), answers)) is not None:
+        if not is_interactive:
+            return question
+        how = f" To find out, {question.how} ({question.minutes:g} min)." if question.how else ""
+        print(f"{len(answers) + 1}. Does this hold: {question.text}?{how}")
+        try:
+            answers[question.fact] = read_answer(input("   yes, no or unknown: "))
+        except InvalidRequest as error:
+            print(f"   {error}")
+        except EOFError:
+            return question
+    return None
+
+
+def _answers_of(path: Path | None) -> dict[str, bool | None]:
+    from forerun.bounded_documents import read_json
+    from forerun.diagnose.asking import read_answer
+
+    if path is None:
+        return {}
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"--answers {path} must hold a JSON object of names and answers")
+    return {name: read_answer(word) for name, word in found.items()}
 
 
 def costs_of(options: DiagnoseOptions) -> CostTable | None:
@@ -152,13 +213,16 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
     return profile.sampled if options.temperature else profile.greedy
 
 
-def show(diagnosis: Diagnosis) -> None:
+def show(diagnosis: Diagnosis, suspects: Sequence[ScoredCause] = ()) -> None:
     from rich.markup import escape
 
     from forerun.diagnose.words import headline, sections
 
     console = SafeConsole()
     console.print(f"[bold]{escape(headline(diagnosis))}[/]")
+    if suspects and diagnosis.verdict == "insufficient evidence":
+        names = ", ".join(item.cause.label for item in suspects)
+        console.print(f"Most likely, but not shown: {names}.")
     for section in sections(diagnosis):
         console.print(f"\n[bold]{escape(section.heading)}[/]")
         for line in section.lines:
@@ -180,5 +244,7 @@ COMMAND = Command(
         "forerun diagnose http://localhost:8000/metrics --observed slower_with_batch",
         'forerun diagnose serve.log "acceptance falls as prompts get longer"',
         "llama-server ... 2>&1 | forerun diagnose - --json",
+        'forerun diagnose --ask "slower than without speculation since the update"',
+        "forerun diagnose serve.log --ask --answers answers.json --json",
     ),
 )

@@ -200,8 +200,14 @@ FIRST_DATA_S = 20.0
 """How long a named pipe may take until its writer has written anything."""
 
 
-def read_source(name: str, *, interval_s: float) -> Evidence:
-    """Return the evidence of one source; a name with blanks that is no file is a complaint."""
+def read_source(name: str, *, interval_s: float, is_asking: bool = False) -> Evidence:
+    """Return the evidence of one source; a name with blanks that is no file is a complaint.
+
+    Args:
+        name: file, URL, "-" or words.
+        interval_s: between two samples of a URL.
+        is_asking: whether questions follow; a complaint that says nothing is then no error.
+    """
     if name.startswith(("http://", "https://")):
         return read_live(name, interval_s=interval_s)
     try:
@@ -210,7 +216,7 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
                 return _read_stream(stream, "stdin")
         path = Path(name)
         if " " in name.strip() and not os.path.lexists(path):
-            return read_complaint(name)
+            return read_complaint(name, is_asking=is_asking)
         if path.is_dir():
             return read_trace(path)
         with open_bounded(path, LIMITS, name=path.name) as file:
@@ -266,13 +272,13 @@ SENTENCES = re.compile(r"[.;!?]\s|\n")
 AND = " && "
 
 
-def read_complaint(text: str) -> Evidence:
+def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
     if len(text) > MAX_COMPLAINT:
         raise InvalidRequest(f"a complaint in words may have at most {MAX_COMPLAINT} characters")
     evidence = Evidence(readings=[Reading(source="the complaint", kinds={"words"}, num_lines=1)])
     for name, value in observations_in(text):
         evidence.add(name, value, "the complaint")
-    if not evidence.facts:
+    if not evidence.facts and not is_asking:
         raise InvalidRequest(
             f"{text[:60]!r} is no file, and nothing in it is understood as a complaint; say what "
             "is low, slow or wrong and what it depends on, or give --observed NAME"

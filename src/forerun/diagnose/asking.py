@@ -1,0 +1,236 @@
+"""Chooses the question whose answer is expected to tell the most about the cause."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forerun.diagnose.diagnosis import (
+    ANY_OTHER,
+    CAUSES,
+    EXPERIMENTS,
+    ScoredCause,
+    diagnose,
+    score_causes,
+)
+from forerun.diagnose.evidence import FACTS, GROUPS, Evidence, shown
+from forerun.errors import InvalidRequest
+from forerun.theory.record import Json
+
+MAX_QUESTIONS = 12
+MAX_UNKNOWN = 4
+"""Questions in a row that were answered with "unknown", after which no further one is asked."""
+SURE = 0.9
+"""Probability of the first cause from which on nothing more is asked: benchmarks/real-cases says
+how often it is right there."""
+_BASE_RATE = 0.15
+"""Probability of an observation under a cause that says nothing about it."""
+_MINUTES_TO_ANSWER = 20.0
+"""What one more question costs, beside the experiment that answers it."""
+_LEAST = 0.005
+"""Nats of information below which a question is not worth asking."""
+_UNSHOWN = 1.5
+"""What a cause loses, in nats, that does not show in what the complaint is about."""
+_SHOWS = 1.0
+"""Weight of an observation, in nats, from which on a cause shows in it."""
+_TOGETHER = 3
+"""Questions whose answers together must be able to change the first cause."""
+_WORDS: Mapping[object, bool | None] = {
+    **dict.fromkeys(("y", "yes", "true", True), True),
+    **dict.fromkeys(("n", "no", "false", False), False),
+    **dict.fromkeys(("u", "unknown", "?", "", None), None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosisQuestion:
+    """A yes-or-no question about one observation.
+
+    Attributes:
+        fact: name of the observation.
+        text: its definition.
+        information: expected information about the cause, in nats.
+        minutes: duration of the experiment that answers it; 0 where none is needed.
+        how: that experiment.
+    """
+
+    fact: str
+    text: str
+    information: float
+    minutes: float
+    how: str
+
+    @property
+    def worth(self) -> float:
+        """Information per minute, the time to read and answer a question included."""
+        return self.information / (_MINUTES_TO_ANSWER + self.minutes)
+
+    def to_dict(self) -> dict[str, Json]:
+        """Return JSON-ready values by name."""
+        return {
+            "fact": self.fact,
+            "text": f"Does this hold: {self.text}?",
+            "information": self.information,
+            "minutes": self.minutes,
+            "how": self.how,
+            "answers": ["yes", "no", "unknown"],
+        }
+
+
+def read_answer(word: object) -> bool | None:
+    """Return an answer as true, false, or None for not known.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    key = word.strip().lower() if isinstance(word, str) else word
+    if not isinstance(key, str | bool | None) or key not in _WORDS:
+        raise InvalidRequest(f"{shown(word)} is no answer; answer yes, no or unknown")
+    return _WORDS[key]
+
+
+def with_answers(evidence: Evidence, answers: Mapping[str, bool | None]) -> Evidence:
+    """Return a copy of the evidence with the answers and all facts that follow.
+
+    Raises:
+        InvalidRequest: an answer is about no observation.
+    """
+    found = copy.deepcopy(evidence)
+    for name, answer in answers.items():
+        if name not in FACTS or FACTS[name].type != "flag":
+            raise InvalidRequest(f"{name[:60]!r} is no observation that is asked about")
+        found.add(name, answer, "answered")
+    diagnose(found)
+    return found
+
+
+def next_question(
+    evidence: Evidence, answers: Mapping[str, bool | None]
+) -> DiagnosisQuestion | None:
+    """Return the question with the most information per cost; None where asking should end.
+
+    Args:
+        evidence: with the answers and all facts that follow (`with_answers`).
+        answers: what was asked so far, in order; None where the answer was "unknown".
+    """
+    given = list(answers.values())
+    if len(given) >= MAX_QUESTIONS or given[-MAX_UNKNOWN:] == [None] * MAX_UNKNOWN:
+        return None
+    shares = _probabilities(evidence)
+    scored = score_causes(evidence, CAUSES.values())
+    if shares[scored[0].cause.label] >= SURE:
+        return None
+    found = [
+        _question(shares, name) for name in _ASKED if name not in evidence and name not in answers
+    ]
+    found = [question for question in found if question.information >= _LEAST]
+    found.sort(key=lambda question: -question.worth)
+    if not found or (scored[0].is_supported and not _can_change(evidence, scored, found)):
+        return None
+    return found[0]
+
+
+def suspects(evidence: Evidence) -> tuple[ScoredCause, ...]:
+    """Return the three likeliest causes, those with support first, then those without any."""
+    shares = _probabilities(evidence)
+    scored = score_causes(evidence, CAUSES.values())
+    unsupported = sorted(
+        (item for item in scored if not item.is_supported),
+        key=lambda item: -shares[item.cause.label],
+    )
+    return (*(item for item in scored if item.is_supported), *unsupported)[:3]
+
+
+_MOVES: Mapping[str, Mapping[str, float]] = {
+    fact.name: {
+        cause.label: sign.yes - sign.no
+        for cause in CAUSES.values()
+        for sign in cause.signs
+        if sign.fact == fact.name
+    }
+    for fact in FACTS.values()
+    if fact.type == "flag"
+}
+"""By observation and cause: by how much a yes, in place of a no, speaks for the cause, in nats."""
+_TOPICS = {
+    topic: tuple(kind.name for kind in GROUPS[topic] if kind.type == "flag")
+    for topic in ("acceptance", "output", "cost")
+}
+"""What complaints are about, with the observations that tell so."""
+_SHOWN_IN = {
+    label: {
+        topic
+        for topic, facts in _TOPICS.items()
+        if any(_MOVES[fact].get(label, 0.0) >= _SHOWS for fact in facts)
+    }
+    for label in CAUSES
+}
+"""By cause: the topics that observations which speak for it belong to."""
+_ASKED = tuple(
+    name for name, moves in _MOVES.items() if name != "symptom_seen" and set(moves) - {"healthy"}
+)
+
+
+def _probabilities(evidence: Evidence) -> dict[str, float]:
+    """Return the probability of every cause; the rest to 1 is that of causes not listed.
+
+    Other than scores, these do not cut the share of a cause that nothing speaks for yet.
+    """
+    complaint = {name for name, facts in _TOPICS.items() if any(map(evidence.flag, facts))}
+    logs = {}
+    for cause in CAUSES.values():
+        findings = [sign.finding(evidence) for sign in cause.signs]
+        logs[cause.label] = cause.prior + sum(f.weight for f in findings if f is not None)
+        if complaint and complaint.isdisjoint(_SHOWN_IN[cause.label]):
+            logs[cause.label] -= _UNSHOWN
+        if evidence.flag("acceptance_low") is False and _SHOWN_IN[cause.label] == {"acceptance"}:
+            logs[cause.label] -= _UNSHOWN
+    highest = max(logs.values())
+    shares = {label: math.exp(log - highest) for label, log in logs.items()}
+    total = sum(shares.values()) + math.exp(ANY_OTHER - highest)
+    return {label: share / total for label, share in shares.items()}
+
+
+def _question(shares: Mapping[str, float], fact: str) -> DiagnosisQuestion:
+    tests = [item for item in EXPERIMENTS if fact in item.yields]
+    test = min(tests, key=lambda item: item.minutes, default=None)
+    return DiagnosisQuestion(
+        fact=fact,
+        text=FACTS[fact].definition,
+        information=_information(shares, fact),
+        minutes=0.0 if test is None else test.minutes,
+        how="" if test is None else test.how,
+    )
+
+
+def _information(shares: Mapping[str, float], fact: str) -> float:
+    """Return the mutual information of an observation and the cause."""
+    odds = _BASE_RATE / (1.0 - _BASE_RATE)
+    parts = [
+        (shares[label], 1.0 / (1.0 + math.exp(-move) / odds))
+        for label, move in _MOVES[fact].items()
+    ]
+    parts.append((1.0 - sum(share for share, _ in parts), _BASE_RATE))
+    mean = sum(share * yes for share, yes in parts)
+    return _entropy(mean) - sum(share * _entropy(yes) for share, yes in parts)
+
+
+def _entropy(probability: float) -> float:
+    return -sum(p * math.log(p) for p in (probability, 1.0 - probability) if p > 0.0)
+
+
+def _can_change(
+    evidence: Evidence, scored: tuple[ScoredCause, ...], questions: list[DiagnosisQuestion]
+) -> bool:
+    """Whether answers to the best few questions together would change the first cause."""
+    names = [question.fact for question in questions[:_TOGETHER]]
+    for answers in itertools.product((True, False), repeat=len(names)):
+        supposed = Evidence(facts=dict(evidence.facts))
+        for name, answer in zip(names, answers, strict=True):
+            supposed.add(name, answer, "supposed")
+        if score_causes(supposed, CAUSES.values())[0].cause.label != scored[0].cause.label:
+            return True
+    return False

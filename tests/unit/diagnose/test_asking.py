@@ -1,0 +1,145 @@
+"""Questions of a diagnosis: the most telling next, and an end where none would change the advice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.diagnose.asking import (
+    MAX_QUESTIONS,
+    MAX_UNKNOWN,
+    next_question,
+    read_answer,
+    suspects,
+    with_answers,
+)
+from forerun.diagnose.diagnosis import CAUSES
+from forerun.diagnose.evidence import FACTS, Evidence
+from forerun.errors import InvalidRequest
+
+COMPLAINT = ["diagnose", "--tokens-per-s", "60", "--tokens-per-s-plain", "80", "--ask"]
+
+
+def evidence_of(**facts):
+    found = Evidence()
+    for name, value in facts.items():
+        found.add(name, value, "given")
+    return found
+
+
+def ask_until_the_end(known, reply):
+    answers = {}
+    while (question := next_question(with_answers(known, answers), answers)) is not None:
+        assert question.fact not in answers
+        answers[question.fact] = reply(question.fact)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("label", "complaint"),
+    [
+        ("tokenizer_mismatch", {"acceptance_zero": True}),
+        ("draft_weights_misloaded", {"acceptance_zero": True}),
+        ("low_alignment", {"acceptance_low": True}),
+        ("domain_shift", {"acceptance_low": True}),
+        ("graphs_missing_or_launch_bound", {"slowed_down": True, "acceptance_fine": True}),
+        ("compute_bound_batch", {"slower_than_plain": True}),
+        ("recurrent_state_rollback", {"output_differs": True}),
+        ("grammar_constraint_conflict", {"output_corrupt": True}),
+    ],
+)
+def test_truthful_answers_lead_to_the_cause(label, complaint):
+    """Who answers as the signs of a cause say gets it among the first three, mostly first."""
+    signs = {sign.fact: sign.yes > sign.no for sign in CAUSES[label].signs}
+    known = evidence_of(**complaint)
+    answers = ask_until_the_end(known, lambda fact: signs.get(fact, False))
+    assert 1 <= len(answers) <= MAX_QUESTIONS
+    found = [item.cause.label for item in suspects(with_answers(known, answers))]
+    assert found[0] == label
+
+
+def test_questions_are_about_what_is_not_known():
+    known = evidence_of(tokens_per_s=60.0, tokens_per_s_plain=80.0)
+    evidence = with_answers(known, {})
+    question = next_question(evidence, {})
+    assert question.fact not in evidence
+    assert FACTS[question.fact].type == "flag"
+    assert question.information > 0
+
+
+def test_asking_ends_where_nothing_is_ever_known():
+    answers = ask_until_the_end(evidence_of(slower_than_plain=True), lambda fact: None)
+    assert len(answers) == MAX_UNKNOWN
+
+
+def test_nothing_is_asked_where_the_cause_is_sure():
+    known = evidence_of(speculation_refused=True, drafts_absent=True, no_gain=True)
+    assert next_question(with_answers(known, {}), {}) is None
+
+
+def test_answers_of_a_file_are_used_and_the_next_question_is_printed(tmp_path, capsys):
+    path = tmp_path / "answers.json"
+    path.write_text("{}")
+    asked, code = {}, 4
+    while True:
+        path.write_text(json.dumps(asked))
+        code = main([*COMPLAINT, "--answers", str(path), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["num_asked"] == len(asked)
+        if "question" not in found:
+            break
+        assert code == 4
+        assert found["question"]["fact"] not in asked
+        asked[found["question"]["fact"]] = "no"
+    assert 1 < len(asked) <= MAX_QUESTIONS
+    assert len(found["suspects"]) == 3
+    assert all(found["evidence"][fact]["source"] == "answered" for fact in asked)
+
+
+def test_the_terminal_asks_until_its_end(monkeypatch, capsys):
+    replies = iter(["perhaps", "n", "?"])
+
+    def reply(_prompt):
+        try:
+            return next(replies)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", reply)
+    assert main(["diagnose", "--ask", "good morning to everybody"]) == 4
+    shown = capsys.readouterr().out
+    assert "'perhaps' is no answer" in shown
+    assert shown.count("1. Does this hold") == 2
+    assert "Most likely, but not shown:" in shown
+
+
+def test_answers_are_yes_no_or_unknown():
+    words = ["Yes", False, "?", None, " n "]
+    assert [read_answer(word) for word in words] == [True, False, None, None, False]
+    for word in ("perhaps", 1, 0.0, [], {}):
+        with pytest.raises(InvalidRequest, match="no answer"):
+            read_answer(word)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "JSON object"),
+        ("{", "JSON"),
+        ('{"output_differ": "no"}', "no observation"),
+        ('{"tau": "no"}', "no observation"),
+        ('{"output_differs": 3}', "no answer"),
+    ],
+)
+def test_unusable_answers_are_refused(tmp_path, capsys, text, message):
+    path = tmp_path / "answers.json"
+    path.write_text(text)
+    assert main([*COMPLAINT, "--answers", str(path), "--json"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_answers_without_ask_are_refused(tmp_path, capsys):
+    assert main(["diagnose", "x", "--answers", str(tmp_path / "none.json")]) == 2
+    assert "--ask" in capsys.readouterr().err
