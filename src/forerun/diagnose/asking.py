@@ -23,13 +23,17 @@ from forerun.theory.record import Json
 MAX_QUESTIONS = 12
 MAX_UNKNOWN = 4
 """Questions in a row that were answered with "unknown", after which no further one is asked."""
-SURE = 0.9
+SURE = 0.95
 """Probability of the first cause from which on nothing more is asked: benchmarks/real-cases says
 how often it is right there."""
-_BASE_RATE = 0.15
+_BASE_RATE = 0.08
 """Probability of an observation under a cause that says nothing about it."""
 _MINUTES_TO_ANSWER = 20.0
 """What one more question costs, beside the experiment that answers it."""
+_KNOWN_INSIDE = 0.4
+"""Of observations that take a look inside, the share that is known, over that of others."""
+_OPENING = ("acceptance_low", "slower_than_plain", "output_differs")
+"""What is asked first where nothing is known of what the complaint is about."""
 _LEAST = 0.005
 """Nats of information below which a question is not worth asking."""
 _UNSHOWN = 1.5
@@ -65,8 +69,9 @@ class DiagnosisQuestion:
 
     @property
     def worth(self) -> float:
-        """Information per minute, the time to read and answer a question included."""
-        return self.information / (_MINUTES_TO_ANSWER + self.minutes)
+        """Information per minute, by how likely an answer is."""
+        known = _KNOWN_INSIDE if FACTS[self.fact].inside else 1.0
+        return known * self.information / (_MINUTES_TO_ANSWER + self.minutes)
 
     def to_dict(self) -> dict[str, Json]:
         """Return JSON-ready values by name."""
@@ -123,6 +128,10 @@ def next_question(
     scored = score_causes(evidence, CAUSES.values())
     if shares[scored[0].cause.label] >= SURE:
         return None
+    is_known = _topics_of(evidence) or (scored[0].is_supported and scored[0].cause.label != "healthy")
+    for name in () if is_known else _OPENING:
+        if name not in evidence and name not in answers:
+            return _question(shares, name)
     found = [
         _question(shares, name) for name in _ASKED if name not in evidence and name not in answers
     ]
@@ -179,7 +188,7 @@ def _probabilities(evidence: Evidence) -> dict[str, float]:
 
     Other than scores, these do not cut the share of a cause that nothing speaks for yet.
     """
-    complaint = {name for name, facts in _TOPICS.items() if any(map(evidence.flag, facts))}
+    complaint = _topics_of(evidence)
     logs = {}
     for cause in CAUSES.values():
         findings = [sign.finding(evidence) for sign in cause.signs]
@@ -192,6 +201,11 @@ def _probabilities(evidence: Evidence) -> dict[str, float]:
     shares = {label: math.exp(log - highest) for label, log in logs.items()}
     total = sum(shares.values()) + math.exp(ANY_OTHER - highest)
     return {label: share / total for label, share in shares.items()}
+
+
+def _topics_of(evidence: Evidence) -> set[str]:
+    """Return what the complaint is about."""
+    return {name for name, facts in _TOPICS.items() if any(map(evidence.flag, facts))}
 
 
 def _question(shares: Mapping[str, float], fact: str) -> DiagnosisQuestion:

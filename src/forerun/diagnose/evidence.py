@@ -30,6 +30,7 @@ class FactKind:
     Attributes:
         type: number, list of numbers, yes or no, word, or list of words.
         definition: what it is; readers convert figures that an engine defines otherwise.
+        inside: whether it takes a look into engine, draft or benchmark, so that few know it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class FactKind:
     low: float = 0.0
     high: float | None = None
     choices: tuple[str, ...] = ()
+    inside: bool = False
 
 
 GROUPS: Mapping[str, tuple[FactKind, ...]] = {
