@@ -1,4 +1,4 @@
-"""Diagnose complaints with questions, answered from what each thread says, and count the causes found.
+"""Diagnose complaints with questions that a script answers from what each thread says.
 
     python benchmarks/real-cases/ask.py held-out-8.jsonl --out results/ask-8.json
     python benchmarks/real-cases/ask.py CASES.jsonl --answers answers.json --part held --thin 4
@@ -20,7 +20,7 @@ from statistics import median
 
 from mapping import evidence_of
 
-from forerun.diagnose.asking import next_question, suspects, with_answers
+from forerun.diagnose.asking import likeliest_causes, next_question, with_answers
 from forerun.diagnose.evidence import Evidence
 from forerun.provenance import collect
 
@@ -60,7 +60,9 @@ def main() -> None:
 
 def part_of(case: Case) -> str:
     """The half that a case belongs to."""
-    return "held" if int(hashlib.sha256(str(case["source"]).encode()).hexdigest(), 16) % 2 else "dev"
+    return (
+        "held" if int(hashlib.sha256(str(case["source"]).encode()).hexdigest(), 16) % 2 else "dev"
+    )
 
 
 def asked(case: Case, truth: Mapping[str, bool], way: int | None) -> dict[str, object]:
@@ -69,7 +71,9 @@ def asked(case: Case, truth: Mapping[str, bool], way: int | None) -> dict[str, o
     start = full
     if way is not None:
         start = Evidence(
-            facts={n: f for n, f in full.facts.items() if f.source != "symptom" or kept(case, n, way)}
+            facts={
+                n: f for n, f in full.facts.items() if f.source != "symptom" or kept(case, n, way)
+            }
         )
     truth = {f.name: f.value for f in full if isinstance(f.value, bool)} | dict(truth)
     answers: dict[str, bool | None] = {}
@@ -77,7 +81,10 @@ def asked(case: Case, truth: Mapping[str, bool], way: int | None) -> dict[str, o
         answers[question.fact] = truth.get(question.fact)
     cause = "healthy" if case["cause"] == "no_fault" else str(case["cause"])
     allowed = {cause, *case["alt_causes"]}  # type: ignore[misc]  # a list of labels
-    before, after = ([item.cause.label for item in suspects(with_answers(start, given))] for given in ({}, answers))
+    before, after = (
+        [item.cause.label for item in likeliest_causes(with_answers(start, given))]
+        for given in ({}, answers)
+    )
     return {
         "id": case["id"],
         "cause": cause,
@@ -104,7 +111,11 @@ def summary_of(results: Iterable[Mapping[str, object]]) -> dict[str, object]:
         name: sum(bool(row[name]) for row in rows)
         for name in ("first_before", "three_before", "first", "three")
     }
-    return {"num_runs": len(rows)} | found | {"median_asked": median(len(row["asked"]) for row in rows)}  # type: ignore[arg-type]  # a dict
+    return (
+        {"num_runs": len(rows)}
+        | found
+        | {"median_asked": median(len(row["asked"]) for row in rows)}
+    )  # type: ignore[arg-type]  # a dict
 
 
 if __name__ == "__main__":

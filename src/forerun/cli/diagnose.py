@@ -117,7 +117,7 @@ def run(options: DiagnoseOptions) -> int:
     """Read the sources, diagnose and report; the exit code follows from the verdict."""
     options.check()
 
-    from forerun.diagnose.asking import suspects, with_answers
+    from forerun.diagnose.asking import likeliest_causes, with_answers
     from forerun.diagnose.diagnosis import diagnose
 
     evidence = gathered(options)
@@ -130,8 +130,8 @@ def run(options: DiagnoseOptions) -> int:
         if question is not None and options.json:
             print(json.dumps({"question": question.to_dict()} | further))
             return Exit.INSUFFICIENT
-        likeliest = suspects(with_answers(evidence, answers))
-        further["suspects"] = [
+        likeliest = likeliest_causes(with_answers(evidence, answers))
+        further["likeliest"] = [
             {"label": item.cause.label, "score": item.score} for item in likeliest
         ]
         for name, answer in answers.items():
@@ -213,15 +213,15 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
     return profile.sampled if options.temperature else profile.greedy
 
 
-def show(diagnosis: Diagnosis, suspects: Sequence[ScoredCause] = ()) -> None:
+def show(diagnosis: Diagnosis, likeliest: Sequence[ScoredCause] = ()) -> None:
     from rich.markup import escape
 
     from forerun.diagnose.words import headline, sections
 
     console = SafeConsole()
     console.print(f"[bold]{escape(headline(diagnosis))}[/]")
-    if suspects and diagnosis.verdict == "insufficient evidence":
-        names = ", ".join(item.cause.label for item in suspects)
+    if likeliest and diagnosis.verdict == "insufficient evidence":
+        names = ", ".join(item.cause.label for item in likeliest)
         console.print(f"Most likely, but not shown: {names}.")
     for section in sections(diagnosis):
         console.print(f"\n[bold]{escape(section.heading)}[/]")

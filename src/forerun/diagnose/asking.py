@@ -126,10 +126,11 @@ def next_question(
         return None
     shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())
-    if shares[scored[0].cause.label] >= SURE:
+    first = scored[0]
+    if shares[first.cause.label] >= SURE:
         return None
-    is_known = _topics_of(evidence) or (scored[0].is_supported and scored[0].cause.label != "healthy")
-    for name in () if is_known else _OPENING:
+    has_begun = _topics_of(evidence) or (first.is_supported and first.cause.label != "healthy")
+    for name in () if has_begun else _OPENING:
         if name not in evidence and name not in answers:
             return _question(shares, name)
     found = [
@@ -137,12 +138,12 @@ def next_question(
     ]
     found = [question for question in found if question.information >= _LEAST]
     found.sort(key=lambda question: -question.worth)
-    if not found or (scored[0].is_supported and not _can_change(evidence, scored, found)):
+    if not found or (first.is_supported and not _can_change(evidence, scored, found)):
         return None
     return found[0]
 
 
-def suspects(evidence: Evidence) -> tuple[ScoredCause, ...]:
+def likeliest_causes(evidence: Evidence) -> tuple[ScoredCause, ...]:
     """Return the three likeliest causes, those with support first, then those without any."""
     shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())

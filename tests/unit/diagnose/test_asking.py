@@ -1,4 +1,4 @@
-"""Questions of a diagnosis: the most telling next, and an end where none would change the advice."""
+"""Questions of a diagnosis: the most telling next, until none would change the advice."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from forerun.cli.main import main
 from forerun.diagnose.asking import (
     MAX_QUESTIONS,
     MAX_UNKNOWN,
+    likeliest_causes,
     next_question,
     read_answer,
-    suspects,
     with_answers,
 )
 from forerun.diagnose.diagnosis import CAUSES
@@ -56,7 +56,7 @@ def test_truthful_answers_lead_to_the_cause(label, complaint):
     known = evidence_of(**complaint)
     answers = ask_until_the_end(known, lambda fact: signs.get(fact, False))
     assert 1 <= len(answers) <= MAX_QUESTIONS
-    found = [item.cause.label for item in suspects(with_answers(known, answers))]
+    found = [item.cause.label for item in likeliest_causes(with_answers(known, answers))]
     assert found[0] == label
 
 
@@ -94,7 +94,7 @@ def test_answers_of_a_file_are_used_and_the_next_question_is_printed(tmp_path, c
         assert found["question"]["fact"] not in asked
         asked[found["question"]["fact"]] = "no"
     assert 1 < len(asked) <= MAX_QUESTIONS
-    assert len(found["suspects"]) == 3
+    assert len(found["likeliest"]) == 3
     assert all(found["evidence"][fact]["source"] == "answered" for fact in asked)
 
 
