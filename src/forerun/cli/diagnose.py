@@ -193,7 +193,7 @@ def _ask(
 
 
 def _answers_of(path: Path | None) -> dict[str, bool | None]:
-    from forerun.bounded_documents import read_json
+    from forerun.bounded_read import read_json
     from forerun.diagnose.asking import read_answer
 
     if path is None:
