@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forerun.models.architecture import Architecture, WeightFormat, read_architecture
-from forerun.models.decoder import Decoder, parameter_shapes, read_decoder
+from forerun.models.decoder import Decoder, DecoderVariant, parameter_shapes, read_decoder
 from forerun.models.memory import KVGeometry, geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
 from forerun.models.runner.native import NativeModel, build_native_model
@@ -103,8 +103,7 @@ def decoder_of(
         norm_eps=1e-5,
         inv_freq=10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim),
         rope_scale=1.0,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        variant=DecoderVariant(qkv_bias=qkv_bias, qk_norm="heads" if qk_norm else "none"),
         tied=tied,
     )
 

@@ -88,7 +88,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 # Those that every runner carries, those that the native runner carries too, and those some of whose
 # layers forget.
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
-NATIVE = ("mistral-sliding", "qwen2-mixed", "qwen3-mixed")
+NATIVE = (
+    *("mistral-sliding", "qwen2-mixed", "qwen3-mixed", "gemma3", "phi3", "phi3-sliding", "olmo2"),
+    "granite",
+)
 SLIDING = ("mistral-sliding", "qwen2-mixed", "qwen3-mixed", "gemma3", "phi3-sliding")
 
 # Networks that with their first seed hardly say more than one token: another seed.

@@ -17,7 +17,7 @@ from tests import tiny  # noqa: E402 (the tests are no installed package)
 from tests.contract.test_more_families import MORE  # noqa: E402
 
 from forerun.models.architecture import LATENT, RECURRENT, ROPE_TYPES, SUPPORTED  # noqa: E402
-from forerun.models.decoder import ATTENTION_VARIANTS  # noqa: E402
+from forerun.models.decoder import VARIANTS  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 INTRODUCTION = f"""# Supported models
@@ -48,7 +48,9 @@ def variants(name: str) -> Iterator[Mapping[str, Any]]:
 
 def row(name: str) -> str:
     """The line of one class."""
-    runners = "native, graphs, eager" if name in ATTENTION_VARIANTS else "eager"
+    runners = "eager"
+    if name in VARIANTS:
+        runners = "native, graphs, eager" if VARIANTS[name].is_plain else "native, eager"
     state = "recurrent" if name in RECURRENT else "latent attention" if name in LATENT else ""
     settings = sorted({key for changes in variants(name) for key in changes})
     return f"| {name} | {runners} | {state} | {', '.join(settings) or 'defaults'} |\n"

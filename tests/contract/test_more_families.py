@@ -13,6 +13,7 @@ import torch
 import transformers
 from tests import tiny
 from tests.contract.test_families import continued
+from tests.natives import native_model
 from transformers import PreTrainedModel
 
 from forerun.control.base import Tree
@@ -20,13 +21,15 @@ from forerun.drafters.draft_model import SelfDraft
 from forerun.errors import InvalidModel
 from forerun.models import attention
 from forerun.models.architecture import SUPPORTED
-from forerun.models.base import Context, pack
-from forerun.models.huggingface import HuggingFaceModel, adapt
+from forerun.models.base import Context, LanguageModel, pack
+from forerun.models.decoder import VARIANTS
+from forerun.models.huggingface import adapt
 from forerun.sampling.config import SamplingParams
 from forerun.theory.tree import NO_TREE
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
+FULL = pytest.mark.full
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 WINDOW = {"sliding_window": 8}
@@ -72,7 +75,7 @@ MORE: dict[str, dict[str, Any]] = {
     "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteSWA": WINDOW,
     "HYV3": ROUTED | {"num_experts": 4, "num_local_experts": 4},
-    "Helium": {},
+    "Helium": {"attention_bias": True},
     "HunYuanDenseV1": {},
     "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},
     "Jais2": {},
@@ -89,7 +92,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Phi": {"qk_layernorm": True},
     "Qwen2Moe": ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "SeedOss": {},
-    "SmolLM3": {},
+    "SmolLM3": {"use_sliding_window": True, "sliding_window": 8},
     "SolarOpen": ROUTED | {"n_routed_experts": 4, "num_experts": 4, "n_group": 1, "topk_group": 1},
     "Starcoder2": WINDOW,
     "VaultGemma": WINDOW,
@@ -205,19 +208,23 @@ class Pair:
     """A network, and a model over a copy of it."""
 
     network: PreTrainedModel
-    model: HuggingFaceModel
+    model: LanguageModel
 
 
-@pytest.fixture(
-    scope="module",
-    params=[f if f in TELLING else pytest.param(f, marks=pytest.mark.full) for f in MORE],
-)
+PAIRS = [
+    *((f, "eager") if f in TELLING else pytest.param((f, "eager"), marks=FULL) for f in MORE),
+    *((f, "native") for f in MORE if f"{f}ForCausalLM" in VARIANTS),
+]
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def pair(request: pytest.FixtureRequest) -> Pair:
-    made = network(request.param)
-    return Pair(network=made, model=tiny.adapted(made))
+    family, runner = request.param
+    made = network(family)
+    return Pair(network=made, model=(native_model if runner == "native" else tiny.adapted)(made))
 
 
-def texts(model: HuggingFaceModel, drafter: SelfDraft | None = None, **changes: Any) -> list[Any]:
+def texts(model: LanguageModel, drafter: SelfDraft | None = None, **changes: Any) -> list[Any]:
     prompts = [tiny.tokenizer().encode(prompt) for prompt in tiny.PROMPTS]
     engine = tiny.engine_over(model, drafter, **changes)
     return [list(output.token_ids) for output in engine.generate(prompts, GREEDY)]

@@ -14,7 +14,7 @@ from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import read_checkpoint, read_object
-from forerun.models.decoder import MATRIX_PARTS, unsupported
+from forerun.models.decoder import VARIANTS, unsupported
 from forerun.models.load import load_model, load_tokenizer, model_folder, read_config
 from forerun.models.quantised_folder import (
     EMBEDDING,
@@ -101,10 +101,11 @@ def write_quantised(
     settings, architecture = read_config(checkpoint)
     if objection := unsupported(architecture, settings):
         raise InvalidModel(f"only models of the native runner are quantised, not {objection}")
+    variant = VARIANTS[architecture.name]
     body, head = QUANTISED[weights]
     stored = parameter_names(checkpoint)
     names = dict.fromkeys((*stored, QUANTISED_HEAD))
-    parts = tuple(f"{part}.weight" for parts in MATRIX_PARTS for part in parts)
+    parts = tuple(f"{part}.weight" for parts in variant.parts for part in parts)
     read = tensor_reader(checkpoint, None, torch.device("cpu"))
     tensors = {}
     for place, name in enumerate(names):

@@ -1,8 +1,8 @@
 """Weights of a decoder under names common to all model families, for the fast runners.
 
-Llama, Mistral, Qwen2 and Qwen3 are one decoder with small differences: RMS norms, rotary positions,
-grouped query heads, a gated feed-forward. Read here once, under names that do not depend on the
-family, and fused where the input is the same: query, key and value; gate and up.
+Many families are one decoder with small differences: RMS norms, rotary positions, grouped query
+heads, a gated feed-forward. `VARIANTS` says how each differs. Read here once, under names that do
+not depend on the family, and fused where the input is the same: query, key and value; gate and up.
 """
 
 from __future__ import annotations
@@ -48,33 +48,134 @@ MATRIX_PARTS = (
 )
 """Modules of a layer whose weights are fused into one matrix, in the order of `MatrixKind`."""
 
-# transformers calls the same function by both names.
-SILU = ("silu", "swish")
+FUSED_QKV = ("self_attn.qkv_proj",)
+FUSED_GATE_UP = ("mlp.gate_up_proj",)
+
+# By transformers' names, of which two call the same function: whether it is the GELU by tanh.
+GATES: Mapping[str, bool] = MappingProxyType(
+    {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionVariant:
-    """What the attention of a model family has.
+class DecoderVariant:
+    """What the layers of a model family have; the defaults are Llama's.
 
     Attributes:
-        windows: layers with the window of the configuration: none, all, or those that `layer_types`
-            lists as sliding.
+        parts: modules of a layer whose weights are fused into one matrix, see `MATRIX_PARTS`.
+        input_norm: name of the norm before attention; None: there is none.
+        attention_norm: on what attention adds to the residual stream.
+        post_norm: before the feed-forward.
+        feed_forward_norm: on what the feed-forward adds to the residual stream.
+        one_plus_norms: norms multiply by 1 + weight.
+        qkv_bias: queries, keys and values have biases: always, never, or as `attention_bias` says.
+        qk_norm: queries and keys are normed before rotation, head by head or as one vector each.
+        windows: layers with the window of the configuration: none, all, those that `layer_types`
+            lists as sliding, or these if `use_sliding_window` is set.
+        partial_rotation: `partial_rotary_factor` says which part of a head is rotated.
+        interleaved: rotated pairs are neighbours.
+        unrotated: layers that do not rotate: none, those that `no_rope_layers` names by a 0, or
+            beside sliding layers all others.
+        gate: the setting that names the activation.
+        root_embedding: embeddings are multiplied by the square root of their width.
+        query_scalar: scores are divided by the square root of `query_pre_attn_scalar`.
+        score_cap: scores are capped at `attn_logit_softcapping`.
+        logit_cap: logits are capped at `final_logit_softcapping`.
+        multipliers: embeddings, branches, scores and logits are scaled by Granite's settings.
     """
 
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    windows: Literal["none", "all", "listed"] = "none"
+    parts: tuple[tuple[str, ...], ...] = MATRIX_PARTS
+    input_norm: str | None = "input_layernorm"
+    attention_norm: str | None = None
+    post_norm: str | None = "post_attention_layernorm"
+    feed_forward_norm: str | None = None
+    one_plus_norms: bool = False
+    qkv_bias: bool | Literal["attention_bias"] = False
+    qk_norm: Literal["none", "heads", "whole"] = "none"
+    windows: Literal["none", "all", "listed", "switched"] = "none"
+    partial_rotation: bool = False
+    interleaved: bool = False
+    unrotated: Literal["none", "no_rope_layers", "full_attention"] = "none"
+    gate: str = "hidden_act"
+    root_embedding: bool = False
+    query_scalar: bool = False
+    score_cap: bool = False
+    logit_cap: bool = False
+    multipliers: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the graphs runner has all of it but windows."""
+        known = replace(self, qkv_bias=False, windows="none")
+        return known in (DecoderVariant(), DecoderVariant(qk_norm="heads"))
+
+
+LLAMA = DecoderVariant()
+GEMMA = DecoderVariant(one_plus_norms=True, root_embedding=True)
+GEMMA2 = DecoderVariant(
+    attention_norm="post_attention_layernorm",
+    post_norm="pre_feedforward_layernorm",
+    feed_forward_norm="post_feedforward_layernorm",
+    one_plus_norms=True,
+    windows="listed",
+    gate="hidden_activation",
+    root_embedding=True,
+    query_scalar=True,
+    score_cap=True,
+    logit_cap=True,
+)
+GLM = DecoderVariant(
+    parts=(MATRIX_PARTS[0], MATRIX_PARTS[1], FUSED_GATE_UP, MATRIX_PARTS[3]),
+    qkv_bias="attention_bias",
+    partial_rotation=True,
+    interleaved=True,
+)
+OLMO2 = DecoderVariant(
+    input_norm=None,
+    attention_norm="post_attention_layernorm",
+    post_norm=None,
+    feed_forward_norm="post_feedforward_layernorm",
+    qk_norm="whole",
+)
 
 # The families that `Decoder` covers. Others may differ from it even where their settings do not.
-ATTENTION_VARIANTS: Mapping[str, AttentionVariant] = MappingProxyType(
+VARIANTS: Mapping[str, DecoderVariant] = MappingProxyType(
     {
-        "LlamaForCausalLM": AttentionVariant(),
-        "MistralForCausalLM": AttentionVariant(windows="all"),
-        "Qwen2ForCausalLM": AttentionVariant(qkv_bias=True, windows="listed"),
-        "Qwen3ForCausalLM": AttentionVariant(qk_norm=True, windows="listed"),
+        "CwmForCausalLM": DecoderVariant(windows="listed"),
+        "Ernie4_5ForCausalLM": DecoderVariant(interleaved=True),
+        "Exaone4ForCausalLM": replace(
+            OLMO2, qk_norm="heads", windows="listed", unrotated="full_attention"
+        ),
+        "GemmaForCausalLM": GEMMA,
+        "Gemma2ForCausalLM": GEMMA2,
+        "Gemma3ForCausalLM": replace(GEMMA2, qk_norm="heads", score_cap=False),
+        "GlmForCausalLM": GLM,
+        "Glm4ForCausalLM": replace(
+            GLM, attention_norm="post_self_attn_layernorm", feed_forward_norm="post_mlp_layernorm"
+        ),
+        "GraniteForCausalLM": DecoderVariant(multipliers=True),
+        "HeliumForCausalLM": DecoderVariant(qkv_bias="attention_bias", interleaved=True),
+        "LlamaForCausalLM": LLAMA,
+        "MinistralForCausalLM": DecoderVariant(windows="listed"),
+        "MistralForCausalLM": DecoderVariant(windows="all"),
+        "Olmo2ForCausalLM": OLMO2,
+        "Olmo3ForCausalLM": replace(OLMO2, windows="listed"),
+        "Phi3ForCausalLM": DecoderVariant(
+            parts=(FUSED_QKV, MATRIX_PARTS[1], FUSED_GATE_UP, MATRIX_PARTS[3]),
+            windows="all",
+            partial_rotation=True,
+        ),
+        "Qwen2ForCausalLM": DecoderVariant(qkv_bias=True, windows="switched"),
+        "Qwen3ForCausalLM": DecoderVariant(qk_norm="heads", windows="switched"),
+        "SeedOssForCausalLM": DecoderVariant(qkv_bias="attention_bias"),
+        "SmolLM3ForCausalLM": DecoderVariant(windows="switched", unrotated="no_rope_layers"),
+        "VaultGemmaForCausalLM": replace(GEMMA2, attention_norm=None, feed_forward_norm=None),
     }
 )
+
+
+Rotation = tuple[Float[Tensor, " pairs"], float]
+"""Rotation per position of each pair of a head, in radians, fp32; factor on sine and cosine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,26 +183,35 @@ class Decoder:
     """Sizes and constants of a decoder.
 
     Attributes:
-        inv_freq: rotation per position of each pair (i, i + head_dim / 2), in radians, fp32.
+        inv_freq: rotation per position of each pair, in radians, fp32.
         rope_scale: factor on sine and cosine (1 for every rotation supported so far).
         windows: per layer, how many positions a row sees, its own included; None: all. Empty: every
             layer sees all.
+        sliding_rotation: of layers whose rotation is 1 in `rotations`.
+        rotations: per layer; 0: `inv_freq`, -1: none. Empty: 0 everywhere.
+        gelu: the gate is a GELU by tanh instead of a SiLU.
+        residual_scale: factor on what a branch adds to the residual stream.
+        score_scale: factor on products of queries and keys.
+        score_cap: scores are capped smoothly at plus and minus this; 0: not at all.
     """
 
     architecture: Architecture
+    variant: DecoderVariant = LLAMA
     intermediate_size: int
     norm_eps: float
-    inv_freq: Float[Tensor, " half_head_dim"]
+    inv_freq: Float[Tensor, " pairs"]
     rope_scale: float
-    qkv_bias: bool
-    qk_norm: bool
     tied: bool
     windows: tuple[int | None, ...] = ()
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of every layer."""
-        return self.windows or (None,) * self.architecture.num_layers
+    sliding_rotation: Rotation | None = None
+    rotations: tuple[int, ...] = ()
+    gelu: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    score_scale: float | None = None
+    logit_divisor: float = 1.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
 
     def within(self, num_positions: int) -> Decoder:
         """Return the decoder without the windows that hide nothing of so many positions."""
@@ -112,7 +222,12 @@ class Decoder:
     def beyond_graphs(self) -> str | None:
         """The first feature that the graphs runner does not have, or None."""
         sliding = [window for window in self.windows if window is not None]
-        return f"sliding-window attention (sliding_window={sliding[0]})" if sliding else None
+        objections = {
+            self.architecture.name: not self.variant.is_plain,
+            "a gate by gelu_pytorch_tanh": self.gelu,
+            f"sliding-window attention (sliding_window={sliding[0] if sliding else None})": sliding,
+        }
+        return next((objection for objection, holds in objections.items() if holds), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,17 +238,22 @@ class LayerWeights:
         qkv: rows of the query heads, then of the key heads, then of the value heads; as wide as the
             residual stream, or in an attached head as the token embedding and its state joined.
         gate_up: rows of the gate, then of the up projection.
+        input_norm, post_norm: before attention and before the feed-forward; of no elements where
+            there is none.
+        attention_norm, feed_forward_norm: on what these add to the residual stream.
     """
 
-    input_norm: Float[Tensor, " hidden"]
+    input_norm: Float[Tensor, " hidden_or_0"]
     qkv: Float[Tensor, "qkv_rows joined"]
     qkv_bias: Float[Tensor, " qkv_rows"] | None
-    query_norm: Float[Tensor, " head_dim"] | None
-    key_norm: Float[Tensor, " head_dim"] | None
+    query_norm: Float[Tensor, " query_width"] | None
+    key_norm: Float[Tensor, " key_width"] | None
     output: Float[Tensor, "hidden query_rows"]
-    post_norm: Float[Tensor, " hidden"]
+    post_norm: Float[Tensor, " post_or_0"]
     gate_up: Float[Tensor, "gate_up_rows hidden"]
     down: Float[Tensor, "hidden intermediate"]
+    attention_norm: Float[Tensor, " hidden"] | None = None
+    feed_forward_norm: Float[Tensor, " hidden"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,85 +267,164 @@ class EndWeights:
 
 def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str | None:
     """Return the first feature of a model that only the eager runner has, or None."""
-    rope = settings.get("rope_parameters") or {}
+    variant = VARIANTS.get(architecture.name, LLAMA)
+    gate = settings.get(variant.gate)
+    has_biases = settings.get("attention_bias") and variant.qkv_bias != "attention_bias"
     objections = {
-        architecture.name: architecture.name not in ATTENTION_VARIANTS,
-        f"hidden_act {settings.get('hidden_act')!r}": settings.get("hidden_act") not in SILU,
+        architecture.name: architecture.name not in VARIANTS,
+        f"{variant.gate} {gate!r}": gate not in GATES,
         "biases in the feed-forward (mlp_bias)": settings.get("mlp_bias"),
-        "a bias on the attention output (attention_bias)": settings.get("attention_bias"),
+        "biases in every matrix (use_bias)": settings.get("use_bias"),
+        "a bias on the attention output (attention_bias)": has_biases,
+        "a bias on the attention output (attention_out_bias)": settings.get("attention_out_bias"),
         "rotation of a part of each head (partial_rotary_factor)": (
-            float(rope.get("partial_rotary_factor", 1.0)) != 1.0
+            not variant.partial_rotation and _rotates_a_part(settings.get("rope_parameters") or {})
         ),
     }
     return next((objection for objection, holds in objections.items() if holds), None)
 
 
+def _rotates_a_part(rope: Mapping[str, Any]) -> bool:
+    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    return any(float(part.get("partial_rotary_factor", 1.0)) != 1.0 for part in parts)
+
+
 def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
     """Read the sizes and constants of a decoder for which `unsupported` returns None."""
-    variant = ATTENTION_VARIANTS[architecture.name]
-    inv_freq, rope_scale = rotation(architecture, settings)
+    variant = VARIANTS[architecture.name]
+    kinds = settings.get("layer_types")
+    if kinds is not None and len(kinds) != architecture.num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} of {architecture.num_layers} layers")
+    is_rotated_by_kind = isinstance(settings["rope_parameters"].get("full_attention"), Mapping)
+    inv_freq, rope_scale = rotation(
+        architecture, settings, "full_attention" if is_rotated_by_kind else None
+    )
+    sliding = rotation(architecture, settings, "sliding_attention") if is_rotated_by_kind else None
     return Decoder(
         architecture=architecture,
+        variant=replace(variant, qkv_bias=_has_qkv_bias(variant, settings)),
         intermediate_size=settings["intermediate_size"],
         norm_eps=settings["rms_norm_eps"],
         inv_freq=inv_freq,
         rope_scale=rope_scale,
-        qkv_bias=variant.qkv_bias,
-        qk_norm=variant.qk_norm,
         tied=settings["tie_word_embeddings"],
         windows=_windows(variant, settings, architecture.num_layers),
+        sliding_rotation=sliding,
+        rotations=_rotations(variant, settings, by_kind=is_rotated_by_kind),
+        gelu=GATES[settings[variant.gate]],
+        **_scales(variant, architecture, settings),
     )
 
 
+def _rotations(
+    variant: DecoderVariant, settings: Mapping[str, Any], *, by_kind: bool
+) -> tuple[int, ...]:
+    """Return the rotation of every layer, as in `Decoder.rotations`."""
+    if by_kind:
+        return tuple(int(kind == "sliding_attention") for kind in settings["layer_types"])
+    if variant.unrotated == "no_rope_layers":
+        return tuple(0 if rotates else -1 for rotates in settings["no_rope_layers"])
+    if variant.unrotated == "full_attention" and settings["sliding_window"] is not None:
+        return tuple(0 if kind == "sliding_attention" else -1 for kind in settings["layer_types"])
+    return ()
+
+
+def _has_qkv_bias(variant: DecoderVariant, settings: Mapping[str, Any]) -> bool:
+    by_setting = variant.qkv_bias == "attention_bias"
+    return bool(settings["attention_bias"]) if by_setting else variant.qkv_bias is True
+
+
 def _windows(
-    variant: AttentionVariant, settings: Mapping[str, Any], num_layers: int
+    variant: DecoderVariant, settings: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, ...]:
     """Return the window of every layer."""
-    window = None if variant.windows == "none" else settings.get("sliding_window")
-    if variant.windows != "listed":
+    is_off = variant.windows == "switched" and not settings["use_sliding_window"]
+    window = None if variant.windows == "none" or is_off else settings.get("sliding_window")
+    if variant.windows in ("none", "all"):
         return (window,) * num_layers
-    kinds = settings["layer_types"]
-    if len(kinds) != num_layers:
-        raise ValueError(f"layer_types names {len(kinds)} of {num_layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(
+        window if kind == "sliding_attention" else None for kind in settings["layer_types"]
+    )
 
 
-def rotation(architecture: Architecture, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Compute the rotation per position of every pair of a head, and its scale."""
+def _scales(
+    variant: DecoderVariant, architecture: Architecture, settings: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the factors and caps that differ from 1 and from none."""
+    scales: dict[str, float] = {}
+    if variant.root_embedding:
+        scales["embedding_scale"] = architecture.hidden_size**0.5
+    if variant.query_scalar:
+        scales["score_scale"] = settings["query_pre_attn_scalar"] ** -0.5
+    if variant.score_cap:
+        scales["score_cap"] = settings["attn_logit_softcapping"] or 0.0
+    if variant.logit_cap:
+        scales["logit_cap"] = settings["final_logit_softcapping"] or 0.0
+    if variant.multipliers:
+        scales |= {
+            "embedding_scale": settings["embedding_multiplier"],
+            "residual_scale": settings["residual_multiplier"],
+            "score_scale": settings["attention_multiplier"],
+            "logit_divisor": settings["logits_scaling"],
+        }
+    return {name: float(scale) for name, scale in scales.items()}
+
+
+def rotation(
+    architecture: Architecture, settings: Mapping[str, Any], layer_type: str | None = None
+) -> Rotation:
+    """Compute the rotation per position of every pair of a head, and its scale.
+
+    `layer_type` is one of `layer_types` where each has a rotation of its own.
+    """
     rope = settings["rope_parameters"]
+    if layer_type is not None:
+        rope = rope[layer_type]
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
-        return rope["rope_theta"] ** -(exponents / architecture.head_dim), 1.0
+        width = int(architecture.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
     # Imported for the few models that need it: it costs a second of their start.
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = AutoConfig.for_model(**settings)
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **options)
     return inv_freq.float(), float(scale)
 
 
 def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every parameter a checkpoint must hold."""
-    a = decoder.architecture
+    a, variant = decoder.architecture, decoder.variant
     hidden, intermediate = a.hidden_size, decoder.intermediate_size
-    rows = {"q": a.num_heads * a.head_dim, "k": a.num_kv_heads * a.head_dim}
-    rows["v"] = rows["k"]
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.o_proj.weight": (hidden, rows["q"]),
-        "mlp.gate_proj.weight": (intermediate, hidden),
-        "mlp.up_proj.weight": (intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, intermediate),
+    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    sizes = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "qkv_proj": (queries + 2 * keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "gate_up_proj": (2 * intermediate, hidden),
+        "down_proj": (hidden, intermediate),
     }
-    for kind, num_rows in rows.items():
-        layer[f"self_attn.{kind}_proj.weight"] = (num_rows, hidden)
-        if decoder.qkv_bias:
-            layer[f"self_attn.{kind}_proj.bias"] = (num_rows,)
-    if decoder.qk_norm:
-        layer |= {f"self_attn.{kind}_norm.weight": (a.head_dim,) for kind in ("q", "k")}
+    layer: dict[str, tuple[int, ...]] = {}
+    for part in (part for parts in variant.parts for part in parts):
+        layer[f"{part}.weight"] = sizes[part.split(".")[-1]]
+    if variant.qkv_bias:
+        layer |= {f"{part}.bias": layer[f"{part}.weight"][:1] for part in variant.parts[0]}
+    if variant.qk_norm != "none":
+        widths = (queries, keys) if variant.qk_norm == "whole" else (a.head_dim, a.head_dim)
+        layer |= {f"self_attn.{n}_norm.weight": (w,) for n, w in zip("qk", widths, strict=True)}
+    norms = (
+        variant.input_norm,
+        variant.attention_norm,
+        variant.post_norm,
+        variant.feed_forward_norm,
+    )
+    layer |= {f"{name}.weight": (hidden,) for name in norms if name is not None}
     shapes = {
         f"model.layers.{index}.{name}": shape
         for index in range(a.num_layers)
@@ -237,22 +436,35 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
 
 def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
     """Read layer `index` with its matrices fused."""
-    prefix = f"model.layers.{index}"
-    attention = f"{prefix}.self_attn"
-    kinds = ("q", "k", "v")
+    prefix, variant = f"model.layers.{index}", decoder.variant
+
+    def fused(place: int, kind: str = "weight") -> Tensor:
+        return torch.cat([read(f"{prefix}.{part}.{kind}") for part in variant.parts[place]])
+
+    def norm(name: str | None) -> Tensor | None:
+        return None if name is None else _norm(decoder, f"{prefix}.{name}.weight", read)
+
+    nothing = torch.empty(0)
+    has_qk_norm = variant.qk_norm != "none"
+    input_norm, post_norm = norm(variant.input_norm), norm(variant.post_norm)
     return LayerWeights(
-        input_norm=read(f"{prefix}.input_layernorm.weight"),
-        qkv=torch.cat([read(f"{attention}.{kind}_proj.weight") for kind in kinds]),
-        qkv_bias=torch.cat([read(f"{attention}.{kind}_proj.bias") for kind in kinds])
-        if decoder.qkv_bias
-        else None,
-        query_norm=read(f"{attention}.q_norm.weight") if decoder.qk_norm else None,
-        key_norm=read(f"{attention}.k_norm.weight") if decoder.qk_norm else None,
-        output=read(f"{attention}.o_proj.weight"),
-        post_norm=read(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=torch.cat([read(f"{prefix}.mlp.{kind}_proj.weight") for kind in ("gate", "up")]),
-        down=read(f"{prefix}.mlp.down_proj.weight"),
+        input_norm=nothing if input_norm is None else input_norm,
+        qkv=fused(0),
+        qkv_bias=fused(0, "bias") if variant.qkv_bias else None,
+        query_norm=norm("self_attn.q_norm") if has_qk_norm else None,
+        key_norm=norm("self_attn.k_norm") if has_qk_norm else None,
+        output=fused(1),
+        attention_norm=norm(variant.attention_norm),
+        post_norm=nothing if post_norm is None else post_norm,
+        gate_up=fused(2),
+        down=fused(3),
+        feed_forward_norm=norm(variant.feed_forward_norm),
     )
+
+
+def _norm(decoder: Decoder, name: str, read: ReadTensor) -> Tensor:
+    """Read what a norm multiplies by."""
+    return 1.0 + read(name).float() if decoder.variant.one_plus_norms else read(name)
 
 
 def read_ends(decoder: Decoder, read: ReadTensor) -> EndWeights:
@@ -260,6 +472,6 @@ def read_ends(decoder: Decoder, read: ReadTensor) -> EndWeights:
     embedding = read("model.embed_tokens.weight")
     return EndWeights(
         embedding=embedding,
-        norm=read("model.norm.weight"),
+        norm=_norm(decoder, "model.norm.weight", read),
         head=embedding if decoder.tied else read("lm_head.weight"),
     )

@@ -167,10 +167,11 @@ class Sizes(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "intermediate_size", "vocab_size", "tied")),
-        ("norm_eps", c_float),
-        ("rope_scale", c_float),
-        ("inv_freq", c_void_p),
-        ("layers", c_void_p),
+        *((name, c_int32) for name in ("whole_qk_norm", "interleaved", "gelu")),
+        *((name, c_int32) for name in ("num_ropes", "num_pairs")),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale")),
+        *((name, c_float) for name in ("score_scale", "logit_divisor", "score_cap", "logit_cap")),
+        *((name, c_void_p) for name in ("inv_freq", "rope_scales", "layers")),
         *((name, c_int32) for name in ("is_attached", "norm_before_residual")),
         *((name, c_int32) for name in ("norm_output", "borrows_embedding")),
         ("formats", c_void_p),
@@ -219,6 +220,8 @@ class VectorKind(IntEnum):
     QKV_BIAS = 4
     LAST_NORM = 5
     HIDDEN_NORM = 6
+    ATTENTION_NORM = 7
+    FEED_FORWARD_NORM = 8
 
 
 class MatrixKind(IntEnum):

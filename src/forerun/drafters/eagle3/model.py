@@ -172,8 +172,6 @@ def _empty_weights(
         norm_eps=head.config.norm_eps,
         inv_freq=head.inv_freq,
         rope_scale=head.rope_scale,
-        qkv_bias=False,
-        qk_norm=False,
         tied=True,
     )
     kernels = target.weights.kernels

@@ -26,7 +26,6 @@ from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import Architecture, WeightFormat
 from forerun.models.base import LikelyTree, ModelOutput, RowBatch, SampledTokens, StoredModel
 from forerun.models.decoder import (
-    MATRIX_PARTS,
     Decoder,
     QuantisedMatrix,
     ReadTensor,
@@ -384,7 +383,7 @@ def matrix_names(decoder: Decoder) -> list[tuple[str, ...]]:
         *(
             tuple(f"model.layers.{index}.{part}.weight" for part in parts)
             for index in layers
-            for parts in MATRIX_PARTS
+            for parts in decoder.variant.parts
         ),
         (EMBEDDING if decoder.tied else "lm_head.weight",),
     ]

@@ -67,7 +67,7 @@ class PackedWeights:
 
     def put_vector(self, kind: VectorKind, layer: int, vector: Tensor | None) -> int:
         """Copy a vector in; returns its number of elements."""
-        if vector is None:
+        if vector is None or not vector.numel():
             return 0
         values = vector.float().contiguous()
         self.kernels.library.forerun_decoder_put_vector(self.handle, kind, layer, values.data_ptr())
@@ -112,6 +112,8 @@ class PackedWeights:
             VectorKind.QUERY_NORM: layer.query_norm,
             VectorKind.KEY_NORM: layer.key_norm,
             VectorKind.QKV_BIAS: layer.qkv_bias,
+            VectorKind.ATTENTION_NORM: layer.attention_norm,
+            VectorKind.FEED_FORWARD_NORM: layer.feed_forward_norm,
         }
         matrices = {
             MatrixKind.QKV: layer.qkv,
@@ -141,6 +143,15 @@ def matrix_formats(weights: WeightFormat, num_layers: int) -> tuple[MatrixFormat
     return (*([body] * 4 * num_layers), head)
 
 
+def _listed_layers(decoder: Decoder) -> array[int]:
+    """Return `ForerunLayer` of every layer, one after another."""
+    num_layers = decoder.architecture.num_layers
+    windows = decoder.windows or (None,) * num_layers
+    rotations = decoder.rotations or (0,) * num_layers
+    pairs = zip(windows, rotations, strict=True)
+    return array("i", (value for window, rotation in pairs for value in (window or 0, rotation)))
+
+
 def new_decoder(
     decoder: Decoder,
     dtype: torch.dtype,
@@ -155,9 +166,15 @@ def new_decoder(
         formats: of the matrices of every layer and of the output layer; none: `dtype`.
     """
     architecture = decoder.architecture
-    inv_freq = decoder.inv_freq.contiguous()
+    turned = [(decoder.inv_freq, decoder.rope_scale)]
+    if decoder.sliding_rotation is not None:
+        turned.append(decoder.sliding_rotation)
+    inv_freq = torch.stack([each for each, _ in turned])
+    rope_scales = array("f", (scale for _, scale in turned))
     listed = array("i", formats)
-    layers = array("i", (window or 0 for window in decoder.layer_windows))
+    layers = _listed_layers(decoder)
+    # transformers rounds the factor of Gemma's embeddings to their dtype.
+    embedding_scale = float(torch.tensor(decoder.embedding_scale, dtype=dtype))
     sizes = Sizes(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -167,9 +184,20 @@ def new_decoder(
         intermediate_size=decoder.intermediate_size,
         vocab_size=architecture.vocab_size,
         tied=decoder.tied,
+        whole_qk_norm=decoder.variant.qk_norm == "whole",
+        interleaved=decoder.variant.interleaved,
+        gelu=decoder.gelu,
+        num_ropes=len(turned),
+        num_pairs=inv_freq.shape[1],
         norm_eps=decoder.norm_eps,
-        rope_scale=decoder.rope_scale,
+        embedding_scale=embedding_scale,
+        residual_scale=decoder.residual_scale,
+        score_scale=decoder.score_scale or architecture.head_dim**-0.5,
+        logit_divisor=decoder.logit_divisor,
+        score_cap=decoder.score_cap,
+        logit_cap=decoder.logit_cap,
         inv_freq=inv_freq.data_ptr(),
+        rope_scales=rope_scales.buffer_info()[0],
         layers=layers.buffer_info()[0],
         formats=listed.buffer_info()[0] if listed else None,
         **flags,

@@ -71,7 +71,7 @@ struct KeyBlock {
 // wait for themselves: few queries need several blocks at once to keep the processor busy.
 template <class T, int kQueries, int kBlocks>
 void score_blocks(const Query<T>* queries, const KeyBlock<T>* blocks, int num_words, int place,
-                  float scale) {
+                  float scale, float cap) {
     Floats sums[kBlocks][kQueries]{};
     for (int u = 0; u < num_words; ++u) {
         Words keys[kBlocks];
@@ -88,7 +88,7 @@ void score_blocks(const Query<T>* queries, const KeyBlock<T>* blocks, int num_wo
     }
     for (int b = 0; b < kBlocks; ++b)
         for (int q = 0; q < kQueries; ++q)
-            store(queries[q].scores + place + b * kBlockKeys, sums[b][q] * splat(scale));
+            store(queries[q].scores + place + b * kBlockKeys, capped(sums[b][q] * splat(scale), cap));
 }
 
 // Adds the sum over `num_keys` keys of weight times value, for some vectors of some queries. Weights
@@ -128,13 +128,13 @@ inline float softmax(float* scores, int num_scores) {
 }
 
 // Attention of queries that share a key/value head and a slot. Rows of keys and values lie `dim`
-// values apart.
+// values apart. Scores are products of a query and a key times `scale`, capped at `cap`.
 template <class T>
 class Attention {
   public:
-    Attention(const T* keys, const T* values, int dim)
-        : keys_(keys), values_(values), dim_(dim), num_words_(dim / kDepth<T>),
-          scale_(1.f / std::sqrt(float(dim))) {}
+    Attention(const T* keys, const T* values, int dim, float scale, float cap)
+        : keys_(keys), values_(values), dim_(dim), num_words_(dim / kDepth<T>), scale_(scale),
+          cap_(cap) {}
 
     void attend(const Query<T>* queries, int num_queries) const {
         int first = queries[0].seen.first, end = 0;
@@ -183,11 +183,12 @@ class Attention {
             score_blocks<T, 3, kGroupBlocks>, score_blocks<T, 4, kGroupBlocks>,
             score_blocks<T, 5, kGroupBlocks>, score_blocks<T, 6, kGroupBlocks>};
         if (num_blocks == kGroupBlocks) {
-            kGroup[num_queries - 1](queries, blocks, num_words_, place, scale_);
+            kGroup[num_queries - 1](queries, blocks, num_words_, place, scale_, cap_);
             return;
         }
         for (int b = 0; b < num_blocks; ++b)
-            kOne[num_queries - 1](queries, blocks + b, num_words_, place + b * kBlockKeys, scale_);
+            kOne[num_queries - 1](queries, blocks + b, num_words_, place + b * kBlockKeys, scale_,
+                                  cap_);
     }
 
     // Keys [begin, end) that all of some queries see; scores begin with the key `first`.
@@ -248,7 +249,7 @@ class Attention {
     const T* const keys_;
     const T* const values_;
     const int dim_, num_words_;
-    const float scale_;
+    const float scale_, cap_;
 };
 
 }  // namespace forerun

@@ -10,14 +10,23 @@ extern "C" {
 // What differs between the layers of a decoder.
 struct ForerunLayer {
     int32_t window;  // positions that a row sees, its own included; 0: all
+    int32_t rope;    // which rotation turns queries and keys; -1: none
 };
 
 // Sizes and constants; see models/decoder.py.
 struct ForerunSizes {
     int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
     int32_t vocab_size, tied;
-    float norm_eps, rope_scale;
-    const float* inv_freq;  // [head_dim / 2]; copied
+    int32_t whole_qk_norm;  // queries and keys are normed as one vector each, not head by head
+    int32_t interleaved;    // rotated pairs are (2i, 2i + 1), not (i, i + num_pairs)
+    int32_t gelu;           // the gate is a GELU by tanh, not a SiLU
+    int32_t num_ropes, num_pairs;  // num_pairs: of a head that are rotated
+    float norm_eps;
+    // Factors on embeddings, on what is added to the residual stream, and on products of queries and
+    // keys; what logits are divided by; then caps of scores and logits, 0 for none.
+    float embedding_scale, residual_scale, score_scale, logit_divisor, score_cap, logit_cap;
+    const float* inv_freq;     // [num_ropes][num_pairs]; copied
+    const float* rope_scales;  // [num_ropes]; copied
     const ForerunLayer* layers;  // [num_layers]; copied
     // An EAGLE-3 head: the input of the layer is [normed embedding; normed state]. The residual carries
     // the state, normed or not, and what leaves the layer, normed or not, is the state of the next row.
@@ -33,7 +42,12 @@ enum ForerunFormat { kElement, kInt8Groups32, kInt8Groups64, kInt4Groups32, kInt
 
 enum ForerunElement { kFp32 = 0, kBf16 = 1 };
 
-enum ForerunVector { kInputNorm, kPostNorm, kQueryNorm, kKeyNorm, kQkvBias, kLastNorm, kHiddenNorm };
+// The norms of a layer stand before attention and feed-forward (kInputNorm, kPostNorm) and on what they
+// give back; those that are not put are left out.
+enum ForerunVector {
+    kInputNorm, kPostNorm, kQueryNorm, kKeyNorm, kQkvBias, kLastNorm, kHiddenNorm, kAttentionNorm,
+    kFeedForwardNorm
+};
 
 enum ForerunMatrix { kQkv, kOutput, kGateUp, kDown, kHead, kEmbedding };
 

@@ -106,6 +106,7 @@ class Decoder final : public AnyDecoder {
     AnyDecoder* requantised(const int32_t* formats) const override {
         ForerunSizes sizes = weights_.sizes;
         sizes.inv_freq = weights_.inv_freq.data();
+        sizes.rope_scales = weights_.rope_scales.data();
         sizes.layers = weights_.kinds.data();
         sizes.formats = formats;
         sizes.borrows_embedding = 1;
@@ -143,6 +144,7 @@ class Decoder final : public AnyDecoder {
             walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
                 if (matrix.bits) multiply_panel(scratch_.quantised, num_rows, matrix, panel, own);
                 else multiply_panel(rows, width, num_rows, matrix, panel, next, own);
+                weights_.finish_logits(own, size_t(num_rows) * kPanel);
                 copy_columns(own, panel, num_rows, vocab_size, logits);
             });
         });

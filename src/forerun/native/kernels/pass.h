@@ -26,8 +26,9 @@ struct Scratch {
     std::vector<T> queries;     // [rows][query_rows], rotated
     std::vector<T> heads;       // [rows][query_rows], attended
     std::vector<T> gated;       // [rows][padded_intermediate]
+    std::vector<float> branch;  // [rows][hidden_size], to be normed and added to the residual stream
     QuantisedRows quantised;    // the input of a matrix in fewer bits
-    std::vector<float> rotations;   // [rows][head_dim]: cosines, then sines
+    std::vector<float> rotations;   // [rows][num_ropes][2 * num_pairs]: cosines, then sines
     std::vector<Seen> seen;     // [rows]
     std::vector<int> others;    // indices of what the rows of trees see of their trees
     std::vector<int> slots, indices, positions;    // [rows]: where keys go, their positions
@@ -49,7 +50,7 @@ class Pass {
         plan_rows();
     }
 
-    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 10 + 2; }
+    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 12 + 2; }
 
     // `sink(walker, panel, sums)` receives the head's outputs of the wanted rows, panel by panel.
     template <class Sink>
@@ -75,8 +76,8 @@ class Pass {
                        walker.thread);
             });
             quantise_all(walker, layer.output, s_.heads.data(), w_.query_rows);
-            multiply(walker, layer.output, s_.heads.data(), w_.query_rows, num_rows,
-                     [&](int panel, const float* sums) { add(sums, panel); });
+            multiply_and_add(walker, layer.output, s_.heads.data(), w_.query_rows,
+                             layer.attention_norm);
             walker.each(num_rows, [&](int row) {
                 norm(row, layer.post_norm, row);
                 quantise(layer.gate_up, s_.normed.data(), sizes.hidden_size, row);
@@ -84,8 +85,8 @@ class Pass {
             multiply(walker, layer.gate_up, s_.normed.data(), sizes.hidden_size, num_rows,
                      [&](int panel, const float* sums) { gate(sums, panel); });
             quantise_all(walker, layer.down, s_.gated.data(), w_.padded_intermediate);
-            multiply(walker, layer.down, s_.gated.data(), w_.padded_intermediate, num_rows,
-                     [&](int panel, const float* sums) { add(sums, panel); });
+            multiply_and_add(walker, layer.down, s_.gated.data(), w_.padded_intermediate,
+                             layer.feed_forward_norm);
         }
         if (rows_.num_features)
             walker.each(num_rows, [&](int row) { keep_features(rows_.num_layers, row); });
@@ -95,7 +96,10 @@ class Pass {
             quantise(w_.head, s_.normed.data(), sizes.hidden_size, i);
         });
         multiply(walker, w_.head, s_.normed.data(), sizes.hidden_size, rows_.num_wanted,
-                 [&](int panel, const float* sums) { sink(walker, panel, sums); });
+                 [&](int panel, float* sums) {
+                     w_.finish_logits(sums, size_t(rows_.num_wanted) * kPanel);
+                     sink(walker, panel, sums);
+                 });
     }
 
   private:
@@ -113,7 +117,8 @@ class Pass {
         fit(s_.queries, rows * w_.query_rows);
         fit(s_.heads, rows * w_.query_rows);
         fit(s_.gated, rows * w_.padded_intermediate);
-        fit(s_.rotations, rows * sizes.head_dim);
+        fit(s_.branch, rows * sizes.hidden_size);
+        fit(s_.rotations, rows * rotation_size());
         fit(s_.seen, rows);
         fit(s_.slots, rows);
         fit(s_.indices, rows);
@@ -170,18 +175,21 @@ class Pass {
     }
 
     void begin_row(int row) {
-        const int half = w_.sizes.head_dim / 2;
+        const int num_pairs = w_.sizes.num_pairs;
         const size_t width = w_.sizes.hidden_size, at = row * width;
         embedding_.embed(rows_.tokens[row], w_.sizes.is_attached ? &s_.embedded[at] : &s_.hidden[at]);
         if (w_.sizes.is_attached)
             std::memcpy(&s_.hidden[at], rows_.states + at, width * sizeof(float));
-        float* rotation = &s_.rotations[size_t(row) * 2 * half];
-        for (int i = 0; i < half; ++i) {
-            const float angle = float(s_.positions[row]) * w_.inv_freq[i];
-            rotation[i] = std::cos(angle) * w_.sizes.rope_scale;
-            rotation[half + i] = std::sin(angle) * w_.sizes.rope_scale;
-        }
+        float* rotation = &s_.rotations[row * rotation_size()];
+        for (int rope = 0; rope < w_.sizes.num_ropes; ++rope, rotation += 2 * num_pairs)
+            for (int i = 0; i < num_pairs; ++i) {
+                const float angle = float(s_.positions[row]) * w_.inv_freq[rope * num_pairs + i];
+                rotation[i] = std::cos(angle) * w_.rope_scales[rope];
+                rotation[num_pairs + i] = std::sin(angle) * w_.rope_scales[rope];
+            }
     }
+
+    size_t rotation_size() const { return size_t(w_.sizes.num_ropes) * 2 * w_.sizes.num_pairs; }
 
     // Copy a row of the residual stream to where the features of `layer` are wanted.
     void keep_features(int layer, int row) {
@@ -194,7 +202,8 @@ class Pass {
         }
     }
 
-    // The root mean square norm of a row of the residual stream, as input `to` of a matrix.
+    // The root mean square norm of a row of the residual stream, as input `to` of a matrix; without
+    // weights the row as it is.
     void norm(int row, const std::vector<float>& weight, int to) {
         const size_t width = w_.sizes.hidden_size;
         norm(&s_.hidden[row * width], weight, &s_.normed[to * width]);
@@ -202,9 +211,23 @@ class Pass {
 
     void norm(const float* from, const std::vector<float>& weight, T* to) {
         const int width = w_.sizes.hidden_size;
+        if (weight.empty()) {
+            for (int i = 0; i < width; i += kLanes) store(to + i, load(from + i));
+            return;
+        }
         const Floats inverse = splat(inverse_rms(from, width));
         for (int i = 0; i < width; i += kLanes)
             store(to + i, load(&weight[i]) * (load(from + i) * inverse));
+    }
+
+    // Norm vectors of `width` values that lie one after another, if there are weights.
+    void norm_in_place(float* x, int width, int num_vectors, const std::vector<float>& weight) {
+        if (weight.empty()) return;
+        for (const float* end = x + size_t(width) * num_vectors; x < end; x += width) {
+            const Floats inverse = splat(inverse_rms(x, width));
+            for (int i = 0; i < width; i += kLanes)
+                store(x + i, load(&weight[i]) * (load(x + i) * inverse));
+        }
     }
 
     // The input of an attached head's attention.
@@ -255,6 +278,23 @@ class Pass {
         });
     }
 
+    // Adds the products to the residual stream, normed before where there are weights.
+    void multiply_and_add(Walker& walker, const Matrix& matrix, const T* x, int stride,
+                          const std::vector<float>& weight) {
+        const size_t width = w_.sizes.hidden_size;
+        multiply(walker, matrix, x, stride, rows_.num_rows, [&](int panel, const float* sums) {
+            if (weight.empty()) add(sums, panel);
+            else keep(sums, panel, s_.branch.data(), int(width));
+        });
+        if (weight.empty()) return;
+        walker.each(rows_.num_rows, [&](int row) {
+            float *from = &s_.branch[row * width], *to = &s_.hidden[row * width];
+            norm_in_place(from, int(width), 1, weight);
+            for (size_t i = 0; i < width; i += kLanes)
+                store(to + i, load(to + i) + load(from + i) * splat(w_.sizes.residual_scale));
+        });
+    }
+
     // The columns of a panel that exist: all but in the last panel of a narrow matrix.
     static int columns(int panel, int width) { return std::min(kPanel, width - panel * kPanel); }
 
@@ -267,20 +307,22 @@ class Pass {
 
     void add(const float* sums, int panel) {
         const int width = w_.sizes.hidden_size, num_columns = columns(panel, width);
+        const Floats scale = splat(w_.sizes.residual_scale);
         for (int row = 0; row < rows_.num_rows; ++row) {
             float* to = &s_.hidden[size_t(row) * width + panel * kPanel];
             for (int i = 0; i < num_columns; i += kLanes)
-                store(to + i, load(to + i) + load(sums + size_t(row) * kPanel + i));
+                store(to + i, load(to + i) + load(sums + size_t(row) * kPanel + i) * scale);
         }
     }
 
-    // silu(gate) * up
+    // gate * sigmoid(x) * up, where x is the gate itself (SiLU) or a polynomial of it (GELU by tanh)
     void gate(const float* sums, int panel) {
         for (int row = 0; row < rows_.num_rows; ++row, sums += kPanel) {
             T* to = &s_.gated[size_t(row) * w_.padded_intermediate + panel * kHalfPanel];
             for (int i = 0; i < kHalfPanel; i += kLanes) {
                 const Floats g = load(sums + i), up = load(sums + kHalfPanel + i);
-                store(to + i, g / (splat(1.f) + exponential(-g)) * up);
+                const Floats x = w_.sizes.gelu ? splat(kGelu) * (g + splat(0.044715f) * g * g * g) : g;
+                store(to + i, g / (splat(1.f) + exponential(-x)) * up);
             }
         }
     }
@@ -291,12 +333,15 @@ class Pass {
         if (!layer.qkv_bias.empty())
             for (int i = 0; i < w_.qkv_rows; i += kLanes)
                 store(qkv + i, load(qkv + i) + load(&layer.qkv_bias[i]));
-        for (int h = 0; h < w_.sizes.num_heads; ++h) rotate(qkv + h * dim, layer.query_norm, row);
+        float* key = qkv + w_.query_rows;
+        const int query_width = w_.query_norm_width(), key_width = w_.key_norm_width();
+        norm_in_place(qkv, query_width, w_.query_rows / query_width, layer.query_norm);
+        norm_in_place(key, key_width, w_.kv_rows / key_width, layer.key_norm);
+        for (int h = 0; h < w_.sizes.num_heads; ++h) rotate(qkv + h * dim, index, row);
         for (int i = 0; i < w_.query_rows; i += kLanes)
             store(&s_.queries[size_t(row) * w_.query_rows + i], load(qkv + i));
-        float* key = qkv + w_.query_rows;
         for (int h = 0; h < w_.sizes.num_kv_heads; ++h, key += dim) {
-            rotate(key, layer.key_norm, row);
+            rotate(key, index, row);
             T* to_key = cached(2 * index, s_.slots[row], h, s_.indices[row]);
             T* to_value = cached(2 * index + 1, s_.slots[row], h, s_.indices[row]);
             for (int i = 0; i < dim; i += kLanes) {
@@ -306,20 +351,21 @@ class Pass {
         }
     }
 
-    // Norm a head where the family does, then rotate its pairs (i, i + half).
-    void rotate(float* head, const std::vector<float>& weight, int row) {
-        const int dim = w_.sizes.head_dim, half = dim / 2;
-        if (!weight.empty()) {
-            const Floats inverse = splat(inverse_rms(head, dim));
-            for (int i = 0; i < dim; i += kLanes)
-                store(head + i, load(&weight[i]) * (load(head + i) * inverse));
-        }
-        const float* cosine = &s_.rotations[size_t(row) * dim];
-        for (int i = 0; i < half; ++i) {
-            const float a = head[i], b = head[half + i];
-            head[i] = a * cosine[i] - b * cosine[half + i];
-            head[half + i] = b * cosine[i] + a * cosine[half + i];
-        }
+    // Rotate the pairs of a head.
+    void rotate(float* head, int layer, int row) {
+        const int rope = w_.kinds[layer].rope, num_pairs = w_.sizes.num_pairs;
+        if (rope < 0) return;
+        const float* cosine = &s_.rotations[row * rotation_size() + size_t(rope) * 2 * num_pairs];
+        const float* sine = cosine + num_pairs;
+        const auto turn = [&](int i, float& x, float& y) {
+            const float a = x, b = y;
+            x = a * cosine[i] - b * sine[i];
+            y = b * cosine[i] + a * sine[i];
+        };
+        if (w_.sizes.interleaved)
+            for (int i = 0; i < num_pairs; ++i) turn(i, head[2 * i], head[2 * i + 1]);
+        else
+            for (int i = 0; i < num_pairs; ++i) turn(i, head[i], head[num_pairs + i]);
     }
 
     T* cached(int plane, int slot, int kv_head, int index) {
@@ -347,9 +393,12 @@ class Pass {
             }
         }
         const Attention<T> attention(cached(2 * index, slot, kv_head, 0),
-                                     cached(2 * index + 1, slot, kv_head, 0), dim);
+                                     cached(2 * index + 1, slot, kv_head, 0), dim,
+                                     w_.sizes.score_scale, w_.sizes.score_cap);
         attention.attend(queries, num_queries);
     }
+
+    static constexpr float kGelu = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 
     const Weights<T>& w_;
     const Weights<T>& embedding_;

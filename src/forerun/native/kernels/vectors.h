@@ -105,6 +105,24 @@ inline Floats exponential(Floats x) {
     return x != x ? x : result;
 }
 
+// To a few units in the last place: a power series near 0, where the quotient would cancel.
+inline Floats hyperbolic_tangent(Floats x) {
+    const Floats size = larger(x, -x), e = exponential(size * splat(-2.f));
+    const Floats far = (splat(1.f) - e) / (splat(1.f) + e), z = x * x;
+    Floats p = splat(-1382.f / 155925);
+    p = p * z + splat(62.f / 2835);
+    p = p * z + splat(-17.f / 315);
+    p = p * z + splat(2.f / 15);
+    p = p * z + splat(-1.f / 3);
+    const Floats near = x + x * z * p;
+    return size < splat(0.3f) ? near : x < Floats{} ? -far : far;
+}
+
+// Caps smoothly at -cap and cap; 0 is no cap.
+inline Floats capped(Floats x, float cap) {
+    return cap == 0 ? x : hyperbolic_tangent(x / splat(cap)) * splat(cap);
+}
+
 #if defined(__clang__)
 #define FORERUN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

@@ -12,6 +12,7 @@ namespace forerun {
 
 struct Layer {
     std::vector<float> input_norm, post_norm, query_norm, key_norm, qkv_bias;
+    std::vector<float> attention_norm, feed_forward_norm;  // of what is added to the residual stream
     std::vector<float> hidden_norm;  // of an attached head
     Matrix qkv, output, gate_up, down;
 };
@@ -35,7 +36,8 @@ class Weights {
           qkv_rows(query_rows + 2 * kv_rows),
           padded_intermediate((given.intermediate_size + kHalfPanel - 1) / kHalfPanel * kHalfPanel),
           input_width(given.is_attached ? 2 * given.hidden_size : given.hidden_size),
-          inv_freq(given.inv_freq, given.inv_freq + given.head_dim / 2),
+          inv_freq(given.inv_freq, given.inv_freq + size_t(given.num_ropes) * given.num_pairs),
+          rope_scales(given.rope_scales, given.rope_scales + given.num_ropes),
           kinds(given.layers, given.layers + given.num_layers),
           layers(given.num_layers),
           buffer_(lay_out(nullptr)) {
@@ -64,13 +66,16 @@ class Weights {
             return;
         }
         Layer& layer = layers[index];
+        const int hidden = sizes.hidden_size;
         switch (kind) {
-            case kInputNorm: layer.input_norm.assign(from, from + sizes.hidden_size); break;
-            case kPostNorm: layer.post_norm.assign(from, from + sizes.hidden_size); break;
-            case kQueryNorm: layer.query_norm.assign(from, from + sizes.head_dim); break;
-            case kKeyNorm: layer.key_norm.assign(from, from + sizes.head_dim); break;
+            case kInputNorm: layer.input_norm.assign(from, from + hidden); break;
+            case kPostNorm: layer.post_norm.assign(from, from + hidden); break;
+            case kQueryNorm: layer.query_norm.assign(from, from + query_norm_width()); break;
+            case kKeyNorm: layer.key_norm.assign(from, from + key_norm_width()); break;
             case kQkvBias: layer.qkv_bias.assign(from, from + qkv_rows); break;
-            case kHiddenNorm: layer.hidden_norm.assign(from, from + sizes.hidden_size); break;
+            case kHiddenNorm: layer.hidden_norm.assign(from, from + hidden); break;
+            case kAttentionNorm: layer.attention_norm.assign(from, from + hidden); break;
+            case kFeedForwardNorm: layer.feed_forward_norm.assign(from, from + hidden); break;
             case kLastNorm: break;
         }
     }
@@ -135,16 +140,28 @@ class Weights {
         if (embedding_ != nullptr) {
             const T* from = embedding_ + size_t(token) * hidden;
             for (int i = 0; i < hidden; ++i) to[i] = widen(from[i]);
-            return;
+        } else {
+            read_elements(head, int(token), to);
         }
-        read_elements(head, int(token), to);
+        for (int i = 0; i < hidden; ++i) to[i] *= sizes.embedding_scale;
     }
+
+    // Logits of products of the head, in place: scaled and capped.
+    void finish_logits(float* products, size_t count) const {
+        if (sizes.logit_divisor == 1 && sizes.logit_cap == 0) return;
+        for (size_t i = 0; i < count; i += kLanes)
+            store(products + i, capped(load(products + i) / splat(sizes.logit_divisor), sizes.logit_cap));
+    }
+
+    // Widths of the vectors that are normed together.
+    int query_norm_width() const { return sizes.whole_qk_norm ? query_rows : sizes.head_dim; }
+    int key_norm_width() const { return sizes.whole_qk_norm ? kv_rows : sizes.head_dim; }
 
     const ForerunSizes sizes;
     const int query_rows, kv_rows, qkv_rows;
     const int padded_intermediate;
     const int input_width;  // of the attention's input
-    std::vector<float> inv_freq, last_norm;
+    std::vector<float> inv_freq, rope_scales, last_norm;
     const std::vector<ForerunLayer> kinds;
     std::vector<Layer> layers;
     Matrix head;

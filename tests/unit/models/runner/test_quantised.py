@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.natives import decoder_of, random_parameters, run_natively
+from tests import tiny
+from tests.natives import decoder_of, native_model, random_parameters, run_natively
 from torch import Tensor
 
 from forerun.control.costs import OperatingPoint
@@ -108,6 +109,16 @@ def test_a_copy_in_fewer_bits_computes_what_a_model_loaded_in_them_does(weights,
     assert not torch.equal(logits_of(copy), logits_of(whole))
     assert copy.bytes_read == loaded.bytes_read < whole.bytes_read / 2.5
     assert copy.num_parameters == loaded.num_parameters == whole.num_parameters
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "olmo2", "granite"])
+def test_a_copy_has_the_norms_and_scales_of_its_family(family):
+    network = tiny.network(family, scale=0.1)
+    whole = native_model(network)
+    copy = logits_of(whole.in_fewer_bits("int8"))
+    assert torch.equal(copy, logits_of(native_model(network, weights="int8")))
+    expected = network(torch.arange(1, 30)[None]).logits[0]
+    assert (copy - expected).norm() < 0.05 * expected.norm()
 
 
 def logits_of(model: NativeModel) -> Tensor:
