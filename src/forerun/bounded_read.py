@@ -57,11 +57,17 @@ CHUNK_BYTES = 1 << 20
 
 
 class Deadline:
-    """A time limit that several operations share."""
+    """A time limit that several operations share; `remedy` ends the sentence of its error."""
 
-    def __init__(self, max_seconds: float, name: str) -> None:
+    def __init__(
+        self,
+        max_seconds: float,
+        name: str,
+        remedy: str = "to read; copy it to a regular file, or give less of it",
+    ) -> None:
         self.max_seconds = max_seconds
         self.name = name
+        self.remedy = remedy
         self._end_s = time.monotonic() + max_seconds
 
     def remaining_s(self) -> float:
@@ -69,8 +75,7 @@ class Deadline:
         left = self._end_s - time.monotonic()
         if left <= 0.0:
             raise UnreadableInput(
-                f"{self.name} takes more than {self.max_seconds:g} s to read; copy it to a regular "
-                "file, or give less of it"
+                f"{self.name} takes more than {self.max_seconds:g} s {self.remedy}"
             )
         return left
 

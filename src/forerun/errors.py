@@ -1,27 +1,4 @@
-"""All errors that users can meet, derived from ForerunError, and checks of numeric settings.
-
-ForerunError
-├── InvalidRequest      a prompt or a sampling parameter that cannot be honoured
-├── InvalidModel        weights, configuration or tokenizer that cannot be used
-├── InvalidCheckpoint   a training cannot go on from a file: damaged, or of another run
-├── InvalidProfile      a cost profile that cannot be read, or was made elsewhere
-├── UnreadableInput     a file, stream or answer that is no regular file, or over a limit
-├── InvalidTrace        a trace that cannot be read, or holds nothing of one
-├── InvalidCache        a cache of a teacher that is of something else than it should be
-├── CacheTooLarge       a cache does not fit on its disk; what was finished of it is kept
-├── IncompatibleDraft   draft and target do not fit each other
-├── NotEnoughMemory     what was asked for does not fit, said before allocating
-├── QueueFull           too many requests wait; the same request may be accepted later
-├── EngineBusy          another thread is using the engine, or it was made before a fork
-├── EngineStopped       an engine's thread has ended, and what it was to do with it
-├── UnsupportedFeatures the model has no such features (layers, embedding, head) for a drafter
-├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
-├── ServerUnavailable   a server of responses does not answer (those it gave are kept)
-├── TrainingDiverged    loss or gradient is no number (the last checkpoint is kept)
-├── NumericalError      the target returned NaN or no possible token
-│   └── MaskError       the token mask of a request raised
-└── DrafterError        a drafter broke its contract (the engine falls back to plain decoding)
-"""
+"""All errors that users can meet, derived from ForerunError, and checks of numeric settings."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ hostile. Busy and failing servers are tried again; a refusal is final.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import ssl
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Lock
@@ -19,47 +19,37 @@ from typing import Any, TypeVar
 import httpcore
 import httpx
 
-from forerun.bounded_read import parse_json
+from forerun.bounded_read import Deadline, parse_json
 from forerun.client.config import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 
 
-class AnswerDeadline:
-    """A time limit on one answer, enforced where httpx reads from the socket.
+def answer_deadline(max_seconds: float, name: str) -> Deadline:
+    """Return a time limit, from now on, on one answer of a server."""
+    return Deadline(max_seconds, name, "to answer")
+
+
+class ReadClock(threading.local):
+    """Limits of what the current thread reads from a server, and how much it has read.
 
     The timeouts of httpx hold for one read each: a server that sends a byte of its headers now and
     then would be read without end.
     """
 
-    def __init__(self, max_seconds: float, name: str) -> None:
-        self.max_seconds = max_seconds
-        self.name = name
-        self._end_s = time.monotonic() + max_seconds
-
-    def remaining_s(self) -> float:
-        """Return the seconds that are left; raises UnreadableInput if none are."""
-        left_s = self._end_s - time.monotonic()
-        if left_s <= 0.0:
-            raise UnreadableInput(f"{self.name} takes more than {self.max_seconds:g} s to answer")
-        return left_s
-
-
-class ReadClock(threading.local):
-    """The deadline of what the current thread reads, and whether anything was read before it."""
-
-    deadline: AnswerDeadline | None = None
-    has_read: bool = False
+    deadline: Deadline | None = None
+    max_bytes: float = math.inf
+    num_bytes: int = 0
 
     @contextmanager
-    def until(self, deadline: AnswerDeadline) -> Iterator[None]:
-        """Enforce a deadline on every read of this thread in the block."""
-        before = self.deadline, self.has_read
-        self.deadline, self.has_read = deadline, False
+    def until(self, deadline: Deadline, max_bytes: float = math.inf) -> Iterator[None]:
+        """Enforce limits on all reads of this thread in the block, those of headers included."""
+        before = self.deadline, self.max_bytes, self.num_bytes
+        self.deadline, self.max_bytes, self.num_bytes = deadline, max_bytes, 0
         try:
             yield
         finally:
-            self.deadline, self.has_read = before
+            self.deadline, self.max_bytes, self.num_bytes = before
 
 
 class _TimedStream(httpcore.NetworkStream):
@@ -75,10 +65,14 @@ class _TimedStream(httpcore.NetworkStream):
         try:
             found = self._stream.read(max_bytes, timeout)
         except httpcore.ReadTimeout:
-            if deadline is not None and self._clock.has_read:
+            if deadline is not None and self._clock.num_bytes:
                 deadline.remaining_s()  # slow rather than silent: a retry would be as slow
             raise
-        self._clock.has_read = True
+        self._clock.num_bytes += len(found)
+        if self._clock.num_bytes > self._clock.max_bytes and deadline is not None:
+            raise UnreadableInput(
+                f"{deadline.name} sends more than {self._clock.max_bytes} bytes, the limit here"
+            )
         return found
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -200,7 +194,7 @@ class Connection:
 
     def get(self, url: str, timeout_s: float) -> bytes:
         """Return the body at an address after one try; raises as `post`."""
-        deadline = AnswerDeadline(timeout_s, url)
+        deadline = answer_deadline(timeout_s, url)
         try:
             reply = self._send(self._http.build_request("GET", url, timeout=timeout_s), deadline)
             _check_status(reply)
@@ -227,7 +221,7 @@ class Connection:
         """
 
         def attempt() -> Result:
-            deadline = AnswerDeadline(self.config.timeout_s, url)
+            deadline = answer_deadline(self.config.timeout_s, url)
             reply = self._opened(url, body, deadline)
             return read(_parsed(self._body_of(reply, deadline)))
 
@@ -240,7 +234,7 @@ class Connection:
         """
 
         def attempt() -> httpx.Response:
-            return self._opened(url, body, AnswerDeadline(self.config.timeout_s, url))
+            return self._opened(url, body, answer_deadline(self.config.timeout_s, url))
 
         reply = self._tried(url, attempt)
         try:
@@ -274,9 +268,7 @@ class Connection:
                     break
         raise ServerUnavailable(f"{url} gave no response in {config.num_tries} tries: {problem}")
 
-    def _opened(
-        self, url: str, body: Mapping[str, object], deadline: AnswerDeadline
-    ) -> httpx.Response:
+    def _opened(self, url: str, body: Mapping[str, object], deadline: Deadline) -> httpx.Response:
         """Post a request and return the successful response before its body is read."""
         for num_refused in range(self._num_refused_flags, len(ID_FLAGS)):
             fields = {**body, **ID_FLAGS[num_refused]}
@@ -289,7 +281,7 @@ class Connection:
         _check_status(reply)
         return reply
 
-    def _send(self, request: httpx.Request, deadline: AnswerDeadline) -> httpx.Response:
+    def _send(self, request: httpx.Request, deadline: Deadline) -> httpx.Response:
         """Send a request; the body of an error is read, that of a success is not."""
         with self._clock.until(deadline):
             reply = self._http.send(request, stream=True)
@@ -305,7 +297,7 @@ class Connection:
             raise
         return reply
 
-    def _body_of(self, reply: httpx.Response, deadline: AnswerDeadline) -> bytes:
+    def _body_of(self, reply: httpx.Response, deadline: Deadline) -> bytes:
         """Read a body to its end, and close the response."""
         body = bytearray()
         try:
@@ -321,13 +313,13 @@ class Connection:
     def _event_data(self, reply: httpx.Response, url: str) -> Iterator[bytes]:
         """Yield what follows `data:` in every line of a stream until its end marker."""
         whole, next_event = (
-            AnswerDeadline(seconds, url)
+            answer_deadline(seconds, url)
             for seconds in (self.config.stream_s, self.config.timeout_s)
         )
         num_bytes, num_lines, rest = 0, 0, bytearray()
         chunks = reply.iter_bytes()
         while True:
-            sooner = min(whole, next_event, key=AnswerDeadline.remaining_s)
+            sooner = min(whole, next_event, key=Deadline.remaining_s)
             with self._clock.until(sooner):
                 chunk = next(chunks, None)
             if chunk is None:
@@ -346,7 +338,7 @@ class Connection:
                     return
                 if data:
                     yield data
-                    next_event = AnswerDeadline(self.config.timeout_s, url)
+                    next_event = answer_deadline(self.config.timeout_s, url)
             rest += last
             if len(rest) > MAX_LINE_BYTES:
                 raise UnreadableInput(f"{url} sends a line over {MAX_LINE_BYTES} bytes, the limit")

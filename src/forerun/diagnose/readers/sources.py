@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from io import BufferedReader, RawIOBase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from forerun.bounded_read import (
     BoundedFile,
@@ -28,7 +24,7 @@ from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
 from forerun.errors import InvalidRequest, UnreadableInput
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
+    import httpx
 
 MAX_PAGE_BYTES = 1 << 25
 TIMEOUT_S = 10.0
@@ -81,107 +77,55 @@ def page_of(url: str) -> PrometheusText:
     return page
 
 
-CHUNK_BYTES = 1 << 16
-HEADER_BYTES = 1 << 20
-"""Status lines, headers and trailers of one exchange, beside the body."""
-
-
-class LimitedSocket(RawIOBase):
-    """Reads a socket within one deadline for the whole response, headers and trailers included.
-
-    http.client waits anew for every read, so a server that sends one byte a second never ends.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: Deadline, max_bytes: int) -> None:
-        self.connection = connection
-        self.deadline = deadline
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Read the bytes that have arrived into a buffer."""
-        self.connection.settimeout(self.deadline.remaining_s())
-        try:
-            size = self.connection.recv_into(cast("bytearray", buffer))
-        except TimeoutError:
-            self.deadline.remaining_s()  # raises
-            raise
-        self.num_bytes += size
-        if self.num_bytes > self.max_bytes:
-            raise UnreadableInput(
-                f"{self.deadline.name} sends more than {self.max_bytes} bytes, the limit here"
-            )
-        return size
-
-
-class LimitedConnection:
-    """The part of a socket's interface that http.client needs, over a socket that stays open."""
-
-    def __init__(self, reader: LimitedSocket) -> None:
-        self.reader = reader
-
-    def makefile(self, _mode: str) -> BufferedReader:
-        return BufferedReader(self.reader, CHUNK_BYTES)
-
-    def sendall(self, data: ReadableBuffer) -> None:
-        connection = self.reader.connection
-        connection.settimeout(self.reader.deadline.remaining_s())
-        connection.sendall(data)
-
-    def close(self) -> None:
-        """Do nothing: http.client closes its socket before the body of a response is read."""
+HEADER_BYTES = 1 << 16
+"""Status lines, headers and trailers of one exchange, beside the body; httpx allows 100 KB."""
 
 
 def http_get(url: str, limits: ReadLimits) -> bytes:
     """Return the decompressed body of a page, requested without proxies and redirects."""
-    deadline = Deadline(limits.max_seconds, url)
+    # Imported when needed: files are read without them.
+    import ssl
+
+    import httpx
+
+    from forerun.client.connection import ReadClock, answer_deadline, limit_reads
+
+    clock, deadline = ReadClock(), answer_deadline(limits.max_seconds, url)
     try:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UnreadableInput(f"{url} cannot be read: it is not an http or https address")
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname, parts.port, timeout=deadline.remaining_s())
-        connection.connect()
-        opened: socket.socket = connection.sock
-        try:
-            connection.sock = LimitedConnection(
-                LimitedSocket(opened, deadline, limits.max_bytes + HEADER_BYTES)
-            )
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", target)
-            with connection.getresponse() as answer:
+        with httpx.Client(
+            trust_env=False,
+            verify=ssl.create_default_context(),
+            timeout=limits.max_seconds,
+            headers={"Accept-Encoding": "identity"},
+        ) as client:
+            limit_reads(client, clock)
+            with (
+                clock.until(deadline, limits.max_bytes + HEADER_BYTES),
+                client.stream("GET", url) as answer,
+            ):
                 return _body_of(answer, url, limits, deadline)
-        finally:
-            opened.close()
-    except UnreadableInput:
-        raise
-    except (HTTPException, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        reason = str(error) or type(error).__name__
         raise UnreadableInput(f"{url} cannot be read: {reason}") from error
 
 
-def _body_of(answer: HTTPResponse, url: str, limits: ReadLimits, deadline: Deadline) -> bytes:
+def _body_of(answer: httpx.Response, url: str, limits: ReadLimits, deadline: Deadline) -> bytes:
     """Read the whole response and return its body; a redirect or an error is refused."""
-    pieces, num_bytes = [], 0
-    while piece := answer.read(CHUNK_BYTES):
+    body = bytearray()
+    for piece in answer.iter_raw():
         deadline.remaining_s()
-        num_bytes += len(piece)
-        if num_bytes > limits.max_bytes:
+        body += piece
+        if len(body) > limits.max_bytes:
             raise UnreadableInput(f"{url} sends more than {limits.max_bytes} bytes, the limit here")
-        pieces.append(piece)
-    if 300 <= answer.status < 400:
+    if answer.is_redirect:
         where = answer.headers.get("location", "elsewhere")
         raise UnreadableInput(
             f"{url} redirects to {where}, which is not followed: give that address"
         )
-    if answer.status != 200:
-        raise UnreadableInput(f"{url} answers {answer.status}: {answer.reason}")
-    body = b"".join(pieces)
+    if answer.status_code != 200:
+        raise UnreadableInput(f"{url} answers {answer.status_code}: {answer.reason_phrase}")
     is_packed = answer.headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate")
-    return gunzipped(body, url, limits) if is_packed else body
+    return gunzipped(bytes(body), url, limits) if is_packed else bytes(body)
 
 
 REFERENCE = {
