@@ -20,11 +20,13 @@ from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import RequestTerms
 from forerun.errors import NotEnoughMemory
-from forerun.models import architecture, recurrent
+from forerun.models import architecture, huggingface, memory, recurrent
 from forerun.models.base import Context, pack
 from forerun.models.huggingface import HuggingFaceModel
+from forerun.models.load import load_model
 from forerun.models.recurrent import RecurrentStore, StackedStates
 from forerun.sampling.config import SamplingParams
+from forerun.theory.tree import NO_TREE
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -142,10 +144,47 @@ def test_states_are_those_of_the_text_read_at_once(model):
             )
 
 
-def test_states_that_do_not_fit_are_refused_with_their_size(made, monkeypatch):
-    monkeypatch.setattr(recurrent, "available_bytes", lambda _: 1000)
-    with pytest.raises(NotEnoughMemory, match=r"recurrent states of 4 sequences need .*K"):
-        tiny.adapted(copy.deepcopy(made))
+def held_bytes(states: Any) -> int:
+    """Bytes of the memory that tensors are parts of, each counted once."""
+    storages = (part.untyped_storage() for state in states for part in state.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_take_the_bytes_counted_from_the_configuration(made, dtype):
+    model = tiny.adapted(copy.deepcopy(made).to(dtype))
+    store = model.store
+    assert isinstance(store, RecurrentStore)
+    geometry = store.geometry
+    assert geometry.state_bytes
+    contexts = [Context(store, list(ids), None) for ids in PROMPTS[:2]]
+    for tree in (NO_TREE, BRANCHED):
+        ends = [context.ids[context.num_cached :] for context in contexts]
+        spans = [c.span(len(ids), tree) for c, ids in zip(contexts, ends, strict=True)]
+        draft = BRANCHED_TOKENS if tree is BRANCHED else []
+        tokens = [token for ids in ends for token in [*ids, *draft]]
+        model.forward(pack(spans, tokens, [0], model.device))
+        staged = [by_layer for slot in store._staged for by_layer in slot.values()]
+        committed = [state for slot in store._committed for state in slot.values()]
+        held = held_bytes([*committed, *(state for row in staged for state in row.values())])
+        rows = len(staged) + (2 if tree is BRANCHED else 0)
+        assert rows * geometry.state_bytes <= held <= (rows + 4) * geometry.state_bytes
+        assert rows <= 2 * (len(tree.parents) + 4)
+        for context, ids in zip(contexts, ends, strict=True):
+            context.commit(range(len(ids)))
+            context.ids.append(5)
+        committed = [state for slot in store._committed for state in slot.values()]
+        assert held_bytes(committed) == 2 * geometry.state_bytes
+
+
+def test_states_that_do_not_fit_are_refused_before_the_weights_are_read(monkeypatch, tmp_path):
+    network("Qwen3_5").save_pretrained(tmp_path)
+    monkeypatch.setattr(huggingface, "read_weights", None)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 1 << 20)
+    # Per layer: 64 channels over 4 inputs, 4 heads of 8 by 8; three layers in fp32.
+    needed = 3 * (64 * 4 + 4 * 8 * 8) * 4 * 8 * (64 + 3) / 2**20
+    with pytest.raises(NotEnoughMemory, match=rf"recurrent states {needed:.1f} MiB \(6.0 KiB each"):
+        load_model(tmp_path, max_context=10)
 
 
 def test_samples_do_not_wait_for_a_prompt_they_cannot_share(model):

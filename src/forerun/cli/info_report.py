@@ -44,6 +44,7 @@ class ModelDescription:
         memory: bytes by purpose.
         kv_bytes_per_token: keys and values of one token over all layers.
         stored_types: share of the parameters by the type that they are stored as.
+        state_bytes: of the recurrent states of all layers after one token.
         num_tokens: entries of the tokenizer; the logits may be wider.
         card: what it was aligned to; None for a model that is no aligned draft.
     """
@@ -61,6 +62,7 @@ class ModelDescription:
     tokenizer_hash: str
     num_tokens: int
     stored_types: Mapping[str, float]
+    state_bytes: int = 0
     card: DraftCard | None = None
 
     @property
@@ -138,6 +140,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         weights_hash=weights_hash(checkpoint.weight_files),
         tokenizer_hash=tokenizer_hash(folder),
         stored_types=checkpoint.stored_types,
+        state_bytes=geometry.state_bytes,
         num_tokens=len(tokenizer.vocabulary),
         card=read_card(folder),
     )
@@ -198,10 +201,14 @@ def print_model(model: ModelDescription) -> None:
         f"{readable(model.kv_bytes_per_slot)} per sequence, "
         f"{readable(memory.kv_bytes)} for {model.num_slots}",
         "logits": readable(memory.logits_bytes),
+        "recurrent states": f"{readable(model.state_bytes)} after a token, "
+        f"{readable(memory.states_bytes)} for {model.num_slots} sequences and the rows of a step",
         "memory": f"{readable(memory.total_bytes)} in all",
         "hash": f"weights {model.weights_hash}, tokenizer {model.tokenizer_hash}",
         "folder": escape(model.folder),
     }
+    if not model.state_bytes:
+        del rows["recurrent states"]
     if model.card is not None:
         rows["aligned"] = escape("\n".join(story(model.card)))
     _print_sheet(model.name, rows)

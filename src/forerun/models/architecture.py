@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -80,7 +81,39 @@ MAX_LAYERS = 4096
 MAX_SIZE = 1 << 31
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-RECURRENT_TYPES = ("linear_attention", "conv", "mamba")
+RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid")
+"""Layers with a recurrent state; "hybrid" ones have keys and values too."""
+
+DELTA_SIZES = (
+    "num_key_heads",
+    "num_value_heads",
+    "key_head_dim",
+    "value_head_dim",
+    "conv_kernel_dim",
+)
+KIMI_SIZES = ("num_heads", "head_dim", "conv_kernel_dim")
+MAMBA1_SIZES = ("intermediate_size", "state_size", "conv_kernel")
+MAMBA2_SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+STATE_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys(
+        ("BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM"), MAMBA2_SIZES
+    )
+    | {
+        "FalconMambaForCausalLM": MAMBA1_SIZES,
+        "MambaForCausalLM": MAMBA1_SIZES,
+        "JambaForCausalLM": ("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv"),
+        "Mamba2ForCausalLM": ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+        "NemotronHForCausalLM": (
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "ssm_state_size",
+            "n_groups",
+            "conv_kernel",
+        ),
+    }
+)
+"""Names of the sizes of a Mamba layer. Mamba 1: width (or two factors of it), state, kernel.
+Mamba 2: heads, width of a head, state, groups, kernel."""
 
 # Settings that make of a supported model one whose output we would not reproduce.
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -103,6 +136,8 @@ class Architecture:
         attention_layers: layers with keys and values; None: all.
         recurrent: class of the recurrent layers in transformers, see `RECURRENT`; None: there are
             none.
+        state_sizes: elements of the recurrent states of all layers after one token: of the
+            convolutions, in the dtype of the model, and of the recurrences, in fp32.
     """
 
     name: str
@@ -117,6 +152,7 @@ class Architecture:
     windows: tuple[int | None, ...] = (None,)
     attention_layers: tuple[int, ...] | None = None
     recurrent: str | None = None
+    state_sizes: tuple[int, int] = (0, 0)
 
     @property
     def num_attention_layers(self) -> int:
@@ -141,6 +177,8 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     _refuse_settings(name, settings)
     _refuse_rope(name, settings)
     hidden_size = size(settings, "hidden_size", "n_embd")
+    kinds = _layer_kinds(settings) if name in RECURRENT else None
+    state_sizes = (0, 0) if kinds is None else _state_sizes(name, settings, kinds)
     if name in RECURRENT:
         settings = _recurrent_settings(name, settings)
     num_heads = size(settings, "num_attention_heads", "n_head")
@@ -166,8 +204,9 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         max_positions=size(settings, "max_position_embeddings", "n_positions"),
         learned_positions=name in LEARNED_POSITIONS,
         windows=_windows_of(name, settings),
-        attention_layers=_attention_layers(name, settings),
+        attention_layers=None if kinds is None else _attention_layers(kinds),
         recurrent=RECURRENT.get(name),
+        state_sizes=state_sizes,
     )
 
 
@@ -193,14 +232,51 @@ def _recurrent_settings(name: str, settings: Mapping[str, Any]) -> Mapping[str, 
     return given
 
 
-def _attention_layers(name: str, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the layers with keys and values; None where the configuration does not tell."""
-    if name in WITHOUT_ATTENTION:
-        return ()
-    kinds = settings.get("layer_types")
-    if name not in RECURRENT or kinds is None:
-        return None
-    return tuple(i for i, kind in enumerate(kinds) if kind not in RECURRENT_TYPES)
+def _layer_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
+    """Return the kind of every layer of a model with recurrent layers."""
+    given = settings.get("layer_types") or settings.get("layers_block_type")
+    if given:
+        return list(given)
+    layers = range(checked_size(settings.get("num_hidden_layers"), "num_hidden_layers"))
+    if "mamba_d_ssm" in settings and "attn_layer_indices" not in settings:
+        return ["hybrid" for _ in layers]
+    attending = settings.get("attn_layer_indices") or ()
+    if (period := settings.get("attn_layer_period")) is not None:
+        attending = [i for i in layers if i % period == settings["attn_layer_offset"]]
+    return ["full_attention" if i in attending else "linear_attention" for i in layers]
+
+
+def _attention_layers(kinds: Sequence[str]) -> tuple[int, ...]:
+    attending = ("attention", "hybrid", *LAYER_TYPES)
+    return tuple(index for index, kind in enumerate(kinds) if kind in attending)
+
+
+def _state_sizes(name: str, settings: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int, int]:
+    """Return `Architecture.state_sizes`, worked out from the configuration alone."""
+
+    def read(*names: str) -> list[int]:
+        return [checked_size(settings.get(key), key) for key in names]
+
+    if name.startswith("Lfm2"):
+        width, kernel = read("hidden_size", "conv_L_cache")
+        channels, recurrent = width, 0
+    elif name == "KimiLinearForCausalLM":
+        heads, head_dim, kernel = read(*(f"linear_{key}" for key in KIMI_SIZES))
+        channels, recurrent = 3 * heads * head_dim, heads * head_dim * head_dim
+    elif name not in STATE_SIZES:
+        key_heads, heads, key_dim, value_dim, kernel = read(*(f"linear_{k}" for k in DELTA_SIZES))
+        channels = 2 * key_heads * key_dim + heads * value_dim
+        recurrent = heads * key_dim * value_dim
+    else:
+        *sizes, kernel = read(*STATE_SIZES[name])
+        if len(sizes) == len(MAMBA2_SIZES) - 1:
+            heads, head_dim, state, groups = sizes
+            channels = heads * head_dim + 2 * groups * state
+            recurrent = heads * head_dim * state
+        else:
+            channels, recurrent = math.prod(sizes[:-1]), math.prod(sizes)
+    num_layers = sum(kind in RECURRENT_TYPES for kind in kinds)
+    return num_layers * channels * kernel, num_layers * recurrent
 
 
 def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:

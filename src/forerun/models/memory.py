@@ -23,6 +23,7 @@ class KVGeometry:
         capacity: tokens a sequence may commit.
         max_staged_rows: rows that may be staged past the capacity.
         hidden_size: width of the residual stream; 0: features cannot be kept.
+        state_bytes: of the recurrent states of all layers after one token.
     """
 
     num_layers: int
@@ -33,6 +34,16 @@ class KVGeometry:
     max_staged_rows: int
     dtype: torch.dtype
     hidden_size: int = 0
+    state_bytes: int = 0
+
+    @property
+    def states_bytes(self) -> int:
+        """Largest size of all recurrent states: of the slots, and of the rows of a pass.
+
+        A slot keeps the state after its last committed row, after every row that may be staged,
+        and at two places in a chunk of a prompt.
+        """
+        return self.num_slots * (self.max_staged_rows + 3) * self.state_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,6 +61,7 @@ def geometry_of(
     dtype: torch.dtype,
 ) -> KVGeometry:
     """Return the sizes of the KV store for a model of this architecture."""
+    convolution, recurrence = architecture.state_sizes
     return KVGeometry(
         num_layers=architecture.num_attention_layers,
         num_kv_heads=architecture.num_kv_heads,
@@ -59,6 +71,7 @@ def geometry_of(
         max_staged_rows=max_staged_rows,
         dtype=dtype,
         hidden_size=architecture.hidden_size,
+        state_bytes=convolution * dtype.itemsize + recurrence * torch.float32.itemsize,
     )
 
 
@@ -72,15 +85,17 @@ class MemoryEstimate:
 
     Attributes:
         logits_bytes: one fp32 row per token a full batch may verify at once.
+        states_bytes: recurrent states.
     """
 
     weights_bytes: int
     kv_bytes: int
     logits_bytes: int
+    states_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.logits_bytes
+        return self.weights_bytes + self.kv_bytes + self.logits_bytes + self.states_bytes
 
 
 GROUP_SIZES: Mapping[int, int] = MappingProxyType({8: 64, 4: 32})
@@ -120,6 +135,7 @@ def estimate(
         ),
         kv_bytes=bytes_needed(geometry),
         logits_bytes=num_logit_rows * architecture.vocab_size * torch.float32.itemsize,
+        states_bytes=geometry.states_bytes,
     )
 
 
@@ -137,21 +153,30 @@ def check_fits(
     available = available_bytes(device)
     if needed.total_bytes <= available:
         return
+    states = ""
+    if needed.states_bytes:
+        states = (
+            f", recurrent states {readable(needed.states_bytes)} "
+            f"({readable(geometry.state_bytes)} each, for up to {geometry.max_staged_rows} rows "
+            "of a step of each sequence)"
+        )
     raise NotEnoughMemory(
         f"{name} needs {readable(needed.total_bytes)} on {device}, {readable(available)} are "
         f"available: weights {readable(needed.weights_bytes)}, KV {readable(needed.kv_bytes)} for "
         f"{geometry.num_slots} sequences of {geometry.capacity} tokens, logits "
-        f"{readable(needed.logits_bytes)}. {remedy(needed, geometry, available)}"
+        f"{readable(needed.logits_bytes)}{states}. {remedy(needed, geometry, available)}"
     )
 
 
 def remedy(needed: MemoryEstimate, geometry: KVGeometry, available: int) -> str:
     """Suggest the largest context that would fit, or a smaller model if none would."""
-    spare = available - needed.weights_bytes - needed.logits_bytes
+    spare = available - (needed.total_bytes - needed.kv_bytes)
     bytes_per_row = needed.kv_bytes // (geometry.capacity + geometry.max_staged_rows)
-    capacity = spare // bytes_per_row - geometry.max_staged_rows
+    capacity = spare // bytes_per_row - geometry.max_staged_rows if bytes_per_row else 0
     if capacity > 0:
         return f"max_context={capacity} would fit; or lower max_batch"
+    if needed.states_bytes:
+        return "Lower max_batch, K or max_tree_nodes, or use a smaller model"
     return "Lower max_batch, load in bf16, or use a smaller model"
 
 

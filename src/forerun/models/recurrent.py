@@ -9,7 +9,6 @@ as one sequence.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from forerun.errors import InvalidModel, NotEnoughMemory
+from forerun.errors import InvalidModel
 from forerun.models.architecture import Architecture
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore, KVPrefix
-from forerun.models.memory import KVGeometry, available_bytes, readable
+from forerun.models.memory import KVGeometry
 from forerun.models.slots import Prefix
 
 LayerState = Mapping[tuple[str, int], Tensor]
@@ -69,7 +68,8 @@ class RecurrentStore(ContiguousKVStore):
             raise ValueError(f"row {rows[-1]} of slot {slot} has no recurrent state to commit")
         super().commit(slot, rows)
         if rows:
-            self._committed[slot] = self._staged[slot][start + rows[-1]]
+            last = self._staged[slot][start + rows[-1]]
+            self._committed[slot] = {layer: _compact(state) for layer, state in last.items()}
         self._staged[slot] = {}
 
     def reserve(self) -> int:
@@ -113,6 +113,14 @@ class RecurrentStore(ContiguousKVStore):
             "a profile needs prefixes of several lengths, and the recurrent layers of this model "
             "have a state for one only: it cannot be profiled"
         )
+
+
+def _compact(state: LayerState) -> LayerState:
+    """Copy tensors that are views of a batch or of a chunk, whose memory is then freed."""
+    return {
+        key: part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+        for key, part in state.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +231,10 @@ class PackedRecurrence(nn.Module):
             out = torch.cat([self.inner(part, **given_states) for part in parts], dim=1)
             for index, (row, place) in enumerate(zip(batch, places, strict=True)):
                 outputs[:, place] = out[index]
-                store.put_state(row.slot, row.end, layer, states.of(index))
+                state = states.of(index)
+                store.put_state(
+                    row.slot, row.end, layer, _compact(state) if row.num_rows > 1 else state
+                )
         return outputs
 
 
@@ -238,11 +249,6 @@ class StackedStates:
         for key, like in max(states, key=len).items():
             parts = [state.get(key, torch.zeros_like(like)) for state in states]
             self._tensors[key] = torch.cat(parts)  # a copy: modules write into what they are given
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def of(self, index: int) -> LayerState:
         """Return the state of one sequence."""
@@ -308,30 +314,4 @@ def pack_recurrent_layers(
                 by_row = architecture.recurrent in CONTINUED_BY_ROW
                 packed = PackedRecurrence(child, untyped.layer_idx, current, by_row=by_row)
                 setattr(parent, name, packed)
-    _check_room(network, architecture.hidden_size, store.geometry, store.device)
     return current
-
-
-@torch.inference_mode()
-def _check_room(
-    network: nn.Module, hidden_size: int, geometry: KVGeometry, device: torch.device
-) -> None:
-    """Refuse states that do not fit: one after what is committed, and one per row of a step."""
-    num_bytes = 0
-    for module in network.modules():
-        if isinstance(module, PackedRecurrence):
-            states = StackedStates([{}])
-            row = torch.zeros(
-                1, 1, hidden_size, dtype=geometry.dtype, device=next(module.parameters()).device
-            )
-            for cache_name in ("cache_params", "past_key_values"):
-                if cache_name in inspect.signature(module.inner.forward).parameters:
-                    module.inner(row, **{cache_name: states})
-            num_bytes += states.num_bytes
-    needed = num_bytes * geometry.num_slots * (geometry.max_staged_rows + NUM_CHAIN_STATES)
-    if needed > (available := available_bytes(device)):
-        raise NotEnoughMemory(
-            f"the recurrent states of {geometry.num_slots} sequences need {readable(needed)} "
-            f"({readable(num_bytes)} each, for up to {geometry.max_staged_rows} draft rows); "
-            f"{readable(available)} are available: lower max_batch or K"
-        )
