@@ -56,6 +56,9 @@ FULL = replace(
     drafter_hash="d0",
     graph_hit=False,
     token_ids=(5, 0, 12345),
+    rule="token",
+    target_probs=(0.5, 0.25, 0.125, 0.5),
+    draft_probs=(0.25, 0.5, 0.5, 0.5),
 )
 """A step with every field filled."""
 

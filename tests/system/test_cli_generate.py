@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import sys
+from itertools import accumulate
+from operator import mul
 
 import pytest
 
@@ -15,6 +17,8 @@ from forerun.cli.main import main
 from forerun.cli.session import Session
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
+from forerun.theory.record import StepRecord
+from forerun.trace.files import read_trace
 
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
 SEEDED = ("--temperature", "1", "--seed", "5", "--max-tokens", "24")
@@ -332,3 +336,52 @@ def test_a_trace_that_cannot_be_written_is_exit_1(tiny_pair, tmp_path, capsys):
     pair = ["--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft)]
     assert main(["generate", "def f", *GREEDY, *pair, "--trace", str(trace)]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (("--temperature", "0"), "greedy"),
+        (("--temperature", "1", "--top-p", ".9", "--verification", "token"), "token"),
+        (("--temperature", ".7"), "block"),
+        (("--temperature", "0.02", "--max-tokens", "100"), "walk"),
+    ],
+)
+def test_probabilities_in_a_trace_are_those_that_decided(run, tmp_path, options, rule):
+    """What was to be expected of a draft follows from the probabilities of its tokens."""
+    path = tmp_path / "steps.jsonl"
+    given = ("--trace", str(path), "--trace-probabilities", "--num-speculative-tokens", "3")
+    draft = "suffix" if rule == "walk" else None
+    assert run("a b a b a b a b", "--max-tokens", "24", *given, *options, draft=draft)[0] == 0
+    steps = [item for item in read_trace(path) if isinstance(item, StepRecord) and item.num_drafted]
+    assert steps
+    for step in steps:
+        assert step.rule == rule
+        assert (step.draft_probs is not None) == (rule in ("token", "block"))
+        if rule in ("token", "walk"):
+            drawn_with = step.draft_probs or (1.0,) * step.num_drafted
+            kept = [min(1.0, p / q) for p, q in zip(step.target_probs, drawn_with, strict=True)]
+            assert step.expected_accepted == pytest.approx(sum(accumulate(kept, mul)), rel=1e-4)
+        if step.num_accepted:
+            assert min(step.target_probs[: step.num_accepted]) > 0
+
+
+def test_a_trace_has_no_probabilities_unless_asked(run, tmp_path):
+    path = tmp_path / "steps.jsonl"
+    assert run("def f", *SEEDED, "--trace", str(path))[0] == 0
+    steps = [item for item in read_trace(path) if isinstance(item, StepRecord)]
+    assert all(step.target_probs is step.draft_probs is step.rule is None for step in steps)
+
+
+def test_penalties_leave_the_targets_probabilities_out(run, tmp_path):
+    path = tmp_path / "steps.jsonl"
+    given = ("--frequency-penalty", "1", "--trace", str(path), "--trace-probabilities")
+    assert run("def f", *SEEDED, *given)[0] == 0
+    steps = [item for item in read_trace(path) if isinstance(item, StepRecord) and item.num_drafted]
+    assert all(step.target_probs is None for step in steps)
+
+
+def test_probabilities_need_a_trace(run):
+    code, _, err = run("def f", "--trace-probabilities")
+    assert code == 2
+    assert "--trace-probabilities needs --trace FILE" in err

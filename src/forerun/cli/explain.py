@@ -68,5 +68,7 @@ COMMAND = Command(
         "forerun explain trace.jsonl",
         "forerun explain trace.jsonl --request request-3 --step 7",
         "forerun explain trace.jsonl --quiz",
+        'forerun generate "def f(" --temperature 1 --trace t.jsonl --trace-probabilities && '
+        "forerun explain t.jsonl",
     ),
 )

@@ -47,6 +47,9 @@ class GenerateOptions:
     )
     output: OutputFlags = field(default_factory=OutputFlags)
     tracing: TraceFlags = field(default_factory=TraceFlags)
+    trace_probabilities: bool = False
+    """Put the probabilities of every drafted token into the trace, for `forerun explain`. Steps
+    take longer."""
 
     def check(self) -> None:
         if self.system is not None and not self.chat:
@@ -54,6 +57,8 @@ class GenerateOptions:
         if self.chat_template is not None and not self.chat:
             raise InvalidRequest("--chat-template needs --chat: a plain prompt has no template")
         self.tracing.check()
+        if self.trace_probabilities and self.tracing.trace is None:
+            raise InvalidRequest("--trace-probabilities needs --trace FILE")
         if self.show_tree and not self.pair.draft_names:
             raise InvalidRequest("--show-tree needs a draft: plain decoding drafts nothing")
         if self.pair.shape is not None and not self.sampling.params.allows_trees:
@@ -92,6 +97,7 @@ def run(options: GenerateOptions) -> int:
             trace=trace,
             trace_tokens=options.tracing.trace_tokens,
             drafter_hashes=hashes,
+            trace_probabilities=options.trace_probabilities,
             observers=(view,) if options.show_tree else (),
         )
         try:
@@ -238,28 +244,18 @@ class TreeView:
 
 def _drafted_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
     """Return the draft of a sequence and its outcome; the step must have kept its logits."""
-    import torch
+    from forerun.engine.verification import drafted_probs
 
-    from forerun.theory.tree import expanded
-
-    proposal, verdict, logits = entry.proposal, entry.verdict, entry.logits
+    proposal, verdict = entry.proposal, entry.verdict
     assert proposal is not None
     assert verdict is not None
-    assert logits is not None
-    parents = torch.tensor(proposal.tree.parents, device=logits.device)
-    tokens = proposal.tokens.to(logits.device)
-    probs = logits[parents + 1].float().softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    drafts = None
-    if proposal.draft_probs is not None:
-        rows = {node: row for row, node in enumerate(expanded(proposal.tree))}
-        places = [rows[parent] for parent in proposal.tree.parents]
-        of_nodes = proposal.draft_probs.to(logits.device)[places]
-        drafts = of_nodes.gather(-1, tokens[:, None])[:, 0].tolist()
+    probs, drafts = drafted_probs(entry, is_raw=True)
+    assert probs is not None
     return DraftedTree(
         step=step,
         last_token=entry.sequence.ids[-1 - entry.num_emitted],
         proposal=proposal,
         verdict=verdict,
-        target_probs=probs.tolist(),
+        target_probs=probs,
         draft_probs=drafts,
     )

@@ -19,8 +19,10 @@ from forerun.engine.auto_drafts import COPIER
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
-from forerun.engine.observing import EmittedRecords, StepObserver
+from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk, request_records
+from forerun.engine.scheduler import ScheduledSequence
+from forerun.engine.verification import drafted_probs
 from forerun.errors import InvalidRequest
 from forerun.measure.profile.profile import ProfileSetup, check_setup, load_profile
 from forerun.measure.profile.rigs import LoadedPair, facts_of, setup_of
@@ -218,6 +220,31 @@ def load_engine(
     return engine if is_simple else controlled(engine, pair)
 
 
+class ProbabilityTape:
+    """An observer that keeps what the records of the last step are to say of probabilities."""
+
+    is_required = True
+    wants_logits = True
+
+    def __init__(self) -> None:
+        self.changes: list[Mapping[str, Json]] = []
+
+    def observe(self, step: ObservedStep) -> None:
+        """Keep rule and probabilities of every sequence that drafted."""
+        self.changes = [_probabilities_of(entry) for entry in step.emitting]
+
+
+def _probabilities_of(entry: ScheduledSequence) -> Mapping[str, Json]:
+    if not entry.num_drafted:
+        return NOTHING
+    targets, drafts = drafted_probs(entry)
+    return {
+        "rule": entry.rule,
+        "target_probs": None if targets is None else tuple(targets),
+        "draft_probs": None if drafts is None else tuple(drafts),
+    }
+
+
 class Session:
     """Runs one request and records its steps, so that an interrupted request has figures too."""
 
@@ -227,6 +254,7 @@ class Session:
         *,
         trace: TraceWriter | None,
         trace_tokens: bool,
+        trace_probabilities: bool = False,
         drafter_hashes: Mapping[str, str | None] | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
@@ -234,6 +262,9 @@ class Session:
         self.observers = observers
         self.trace = trace
         self.trace_tokens = trace_tokens
+        self._tape = ProbabilityTape()
+        if trace_probabilities:
+            self.observers = (*observers, self._tape)
         self.drafter_hashes = drafter_hashes or {}
         self.records: list[StepRecord] = []
         self.num_prompt_tokens = 0
@@ -283,10 +314,10 @@ class Session:
         if self.trace is None:
             return
         # A step's records and chunks are of the same samples in the same order.
-        for record, chunk in zip(records, chunks, strict=True):
-            changes = NOTHING
+        for index, (record, chunk) in enumerate(zip(records, chunks, strict=True)):
+            changes = self._tape.changes[index] if self._tape.changes else NOTHING
             if record.num_drafted:
-                changes = {"drafter_hash": self.drafter_hashes.get(record.method)}
+                changes = {**changes, "drafter_hash": self.drafter_hashes.get(record.method)}
             if self.trace_tokens:
                 changes = {**changes, "token_ids": chunk.token_ids}
             self.trace.add(record, changes)

@@ -35,6 +35,7 @@ from forerun.sampling.walk import (
     target_tokens,
     walk,
 )
+from forerun.theory.tree import expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -234,6 +235,36 @@ def probabilities(batch: VerifyBatch) -> Float[Tensor, "rows vocab"]:
         for entry, entry_rows in batch.rows():
             histories += entry.row_histories(drafted[entry_rows][1:], batch.logits.shape[-1])
     return target_probs(batch.logits, params, histories)
+
+
+def drafted_probs(
+    entry: ScheduledSequence, *, is_raw: bool = False
+) -> tuple[list[float] | None, list[float] | None]:
+    """Return target's and draft's probability of every drafted token, after a step with its logits.
+
+    The target's are those that verification used, or with `is_raw` or where the argmax decides
+    those before the request's parameters. None where penalties or a mask, which have changed since,
+    apply to the target, and where no distribution was drawn from.
+    """
+    proposal, logits = entry.proposal, entry.logits
+    assert proposal is not None
+    assert logits is not None
+    parents = torch.tensor(proposal.tree.parents, device=logits.device)
+    tokens = proposal.tokens.to(logits.device)[:, None]
+    targets = drafts = None
+    if is_raw or entry.rule == "greedy":
+        targets = logits[parents + 1].float().softmax(-1).gather(-1, tokens)[:, 0].tolist()
+    elif entry.sequence.history is None:
+        params = pack_params([entry.sequence.params], logits.device, [0] * len(logits))
+        rows = target_probs(logits, params, [])
+        targets = rows[parents + 1].gather(-1, tokens)[:, 0].tolist()
+    if proposal.draft_probs is not None:
+        places = {node: row for row, node in enumerate(expanded(proposal.tree))}
+        of_nodes = proposal.draft_probs.to(logits.device)[
+            [places[p] for p in proposal.tree.parents]
+        ]
+        drafts = of_nodes.gather(-1, tokens)[:, 0].tolist()
+    return targets, drafts
 
 
 # ------------------------------------------------------------------------------------------ sampled

@@ -117,6 +117,12 @@ class StepRecord(
         drafter_hash: content hash of the drafter, None for plain decoding.
         graph_hit: whether the pass replayed a captured graph; None where there are none.
         token_ids: emitted tokens, None unless token tracing is on.
+        rule: name of the verifier; this and the next two None unless probabilities are traced.
+        target_probs: of every drafted token, the target's probability after its path, under the
+            request's parameters; where the argmax decides (rule "greedy"), before them. None where
+            penalties or a mask apply.
+        draft_probs: of every drafted token, the probability it was drawn with; None where it was
+            not drawn.
     """
 
     cycle_id: int
@@ -145,6 +151,9 @@ class StepRecord(
     drafter_hash: str | None = None
     graph_hit: bool | None = None
     token_ids: tuple[int, ...] | None = None
+    rule: str | None = None
+    target_probs: tuple[float, ...] | None = None
+    draft_probs: tuple[float, ...] | None = None
 
     def to_dict(self) -> dict[str, Json]:
         return asdict(self)

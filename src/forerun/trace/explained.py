@@ -154,7 +154,8 @@ def step_in_words(step: StepRecord) -> list[str]:
         ]
         if step.depth_drafted == step.num_drafted:
             for place, outcome in enumerate(outcomes_of(step), start=1):
-                lines.append(f"   token {place}: {outcome}{_token(step, place - 1, outcome)}")
+                why = "" if outcome == "not reached" else _why(step, place - 1, outcome)
+                lines.append(f"   token {place}: {outcome}{_token(step, place - 1, outcome)}{why}")
     lines.append(_last_token(step))
     lines.append(f"   {step.num_emitted} tokens emitted; the rest of the step {_ms(step.other_s)}.")
     return lines
@@ -167,6 +168,36 @@ def _token(step: StepRecord, place: int, outcome: Outcome) -> str:
     if outcome == "not reached":
         return ", because its context was rejected"
     return ""
+
+
+def prefix_ratios(step: StepRecord) -> list[float]:
+    """Return for every drafted token what block verification weighs: min(1, ratio before * p / q).
+
+    Source: 2403.10444, algorithm 2.
+    """
+    found, ratio = [], 1.0
+    for p, q in zip(step.target_probs or (), step.draft_probs or (), strict=True):
+        ratio = min(1.0, ratio * p / q) if q else 0.0
+        found.append(ratio)
+    return found
+
+
+def _why(step: StepRecord, place: int, outcome: Outcome) -> str:
+    """Return the probabilities of a token that verification reached, and what decided."""
+    if step.target_probs is None:
+        return ""
+    p, is_kept = step.target_probs[place], outcome == "accepted"
+    if step.draft_probs is None or step.rule == "walk":
+        what = "most likely token" if step.rule == "greedy" else "own draw"
+        return f"; p {p:.3f}: the target's {what} is {'this' if is_kept else 'another'} one"
+    q = step.draft_probs[place]
+    both = f"; p {p:.3f}, q {q:.3f}"
+    if step.rule == "token":
+        ratio = min(1.0, p / q) if q else 0.0
+        return f"{both}: kept with probability min(1, p/q) = {ratio:.3f}"
+    if step.rule == "block":
+        return f"{both}: the prefix up to here has ratio {prefix_ratios(step)[place]:.3f}"
+    return both
 
 
 def _last_token(step: StepRecord) -> str:

@@ -73,6 +73,8 @@ MAX_COUNT = 1 << 53
 MAX_SECONDS = 1e12
 """Of durations and clocks: 30,000 years."""
 NODE_COUNTS = ("k_budget", "num_drafted", "depth_drafted", "num_accepted", "num_emitted")
+MAX_PROB = 1.0 + 1e-3
+"""Of sums in fp32 over a vocabulary."""
 COUNTS = ("cycle_id", "step", "batch_rows", "num_prefill_rows", "context_tokens")
 DURATIONS = ("draft_s", "verify_s", "other_s")
 
@@ -94,6 +96,15 @@ def _check_counts(record: StepRecord) -> None:
         raise ValueError(f"expected_accepted is {record.expected_accepted}")
     if not 0 <= record.num_emitted <= record.num_accepted + 1:
         raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
+    _check_probs(record)
+
+
+def _check_probs(record: StepRecord) -> None:
+    for probs in (record.target_probs, record.draft_probs):
+        if probs is not None and len(probs) != record.num_drafted:
+            raise ValueError(f"{len(probs)} probabilities of {record.num_drafted} drafted tokens")
+        if not all(0.0 <= prob <= MAX_PROB for prob in probs or ()):
+            raise ValueError("a probability of a drafted token is not from 0 to 1")
 
 
 ENCODER = msgspec.json.Encoder()

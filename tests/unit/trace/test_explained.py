@@ -55,6 +55,28 @@ def test_every_drafted_token_has_an_outcome():
     assert outcomes_of(STEPS[2])[0] == "rejected"
 
 
+@pytest.mark.parametrize("rule", ["token", "block", "greedy", "walk"])
+def test_probabilities_say_why_a_token_was_kept(rule):
+    """Tokens 1 and 2 of 4 were accepted and token 3 rejected; every figure follows from p and q."""
+    p, q = (0.5, 0.25, 0.125, 0.5), (0.25, 0.5, 0.5, 0.5)
+    drawn = rule in ("token", "block")
+    step = replace(STEPS[0], rule=rule, target_probs=p, draft_probs=q if drawn else None)
+    lines = [line for line in in_words(found(), [step]) if "; p " in line]
+    assert len(lines) == 3  # nothing decided about the fourth
+    ratio = 1.0
+    for place, line in enumerate(lines):
+        assert f"; p {p[place]:.3f}" in line
+        ratio = min(1.0, ratio * p[place] / q[place])
+        expected = {
+            "token": f"q {q[place]:.3f}: kept with probability min(1, p/q) = "
+            f"{min(1.0, p[place] / q[place]):.3f}",
+            "block": f"q {q[place]:.3f}: the prefix up to here has ratio {ratio:.3f}",
+            "greedy": f"most likely token is {'this' if place < 2 else 'another'} one",
+            "walk": f"own draw is {'this' if place < 2 else 'another'} one",
+        }[rule]
+        assert line.endswith(expected)
+
+
 def test_the_parts_of_the_time_are_those_of_the_records():
     shares = found().shares
     assert sum(shares.values()) == pytest.approx(
