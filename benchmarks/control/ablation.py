@@ -41,10 +41,9 @@ from forerun.plan.simulation.config import (
     Uniform,
     Workload,
 )
-from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
+from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest, traffic_of
 from forerun.plan.simulation.result import Result, SimulationTally, result_of
 from forerun.plan.simulation.server import CycleTimes, Server, Times, levels
-from forerun.plan.simulation.traffic import traffic_of
 from forerun.provenance import collect
 from forerun.theory.cost import CostTable
 

@@ -15,8 +15,8 @@ from forerun.plan.simulation.config import (
     SimulatedServerConfig,
     Workload,
 )
+from forerun.plan.simulation.request import traffic_of
 from forerun.plan.simulation.server import Times
-from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostLine, CostTable
 
 TABLE = CostTable(

@@ -17,8 +17,7 @@ import msgspec
 import pytest
 
 from forerun.client import connection
-from forerun.client.answers import Speculation, read_answer
-from forerun.client.client import Client
+from forerun.client.client import Client, Speculation, read_answer
 from forerun.client.config import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.theory.acceptance import AcceptanceCounts

@@ -15,8 +15,7 @@ from tests.server.conftest import MODEL, serving, tiny_engine
 from tests.unit.align.data.conftest import prompt
 
 from forerun.align.responses import ResponseServer, seed_of
-from forerun.client.answers import Speculation
-from forerun.client.client import SEED_MASK, Client
+from forerun.client.client import SEED_MASK, Client, Speculation
 from forerun.client.config import ClientConfig
 from forerun.engine.http_backend import HttpBackend
 from forerun.engine.results import Backend

@@ -25,8 +25,7 @@ from forerun.align.progress import OnProgress
 from forerun.align.samples import PromptRecord, Sample, TopLogprobs
 from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cache import hash_of
-from forerun.client.answers import ServerAnswer
-from forerun.client.client import Client
+from forerun.client.client import Client, ServerAnswer
 from forerun.client.connection import BrokenReply
 from forerun.engine.engine import Engine
 from forerun.engine.http_backend import sampling_fields

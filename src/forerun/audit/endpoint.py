@@ -12,8 +12,7 @@ import msgspec
 
 from forerun.audit.config import Kind
 from forerun.audit.records import AuditAnswer, Question
-from forerun.client.answers import ServerAnswer, TokenLogprob
-from forerun.client.client import Client
+from forerun.client.client import Client, ServerAnswer, TokenLogprob
 from forerun.client.config import ClientConfig
 from forerun.client.connection import ID_FLAGS
 from forerun.errors import InvalidRequest, ServerUnavailable

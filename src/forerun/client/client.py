@@ -1,19 +1,216 @@
-"""Completions and conversations of any server with the OpenAI API."""
+"""Completions, conversations and their answers, of any server with the OpenAI API."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import httpx
 import msgspec
 
 from forerun.bounded_read import parse_json
-from forerun.client.answers import ModelCard, ModelList, ServerAnswer, read_answer
 from forerun.client.config import ClientConfig
 from forerun.client.connection import BrokenReply, Connection
 from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
+from forerun.theory.acceptance import AcceptanceCounts
+
+_ID_PREFIX = "token_id:"
+_MAX_POSITIONS = 4096
+"""Of a report on speculation; nothing drafts as far."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One model in a server's list.
+
+    Attributes:
+        max_model_len: tokens of prompt and output, if the server says it.
+    """
+
+    id: str
+    max_model_len: int | None = None
+    drafters: tuple[str, ...] | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The answer of `/v1/models`."""
+
+    data: tuple[ModelCard, ...]
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of a request's drafting, which forerun adds to `usage`."""
+
+    num_steps: int
+    num_drafted: int
+    num_plain_steps: int | None = None
+    drafted_per_position: tuple[int, ...] | None = None
+    acceptance_rate_per_position: tuple[float, ...] | None = None
+
+    @property
+    def acceptance(self) -> AcceptanceCounts:
+        """Acceptance counts that reproduce the figures per position.
+
+        A server reports how many steps drafted and accepted each position, and not both together.
+        The steps that drafted most are taken for those that accepted most, which leaves tau and
+        every rate per position as they are; with a fixed K nothing else is possible.
+        """
+        drafted, rates = self.drafted_per_position or (), self.acceptance_rate_per_position or ()
+        if len(drafted) > _MAX_POSITIONS or min(self.num_steps, self.num_plain_steps or 0) < 0:
+            raise ValueError(f"figures of {len(drafted)} positions and {self.num_steps} steps")
+        accepted = [round(rate * n) for rate, n in zip(rates, drafted, strict=True)]
+        counts = AcceptanceCounts(num_drafted=self.num_drafted)
+        # Steps between two neighbouring counts drafted and accepted equally far.
+        ends = {0, self.num_steps, *drafted, *accepted}
+        bounds = sorted(n for n in ends if 0 <= n <= self.num_steps)
+        for first, end in pairwise(bounds):
+            depth = sum(first < n for n in drafted)
+            counts.steps[depth, min(depth, sum(first < n for n in accepted))] += end - first
+        counts.steps[0, 0] += self.num_plain_steps or 0
+        counts.steps = +counts.steps  # without an entry of zero plain steps
+        return counts
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request, by the server."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    speculative_decoding: Speculation | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    text: str | None = None
+    message: _Message | None = None
+    delta: _Message | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: tuple[int, ...] | None = None
+    token_sources: tuple[str, ...] | None = None
+    logprobs: Any = None
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token of a text, as a server reports it.
+
+    Attributes:
+        token: its text, or "token_id:7" from a server that names tokens by their ids.
+        token_id: None if the server gives none.
+        top: the most likely tokens there with their ids (or None) and log-probabilities.
+    """
+
+    token: str
+    token_id: int | None
+    logprob: float | None
+    top: tuple[tuple[str, int | None, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAnswer:
+    """A whole answer, or what one event of a stream adds to it.
+
+    Attributes:
+        token_sources: of each token "accepted", "recovered" or "bonus", if the server is forerun.
+        stop_reason: the stop string or token that matched, if the server names it.
+        logprobs: of each token; None without them, or if they are malformed.
+        elapsed_s: seconds since the request was first sent, retries included.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...] | None
+    token_sources: tuple[str, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    usage: Usage | None
+    elapsed_s: float
+
+
+def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
+    """Return the first choice of a parsed answer or event, empty if it has none."""
+    try:
+        reply = msgspec.convert(found, _Reply)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise BrokenReply(
+            f"no completion in {printable(found, max_length=200)}: {error}"
+        ) from error
+    choice = reply.choices[0] if reply.choices else _Choice()
+    message = choice.message or choice.delta
+    return ServerAnswer(
+        text=choice.text if message is None else message.content,
+        token_ids=choice.token_ids,
+        token_sources=choice.token_sources or (),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=_read_logprobs(choice.logprobs),
+        usage=reply.usage,
+        elapsed_s=elapsed_s,
+    )
+
+
+def _read_logprobs(found: Any) -> tuple[TokenLogprob, ...] | None:
+    """Read log-probabilities in the shape of completions or of conversations."""
+    try:
+        if found.get("content") is not None:
+            return tuple(
+                _token_logprob(
+                    entry,
+                    entry["logprob"],
+                    ((t, t["logprob"]) for t in entry.get("top_logprobs") or ()),
+                )
+                for entry in found["content"]
+            )
+        tokens = found["tokens"]
+        values = found.get("token_logprobs") or [None] * len(tokens)
+        tops = found.get("top_logprobs") or [None] * len(tokens)
+        return tuple(
+            _token_logprob({"token": token}, value, (({"token": t}, v) for t, v in top.items()))
+            for token, value, top in zip(tokens, values, (t or {} for t in tops), strict=True)
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return None
+
+
+def _token_logprob(
+    entry: Mapping[str, Any], logprob: Any, top: Iterable[tuple[Mapping[str, Any], Any]]
+) -> TokenLogprob:
+    name, token_id = _named(entry)
+    return TokenLogprob(
+        token=name,
+        token_id=token_id,
+        logprob=None if logprob is None else _number(logprob),
+        top=tuple((*_named(one), _number(value)) for one, value in top),
+    )
+
+
+def _named(entry: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return the name of a token, and its id if the server gives it (llama.cpp as a field)."""
+    name = str(entry.get("token", ""))
+    if "id" in entry:
+        return name, int(entry["id"])
+    return name, int(name.removeprefix(_ID_PREFIX)) if name.startswith(_ID_PREFIX) else None
+
+
+def _number(value: Any) -> float:
+    found = float(value)
+    if math.isnan(found):
+        raise ValueError("a log-probability is not a number")
+    return found
+
 
 SEED_MASK = (1 << 31) - 1
 """Seeds that every server takes."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from forerun.client.answers import ModelCard, ServerAnswer
-from forerun.client.client import Client
+from forerun.client.client import Client, ModelCard, ServerAnswer
 from forerun.client.config import ClientConfig
 from forerun.engine.results import (
     BackendStats,

@@ -7,15 +7,15 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forerun.diagnose.readers.trace_stretches import (
+from forerun.diagnose.readers.trace_totals import (
     OUTCOMES,
     Comparison,
     StretchCounts,
     Stretches,
     compare,
     student_quantile,
+    with_previous,
 )
-from forerun.diagnose.readers.trace_totals import with_previous
 
 K = 4
 NUM_STEPS = 30

@@ -21,8 +21,8 @@ from forerun.plan.simulation.config import (
     Uniform,
     Workload,
 )
+from forerun.plan.simulation.request import traffic_of
 from forerun.plan.simulation.server import Times
-from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import acceptance_length, constant_acceptance_length

@@ -15,7 +15,7 @@ from forerun.plan.simulation.config import (
     Uniform,
     Workload,
 )
-from forerun.plan.simulation.traffic import key_of, normals, traffic_of, uniforms
+from forerun.plan.simulation.request import key_of, normals, traffic_of, uniforms
 from forerun.theory.splitmix import INCREMENT, finalise
 
 COUNT = 20_000

@@ -10,17 +10,20 @@ from statistics import fmean, median
 import numpy as np
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace_stretches import (
+from forerun.diagnose.readers.trace_totals import (
     OUTCOMES,
     PAUSES,
+    PAUSING,
     Comparison,
     Mask,
+    Seconds,
     StretchCounts,
     Stretches,
+    TraceTotals,
     compare,
     ends,
+    merged,
 )
-from forerun.diagnose.readers.trace_totals import PAUSING, Seconds, TraceTotals, merged
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord

@@ -11,10 +11,9 @@ from forerun.control.named import ControllerInputs, FixedController, build_contr
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.config import Workload
-from forerun.plan.simulation.request import SimulatedRequest
+from forerun.plan.simulation.request import SimulatedRequest, Traffic, traffic_of
 from forerun.plan.simulation.result import Result, SimulationTally, result_of
 from forerun.plan.simulation.server import Server, Times
-from forerun.plan.simulation.traffic import Traffic, traffic_of
 
 METHOD = "draft_model"
 """Name of the simulated drafter."""
