@@ -5,6 +5,7 @@ A row of MORE is all that a new one needs here, and its name in `architecture.FA
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from forerun.control.base import Tree
 from forerun.drafters.draft_model import SelfDraft
-from forerun.errors import InvalidModel
+from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models import attention
 from forerun.models.architecture import SUPPORTED
 from forerun.models.base import Context, LanguageModel, pack
@@ -88,6 +89,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Olmo": {"clip_qkv": 1.5},
     "Olmo3": WINDOW,
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Persimmon": {"num_key_value_heads": 2},
     "Phi": {"qk_layernorm": True},
     "Qwen2Moe": ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 16},
@@ -246,6 +248,44 @@ def test_text_is_that_of_transformers_whatever_is_drafted(pair):
     tree = Tree(num_nodes=7, depth=3, width=2)
     assert texts(pair.model, drafter, k=3, tree=tree) == expected
     assert pair.model.store.num_free == 4
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.3, 1.7, 2.0, 2.5, 3.0, 3.5, 4.0],
+    "long_factor": [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0],
+}
+RESCALED = {
+    "longrope": ("Phi3", LONGROPE),
+    "longrope and scales": ("Phimoe", LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.4}),
+    "dynamic": ("Llama", {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}),
+    "dynamic by alpha": ("HunYuanDenseV1", {"rope_type": "dynamic", "factor": 1.0, "alpha": 9.0}),
+}
+
+
+@pytest.mark.parametrize("kind", RESCALED)
+def test_text_ends_where_the_rotation_would_be_rescaled(kind):
+    """Drafts are staged past the last position, and must not rescale what is before it."""
+    family, rope = RESCALED[kind]
+    prompts = [tiny.tokenizer().encode(prompt) for prompt in tiny.PROMPTS[:2]]
+    limit = max(map(len, prompts)) + NUM_TOKENS
+    longest: dict[str, Any] = {"max_position_embeddings": limit}
+    if rope["rope_type"] == "longrope":
+        rope = rope | {"original_max_position_embeddings": limit}
+        # Phi-3 has a setting of this name, which comes before the one of its rotation.
+        longest = {"max_position_embeddings": 4 * limit, "original_max_position_embeddings": limit}
+    made = network(family, rope_parameters=dict(rope), **longest)
+    expected = [continued(made, ids, NUM_TOKENS) for ids in prompts]
+    model = adapt(copy.deepcopy(made), num_slots=4, max_context=limit)
+    assert model.architecture.max_positions == limit
+    drafter = SelfDraft(model.first_layers(2), model.vocab_size)
+    engine = tiny.engine_over(model, drafter, k=4, max_context=limit)
+    assert [list(output.token_ids) for output in engine.generate(prompts, GREEDY)] == expected
+    if model.architecture.position_limit is not None:
+        with pytest.raises(InvalidRequest, match=f"has {limit} positions and no more: past them"):
+            adapt(made, num_slots=1, max_context=limit + 1)
 
 
 def test_features_lead_to_the_logits(pair):

@@ -192,7 +192,8 @@ def print_model(model: ModelDescription) -> None:
         f"{sizes.num_heads} heads of {sizes.head_dim} over {sizes.num_kv_heads} KV heads",
         "attention": reach(sizes.windows),
         "parameters": f"{model.num_parameters:,} in {model.dtype}",
-        "context": f"{model.context:,} tokens of {sizes.max_positions:,}",
+        "context": f"{model.context:,} tokens of {sizes.max_positions:,}"
+        + (f": {sizes.position_limit}" if sizes.position_limit else ""),
         "vocabulary": f"{model.num_tokens:,} tokens, logits {sizes.vocab_size:,} wide",
         "weights": f"{readable(memory.weights_bytes)}, "
         f"{8 * memory.weights_bytes / model.num_parameters:.3g} bits per parameter; stored as "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ FAMILIES = (
     "Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Glm Glm4 Glm4Moe "
     "GptOss Granite GraniteMoe GraniteMoeShared GraniteSWA HYV3 Helium HunYuanDenseV1 "
     "HunYuanMoEV1 Jais2 Laguna Llama Mellum MiniMaxM2 Ministral Ministral3 Mistral "
-    "Mixtral OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Qwen2 Qwen2Moe Qwen3 "
+    "Mixtral OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 "
     "Qwen3Moe SeedOss SmolLM3 SolarOpen Starcoder2 VaultGemma Youtu"
 )
 """Prefixes of the class names in transformers that the contract test covers. Their modules compute
@@ -71,9 +71,23 @@ MULTI_HEAD = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM")
 # Their positions are rows of a table: there is nothing to look up past its end.
 LEARNED_POSITIONS = ("GPT2LMHeadModel", "OPTForCausalLM")
 
-# Rotations that depend on the position alone. Others rescale with the longest position of the call,
-# which differs between a pass of many rows and the same rows one by one.
-ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
+ROPE_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "default": "",
+        "dynamic": "factor alpha beta_fast beta_slow mscale mscale_all_dim",
+        "linear": "factor",
+        "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+        "longrope": "factor attention_factor short_factor long_factor short_mscale long_mscale "
+        "original_max_position_embeddings",
+        "proportional": "factor",
+        "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate "
+        "original_max_position_embeddings llama_4_scaling_beta",
+    }
+)
+"""Rotary embeddings, and what each may set beside `ANY_ROPE_KEYS`."""
+ROPE_TYPES = tuple(ROPE_KEYS)
+ANY_ROPE_KEYS = "rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved"
+ORIGINAL = "original_max_position_embeddings"
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
 MAX_LAYERS = 4096
@@ -131,6 +145,8 @@ class Architecture:
 
     Attributes:
         learned_positions: whether positions are looked up in a table of `max_positions` rows.
+        position_limit: why no text may be longer than `max_positions`; None: results only get worse
+            past them.
         windows: how many positions back layers see, their own included; None: all. Each value once,
             in the order of the first layer that has it.
         attention_layers: layers with keys and values; None: all.
@@ -149,6 +165,7 @@ class Architecture:
     vocab_size: int
     max_positions: int
     learned_positions: bool = False
+    position_limit: str | None = None
     windows: tuple[int | None, ...] = (None,)
     attention_layers: tuple[int, ...] | None = None
     recurrent: str | None = None
@@ -175,7 +192,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         )
     _refuse_quantised(settings)
     _refuse_settings(name, settings)
-    _refuse_rope(name, settings)
+    ropes = _checked_ropes(name, settings)
     hidden_size = size(settings, "hidden_size", "n_embd")
     kinds = _layer_kinds(settings) if name in RECURRENT else None
     state_sizes = (0, 0) if kinds is None else _state_sizes(name, settings, kinds)
@@ -201,8 +218,13 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         head_dim=head_dim,
         hidden_size=hidden_size,
         vocab_size=size(settings, "vocab_size", "vocab_size"),
-        max_positions=size(settings, "max_position_embeddings", "n_positions"),
+        max_positions=min(
+            size(settings, "max_position_embeddings", "n_positions"),
+            *(optional_size(rope, ORIGINAL, MAX_SIZE) for rope in ropes if _is(rope, "longrope")),
+            MAX_SIZE,
+        ),
         learned_positions=name in LEARNED_POSITIONS,
+        position_limit=_position_limit(name, ropes),
         windows=_windows_of(name, settings),
         attention_layers=None if kinds is None else _attention_layers(kinds),
         recurrent=RECURRENT.get(name),
@@ -345,20 +367,44 @@ def _refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse rotary embeddings that depend on the other tokens of a pass."""
-    for kind in _rope_types(settings.get("rope_parameters") or {}):
-        if kind not in ROPE_TYPES:
+def _checked_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rotary embeddings of a configuration; refuse unknown ones and unknown settings."""
+    parameters = settings.get("rope_parameters") or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    ropes = nested or [parameters]
+    for rope in ropes:
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_KEYS:
             raise InvalidModel(
                 f"{name} with rope_type {kind!r} is not supported; "
                 f"supported are {', '.join(ROPE_TYPES)}"
             )
+        unknown = sorted(rope.keys() - f"{ANY_ROPE_KEYS} {ROPE_KEYS[kind]}".split())
+        if unknown:
+            raise InvalidModel(
+                f"{name} has rope_scaling with {', '.join(unknown)}, which rope_type {kind!r} does "
+                f"not have; it has {', '.join(ROPE_KEYS[kind].split()) or 'no settings'}"
+            )
+    return ropes
 
 
-def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    for rope in nested or [parameters]:
-        yield rope.get("rope_type", "default")
+def _is(rope: Mapping[str, Any], kind: str) -> bool:
+    return bool(rope.get("rope_type") == kind)
+
+
+def _position_limit(name: str, ropes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return `Architecture.position_limit`.
+
+    transformers rotates a whole pass by the longest position in it where longrope and dynamic
+    rescale, so the text would depend on how it is cut into passes.
+    """
+    if name in LEARNED_POSITIONS:
+        return "its positions are rows of a table"
+    if any(_is(rope, "longrope") for rope in ropes):
+        return "past them longrope rotates every key of the text anew, which kept keys cannot be"
+    if any(_is(rope, "dynamic") and not rope.get("alpha") for rope in ropes):
+        return "past them dynamic rotary embeddings depend on how a text is cut into passes"
+    return None
 
 
 Runner = Literal["auto", "native", "graphs", "eager"]

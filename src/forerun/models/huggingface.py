@@ -111,8 +111,8 @@ class HuggingFaceModel(StoredModel):
         self._check_features(batch.feature_layers)
         sizes = self.architecture
         positions = batch.positions
-        if sizes.learned_positions:
-            # Rows staged past the end of the table can never be committed: any position does.
+        if sizes.position_limit is not None:
+            # Rows staged past the last position can never be committed: any position does.
             positions = positions.clamp(max=sizes.max_positions - 1)
         groups = sizes.num_heads // sizes.num_kv_heads
         attention = plan_pass(batch.spans, self.store, groups, sizes.attention_layers)
@@ -232,10 +232,10 @@ def adapt(
 ) -> HuggingFaceModel:
     """Wrap a transformers model as a LanguageModel; its attention is replaced in place."""
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
-    if architecture.learned_positions and max_context > architecture.max_positions:
+    if architecture.position_limit is not None and max_context > architecture.max_positions:
         raise InvalidRequest(
             f"max_context is {max_context}; {architecture.name} has {architecture.max_positions} "
-            "positions and no more"
+            f"positions and no more: {architecture.position_limit}"
         )
     geometry = geometry_of(
         architecture,

@@ -543,4 +543,11 @@ def _choose_context(max_context: int | None, architecture: Architecture) -> int:
         return architecture.max_positions
     if max_context < 1:
         raise InvalidRequest(f"max_context is {max_context}; it must be at least 1")
+    if max_context > architecture.max_positions and architecture.position_limit is not None:
+        logger.warning(
+            "the context of %s ends at %d tokens: %s",
+            architecture.name,
+            architecture.max_positions,
+            architecture.position_limit,
+        )
     return min(max_context, architecture.max_positions)

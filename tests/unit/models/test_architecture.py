@@ -111,34 +111,43 @@ def test_options_of_supported_models_that_are_refused(name, config, message):
         read_architecture(name, config.to_dict())
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_unverified_rope_is_refused(kind):
-    settings = LlamaConfig().to_dict() | {"rope_parameters": {"rope_type": kind, "factor": 2.0}}
-    with pytest.raises(InvalidModel, match=rf"rope_type '{kind}'.*default, linear, llama3"):
+def test_unknown_rope_is_refused():
+    settings = LlamaConfig().to_dict() | {"rope_parameters": {"rope_type": "su", "factor": 2.0}}
+    with pytest.raises(InvalidModel, match=r"rope_type 'su'.*default, dynamic, linear, llama3"):
         read_architecture("LlamaForCausalLM", settings)
 
 
-def test_old_spelling_of_rope_is_refused_too():
-    config = LlamaConfig(rope_scaling={"type": "dynamic", "factor": 2.0})
-    with pytest.raises(InvalidModel, match="rope_type 'dynamic'"):
+def test_unknown_settings_of_rope_are_refused_by_name():
+    rope = {"type": "linear", "factor": 2.0, "attn_factor": 3.0}
+    config = LlamaConfig(rope_scaling=rope)
+    with pytest.raises(InvalidModel, match="attn_factor, which rope_type 'linear' does not have"):
         read_architecture("LlamaForCausalLM", config.to_dict())
 
 
 def test_rope_is_read_layer_type_by_layer_type():
     default = {"rope_type": "default", "rope_theta": 10000.0}
-    dynamic = default | {"rope_type": "dynamic", "factor": 2.0}
     settings = Gemma3TextConfig().to_dict()
-    settings["rope_parameters"] = {"sliding_attention": default, "full_attention": dynamic}
-    with pytest.raises(InvalidModel, match="Gemma3ForCausalLM with rope_type 'dynamic'"):
+    settings["rope_parameters"] = {
+        "sliding_attention": default,
+        "full_attention": default | {"rope_type": "su"},
+    }
+    with pytest.raises(InvalidModel, match="Gemma3ForCausalLM with rope_type 'su'"):
         read_architecture("Gemma3ForCausalLM", settings)
 
 
-def test_phi3_made_long_is_refused():
+def test_contexts_end_where_the_rotation_would_change():
     factors = [1.0] * 48
     rope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
-    config = Phi3Config(rope_scaling=rope, max_position_embeddings=131072)
-    with pytest.raises(InvalidModel, match="rope_type 'longrope'"):
-        read_architecture("Phi3ForCausalLM", config.to_dict())
+    config = Phi3Config(
+        rope_scaling=rope, max_position_embeddings=131072, original_max_position_embeddings=4096
+    )
+    long = read_architecture("Phi3ForCausalLM", config.to_dict())
+    assert long.max_positions == 4096
+    assert "longrope" in str(long.position_limit)
+    dynamic = LlamaConfig(rope_scaling={"type": "dynamic", "factor": 2.0})
+    limited = read_architecture("LlamaForCausalLM", dynamic.to_dict())
+    assert limited.max_positions == dynamic.max_position_embeddings
+    assert "dynamic" in str(limited.position_limit)
 
 
 def test_quantised_weights_are_refused():
