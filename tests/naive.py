@@ -1,4 +1,4 @@
-"""Plain decoding at its simplest: one token after the other, no engine, no batch, no draft."""
+"""What the library computes, at its simplest: plain decoding, and the worth of a static tree."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from forerun.sampling.history import History
 from forerun.sampling.noise import position_key, request_key
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.walk import race
+from forerun.theory.tree import TokenTree
 
 
 def naive_tokens(
@@ -33,3 +34,13 @@ def naive_tokens(
         if token in ends and len(ids) - len(prompt) > params.min_tokens:
             break
     return tuple(ids[len(prompt) :])
+
+
+def expected_static(tree: TokenTree, acceptance_by_rank: Sequence[float]) -> float:
+    """Return the expected number of accepted nodes of a tree; missing ranks have probability 0."""
+    reached: list[float] = []
+    for node, parent in enumerate(tree.parents):
+        rank = tree.children(parent).index(node)
+        chance = acceptance_by_rank[rank] if rank < len(acceptance_by_rank) else 0.0
+        reached.append(chance * (reached[parent] if parent >= 0 else 1.0))
+    return sum(reached)

@@ -22,7 +22,7 @@ from forerun.control.named import ControllerInputs, build_controller
 from forerun.provenance import collect
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
-from forerun.theory.splitmix import INCREMENT, finalise, share_of
+from forerun.theory.splitmix import INCREMENT, finalise
 
 BATCHES = (1, 4, 16, 64)
 MAX_K = 8
@@ -82,7 +82,7 @@ class Draws:
     def next(self) -> float:
         """One more."""
         self.count += 1
-        return share_of(finalise(self.count * INCREMENT))
+        return finalise(self.count * INCREMENT) / 2.0**64
 
 
 def alpha_of(index: int) -> float:

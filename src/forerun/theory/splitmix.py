@@ -18,7 +18,3 @@ def finalise(bits: int) -> int:
     bits = ((bits ^ bits >> SHIFTS[0]) * FACTORS[0]) & MASK
     bits = ((bits ^ bits >> SHIFTS[1]) * FACTORS[1]) & MASK
     return bits ^ bits >> SHIFTS[2]
-
-
-def share_of(bits: int) -> float:
-    return bits / 2.0**64

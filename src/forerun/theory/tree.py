@@ -203,16 +203,6 @@ def static_tree(
     return TokenTree(_static_tree(ranks, num_nodes, min(depth, num_nodes)))
 
 
-def expected_static(tree: TokenTree, acceptance_by_rank: Sequence[float]) -> float:
-    """Return the expected number of accepted nodes of a tree; missing ranks have probability 0."""
-    reached: list[float] = []
-    for node, parent in enumerate(tree.parents):
-        rank = tree.children(parent).index(node)
-        chance = acceptance_by_rank[rank] if rank < len(acceptance_by_rank) else 0.0
-        reached.append(chance * (reached[parent] if parent >= 0 else 1.0))
-    return sum(reached)
-
-
 @lru_cache(maxsize=256)
 def _static_tree(ranks: tuple[float, ...], num_nodes: int, depth: int) -> tuple[int, ...]:
     """Return the parents of the best tree's nodes, in depth-first order.

@@ -19,13 +19,6 @@ from forerun.theory.record import SCHEMA_VERSION, Json, RequestRecord, StepRecor
 
 Record = TraceHeader | RequestRecord | StepRecord
 
-KINDS: Mapping[str, type[TraceHeader] | type[RequestRecord] | type[StepRecord]] = {
-    "header": TraceHeader,
-    "request": RequestRecord,
-    "step": StepRecord,
-}
-"""What a record is called in a file."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
@@ -40,11 +33,6 @@ class Damage:
 
 Item = Record | Damage
 """What reading a trace yields."""
-
-
-def record_from(kind: str, values: Mapping[str, object]) -> Record:
-    record: Record = msgspec.convert(values, KINDS[kind])
-    return checked(record)
 
 
 def checked(record: Record) -> Record:

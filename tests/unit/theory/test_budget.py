@@ -8,10 +8,10 @@ from operator import mul
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.naive import expected_static
 
 from forerun.theory.tree import (
     depths_within,
-    expected_static,
     ranked_nodes,
     static_tree,
     tree_survival,

@@ -3,11 +3,19 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.records import FULL, HEADER, REQUEST, STEP
 
-from forerun.trace.files import record_from
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.files import checked
+
+KINDS = {kind.__struct_config__.tag: kind for kind in (TraceHeader, RequestRecord, StepRecord)}
+
+
+def record_from(kind, values):
+    return checked(msgspec.convert(values, KINDS[kind]))
 
 
 @pytest.mark.parametrize("record", [HEADER, REQUEST, STEP, FULL], ids=lambda r: type(r).__name__)

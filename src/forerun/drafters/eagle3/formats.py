@@ -14,9 +14,6 @@ from typing import Any
 from forerun.errors import InvalidModel
 from forerun.models.architecture import checked_size, optional_size
 
-NUM_FEATURE_LAYERS = 3
-"""Hidden states of the target that are concatenated."""
-
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     """Return the feature layers of checkpoints that name none: layers 2, L/2 and L - 3.
