@@ -245,4 +245,4 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     assert main(["align", "--draft", "zoo:code-2m", "--prompts", "p.jsonl"]) == 2
     err = " ".join(capsys.readouterr().err.split())
-    assert "needs the package accelerate" in err and "pip install '.[align]'" in err
+    assert "accelerate is not installed: pip install 'forerun[align]'" in err

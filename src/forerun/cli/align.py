@@ -34,11 +34,7 @@ from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.align.report import AlignReport
-    from forerun.measure.judged import (
-        AcceptanceFigures,
-        DraftFigures,
-        FigureChange,
-    )
+    from forerun.measure.judged import AcceptanceFigures, DraftFigures, FigureChange
     from forerun.theory.intervals import Interval
 
 logger = logging.getLogger("forerun.align")
@@ -134,20 +130,7 @@ class AlignOptions:
 
 
 def run(options: AlignOptions) -> int:
-    """Run the alignment in all processes; returns the exit code."""
-    try:
-        return aligned(options)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "forerun":
-            raise
-        raise InvalidRequest(
-            f"forerun align needs the package {error.name}, which is not installed; install what "
-            "alignment needs with: pip install '.[align]' in a copy of forerun's repository"
-        ) from error
-
-
-def aligned(options: AlignOptions) -> int:
-    """Align, print the report and write it; returns the exit code."""
+    """Align in all processes, and print the report in the main one; returns the exit code."""
     config = options.config
     if options.profile is not None and options.no_prediction:
         raise InvalidRequest("--profile is for predictions; leave --no-prediction out")
