@@ -61,10 +61,7 @@ class ReportedLogprobs:
         columns = np.where(matches.any(-1), matches.argmax(-1), width)
         margins = np.maximum(logs[:, 0] - np.array(answer.logprobs), 0.0)
         return ExpectedRows(
-            probs=probs / probs.sum(-1, keepdims=True),
-            columns=columns,
-            ids=listed,
-            margins=margins,
+            probs=probs / probs.sum(-1, keepdims=True), columns=columns, ids=listed, margins=margins
         )
 
     def _are_possible(self, answer: AuditAnswer) -> bool:

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 _LONGEST_PROMPT = 400
 """Characters of a prompt: an audit pays for its prompts too."""
-_CODES = {
-    "no_deviation": Exit.GOOD,
-    "deviates": Exit.PROBLEM,
-    "cannot_judge": Exit.INSUFFICIENT,
-}
+_CODES = {"no_deviation": Exit.GOOD, "deviates": Exit.PROBLEM, "cannot_judge": Exit.INSUFFICIENT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,7 @@ from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.cli.writers import ColouredText, legend
 from forerun.measure.bench.demo import Example
 from forerun.measure.bench.report import BenchReport, CellReport, DemoReport
-from forerun.measure.bench.summary import (
-    ArmSummary,
-    BestOfSeveral,
-    faster_chain,
-    outcome,
-    verdict,
-)
+from forerun.measure.bench.summary import ArmSummary, BestOfSeveral, faster_chain, outcome, verdict
 
 HEADINGS = (
     "tokens/s\n(95%)",

@@ -388,10 +388,7 @@ def source(candidate: DraftCandidate, options: PlanOptions) -> str:
 
 
 def content(
-    advice: Advice,
-    config: PlanConfig,
-    candidates: Sequence[DraftCandidate],
-    options: PlanOptions,
+    advice: Advice, config: PlanConfig, candidates: Sequence[DraftCandidate], options: PlanOptions
 ) -> dict[str, object]:
     return {
         "config": asdict(config),

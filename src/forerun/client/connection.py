@@ -205,12 +205,7 @@ class Connection:
         except (BrokenReply, UnreadableInput) as error:
             raise ServerUnavailable(f"{url} gives no answer; {printable(error)}") from error
 
-    def post(
-        self,
-        url: str,
-        body: Mapping[str, object],
-        read: Callable[[Any], Result],
-    ) -> Result:
+    def post(self, url: str, body: Mapping[str, object], read: Callable[[Any], Result]) -> Result:
         """Post a request and return the result of `read` on the JSON of the response.
 
         The request is posted again where `read` raises BrokenReply.

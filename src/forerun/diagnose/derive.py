@@ -193,10 +193,7 @@ SAMENESS: Mapping[str, tuple[str, ...]] = {
     "hardware": ("device",),
 }
 """Facts that show whether a part of the setup is the same; the first one both runs have decides."""
-DIFFERENCE: Mapping[str, tuple[str, ...]] = {
-    "config": ("k", "method"),
-    "traffic": ("temperature",),
-}
+DIFFERENCE: Mapping[str, tuple[str, ...]] = {"config": ("k", "method"), "traffic": ("temperature",)}
 """Facts that show a change of a part where they differ, and prove nothing where they are equal."""
 
 

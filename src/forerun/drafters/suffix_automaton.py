@@ -32,15 +32,7 @@ More than these end at one place in periodic text only; the short ones are then 
 class SuffixAutomaton:
     """All substrings of a text to which tokens are only appended."""
 
-    __slots__ = (
-        "_branches",
-        "_child",
-        "_count",
-        "_length",
-        "_link",
-        "_token",
-        "last",
-    )
+    __slots__ = ("_branches", "_child", "_count", "_length", "_link", "_token", "last")
 
     def __init__(self) -> None:
         self.last = ROOT

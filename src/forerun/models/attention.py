@@ -105,12 +105,7 @@ class Biases:
         return widest[:, widest.shape[1] - num_seen :]
 
     def _mask(
-        self,
-        num_rows: int,
-        num_keys: int,
-        tree: TokenTree | None = None,
-        *,
-        causal: bool = True,
+        self, num_rows: int, num_keys: int, tree: TokenTree | None = None, *, causal: bool = True
     ) -> Float[Tensor, "folded keys"]:
         """Build a mask: 0 at visible keys, -inf elsewhere; the last keys are the block's own."""
         device = self.like.device

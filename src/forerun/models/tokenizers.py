@@ -275,9 +275,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        definition: TokenizerDefinition,
-        load_renderer: Callable[[str], Renderer],
+        self, definition: TokenizerDefinition, load_renderer: Callable[[str], Renderer]
     ) -> None:
         self.definition = definition
         self._load_renderer = load_renderer

@@ -20,14 +20,7 @@ from types import MappingProxyType
 
 import torch
 
-from forerun.cache import (
-    cache_folder,
-    find_cached,
-    hash_of,
-    prepare_folder,
-    unsafe,
-    write_cached,
-)
+from forerun.cache import cache_folder, find_cached, hash_of, prepare_folder, unsafe, write_cached
 from forerun.errors import RunnerUnavailable
 from forerun.theory.stop_rule import Measure
 

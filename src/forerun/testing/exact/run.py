@@ -323,11 +323,7 @@ def _pair_sets(
 
 
 def _shaped_sets(
-    settings: tuple[Setting, ...],
-    num_pairs: int,
-    seed: int,
-    shape: Shape,
-    view: View = History.at,
+    settings: tuple[Setting, ...], num_pairs: int, seed: int, shape: Shape, view: View = History.at
 ) -> PairSets:
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
