@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from tests.records import STEP
 from tests.server.conftest import serving, tiny_engine
 from tests.server.test_completions import PROMPT, SEEDED
 
 from forerun.diagnose.readers.prometheus import PrometheusText
 from forerun.sampling.config import SamplingParams
-from forerun.server.metrics import ServerMetrics
+from forerun.server.metrics import ServerMetrics, StepTotals
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +102,18 @@ def test_our_own_reader_understands_them(scraped):
     assert any([reader.read(line) for line in text.splitlines()])
     steps = reader.metrics.totals["vllm:spec_decode_num_drafts"]
     assert steps == usage["speculative_decoding"]["num_steps"]
+
+
+def test_a_fall_of_acceptance_is_a_change_point_of_the_server_itself(unchecked):
+    totals, generator = StepTotals(), torch.Generator().manual_seed(0)
+    entry = SimpleNamespace(sequence=SimpleNamespace(stop="length"))
+    for rate, num in ((0.74, 40_000), (0.47, 5_000)):
+        assert not totals.changes
+        for uniform in torch.rand(num, generator=generator).tolist():
+            accepted = int(uniform < rate)
+            record = msgspec.structs.replace(
+                STEP, num_drafted=1, depth_drafted=1, num_accepted=accepted, num_emitted=1
+            )
+            totals.observe(SimpleNamespace(records=[record], emitting=[entry], prefilling=[]))
+    assert totals.changes[0].words.startswith("acceptance at position 1 fell from 0.7")
+    assert totals.num_changes == {"acceptance at position 1": 1}

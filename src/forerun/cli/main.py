@@ -49,6 +49,7 @@ COMMANDS = {
     "align": "distil a draft to its target on your prompts, and measure the gain",
     "probe": "measure on loaded models which causes can be ruled out, for diagnose",
     "diagnose": "explain why speculation is slow or wrong, and what to change",
+    "watch": "report when acceptance or speed of a running server changes",
     "audit": "test whether speculation changes the text of a server, and name the fault",
     "simulate": "serve a workload in simulated time under several controllers",
     "trace": "summarise a trace: tokens and cost per step, acceptance by position",

@@ -194,6 +194,7 @@ class LiveView:
             now_s = self.clock()
             figures = self.figures
             counts = figures.counts
+            changes = [] if self.metrics is None else [*self.metrics.totals.changes.copy()]
             return LiveSnapshot(
                 uptime_s=now_s - self._started_s,
                 window_s=float(min(WINDOW_S, len(figures.slices))),
@@ -210,6 +211,8 @@ class LiveView:
                 requests=tuple(self._requests(now_s)),
                 shows_texts=self.shows_texts,
                 diagnosis=self._diagnosis,
+                last_change=changes[-1].words if changes else None,
+                last_change_age_s=time.time() - changes[-1].noticed_s if changes else None,
             )
 
     def _drain(self) -> None:

@@ -213,6 +213,8 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         token_times: None before the first decode step.
         shows_texts: whether requests carry their text.
         diagnosis: None before there were enough steps.
+        last_change: the latest change point of acceptance, in words; None before the first.
+        last_change_age_s: seconds since it was noticed.
     """
 
     uptime_s: float
@@ -230,6 +232,8 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     latency: LiveLatency = LiveLatency()
     requests: tuple[LiveRequest, ...] = ()
     shows_texts: bool = False
+    last_change: str | None = None
+    last_change_age_s: float | None = None
     schema_version: int = 2
 
 

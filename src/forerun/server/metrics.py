@@ -6,6 +6,7 @@ so that a step does not pay for them.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from forerun.diagnose.change_points import MIN_DRAFTS, ChangePoint, Cusum, watch_position
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.results import Completion, RequestOutput
@@ -40,6 +42,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 
 
 MAX_GAPS = 2000
+MAX_CHANGES = 20
 MAX_OPEN = 4096
 """Sequences whose last output is remembered; aborted ones are forgotten as others come."""
 
@@ -48,6 +51,8 @@ class StepTotals:
     """An observer that adds up all steps of an engine.
 
     Attributes:
+        changes: the latest change points of acceptance, as `forerun watch` finds them.
+        num_changes: how many there were, by the figure that changed.
         outcomes: sequences' steps by (depth drafted, nodes accepted).
         plans: sequences' steps by (drafter or "plain", most nodes that the plan allowed).
         num_prefill_rows: prompt tokens fed, those read again after a preemption included.
@@ -71,6 +76,10 @@ class StepTotals:
         self.gaps = [0] * (len(FAST_S) + 1)
         self.gaps_s = 0.0
         self.recent_gaps: deque[float] = deque(maxlen=MAX_GAPS)
+        self.changes: deque[ChangePoint] = deque(maxlen=MAX_CHANGES)
+        self.num_changes: dict[str, int] = {}
+        self._cusums: dict[str, Cusum] = {}
+        self._fresh, self._num_fresh = AcceptanceCounts(), 0
         self._last_output_s: dict[str, float] = {}
 
     def observe(self, step: ObservedStep) -> None:
@@ -87,10 +96,24 @@ class StepTotals:
             add(self.outcomes, (record.depth_drafted, record.num_accepted), 1)
             add(self.plans, (record.method, record.k_budget), 1)
             if record.num_drafted:
+                self._fresh.add(record.depth_drafted, record.num_accepted)
+                self._num_fresh += 1
                 add(self.drafted, record.method, record.num_drafted)
                 add(self.accepted, record.method, record.num_accepted)
             self.num_emitted += record.num_emitted
+        if self._num_fresh >= MIN_DRAFTS:
+            self._find_changes()
         self._add_gaps(step, first.t_s + first.draft_s + first.verify_s + first.other_s)
+
+    def _find_changes(self) -> None:
+        """Look for a change of acceptance, in counts of many requests."""
+        fresh, self._fresh, self._num_fresh = self._fresh, AcceptanceCounts(), 0
+        for position, (accepted, drafted) in enumerate(
+            zip(fresh.accepted_per_position, fresh.drafted_per_position, strict=True), start=1
+        ):
+            for change in watch_position(self._cusums, position, accepted, drafted, time.time()):
+                self.changes.append(change)
+                add(self.num_changes, change.series, 1)
 
     def _add_gaps(self, step: ObservedStep, ended_s: float) -> None:
         last = self._last_output_s
@@ -268,6 +291,9 @@ class EngineCollector:
             "forerun:cycle_seconds", "Seconds of steps by phase", "phase", totals.seconds.copy()
         )
         yield self._counter("forerun:cycles", "Target passes that emitted", totals.num_cycles)
+        yield self._by_label(
+            "forerun:change_points", "Changes of acceptance", "series", totals.num_changes.copy()
+        )
         yield self._plans()
         yield self._gaps()
 

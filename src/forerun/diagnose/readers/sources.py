@@ -66,6 +66,7 @@ TOKENS = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens
 
 
 def page_of(url: str) -> PrometheusText:
+    """Read a live page of metrics once; raises InvalidRequest where it cannot be read."""
     try:
         body = http_get(url, ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S))
     except UnreadableInput as error:

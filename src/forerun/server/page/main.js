@@ -141,7 +141,8 @@ function showTimes({ token_times: times, speedup }) {
     : "The time of a step, divided by the tokens that it yields for all requests. The time of plain decoding is not known yet.");
 }
 
-function showDiagnosis({ diagnosis }) {
+function showDiagnosis({ diagnosis, last_change: change, last_change_age_s: age }) {
+  if (change) setText("last-change", `Change noticed ${count(Math.round(age / 60))} min ago: ${change}.`);
   if (!diagnosis) return;
   const signature = JSON.stringify(diagnosis);
   const panel = byId("headline");

@@ -1,0 +1,199 @@
+"""`forerun watch`: notice when acceptance, speed or prompts of a running server change."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from forerun.atomic_write import atomic_write
+from forerun.cli.command import Command, Exit
+from forerun.cli.flags import check_writable
+from forerun.cli.tables import SafeConsole
+from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from forerun.diagnose.change_points import ChangePoint
+    from forerun.diagnose.readers.prometheus import Metrics
+    from forerun.diagnose.watch import WatchState
+
+HOOK_TIMEOUT_S = 10.0
+MAX_UNSENT = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions:
+    """Options of `forerun watch`."""
+
+    source: Annotated[Positional[str], arg(metavar="URL_OR_FILE")]
+    """Address of a /metrics page of forerun, vLLM, SGLang, TensorRT-LLM, llama.cpp or LMDeploy, or
+    a file that holds such a page."""
+    state: Path = Path("forerun-watch.json")
+    """File with all that is remembered; a watch that starts again continues from it."""
+    interval_s: float = 10.0
+    """Between two readings."""
+    target_tpot_s: float | None = None
+    """Time per output token that should not be exceeded."""
+    metrics_out: Path | None = None
+    """Write the state as a Prometheus text file after every reading, for a textfile collector."""
+    hook: str | None = None
+    """Send every change point to this address, as a POST of JSON."""
+    once: bool = False
+    """Read once and end: exit code 3 if this reading showed a change."""
+    json: bool = False
+    """Print change points as JSON lines."""
+
+    def check(self) -> None:
+        """Refuse unusable options before the first reading."""
+        if not 0.0 < self.interval_s <= 3600.0:
+            raise InvalidRequest(f"--interval-s is {self.interval_s}; above 0, at most 3600")
+        if self.target_tpot_s is not None and not 0.0 < self.target_tpot_s <= 3600.0:
+            raise InvalidRequest(
+                f"--target-tpot-s is {self.target_tpot_s}; seconds above 0, at most 3600"
+            )
+        if self.hook is not None and not self.hook.startswith(("http://", "https://")):
+            raise InvalidRequest(f"--hook {self.hook!r} must be an http:// or https:// address")
+        check_writable("--state", self.state)
+        check_writable("--metrics-out", self.metrics_out)
+
+
+def run(options: WatchOptions) -> int:
+    """Read, report and remember until interrupted."""
+    options.check()
+    state = load_state(options)
+    while True:
+        found = _read_once(options, state)
+        if options.once:
+            return Exit.PROBLEM if found else Exit.GOOD
+        time.sleep(options.interval_s)
+
+
+def load_state(options: WatchOptions) -> WatchState:
+    """Return the state of the file, or a new one.
+
+    Raises:
+        InvalidRequest: the file holds something else, or the state of another source.
+    """
+    import msgspec
+
+    from forerun.bounded_read import ReadLimits, read_bytes
+    from forerun.diagnose.watch import WatchState
+
+    if not options.state.exists():
+        return WatchState(source=options.source)
+    data = read_bytes(options.state, ReadLimits(max_bytes=1 << 24))
+    try:
+        state = msgspec.json.decode(data, type=WatchState)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise InvalidRequest(
+            f"--state {options.state} is no state of forerun watch: {error}; name another file"
+        ) from error
+    if state.source != options.source:
+        raise InvalidRequest(
+            f"--state {options.state} is of {state.source}; name another file for {options.source}"
+        )
+    return state
+
+
+def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
+    from forerun.diagnose.watch import observe
+
+    found: list[ChangePoint] = []
+    is_first = state.last is None
+    try:
+        found = observe(state, _metrics_of(options.source), time.time(), options.target_tpot_s)
+    except InvalidRequest as error:
+        if is_first or options.once:
+            raise
+        state.num_failed += 1
+        if state.num_failed == 1:
+            _say(options, f"not read: {error}")
+    for change in found:
+        _report(options, change)
+    if options.hook is not None:
+        state.unsent = [*state.unsent, *found][-MAX_UNSENT:]
+    _save(options, state)
+    if state.unsent:
+        _send(options, state)
+        _save(options, state)
+    return found
+
+
+def _save(options: WatchOptions, state: WatchState) -> None:
+    import msgspec
+
+    from forerun.diagnose.watch import watch_text
+
+    with atomic_write(options.state, durable=False) as scratch:
+        scratch.write_bytes(msgspec.json.encode(state))
+    if options.metrics_out is not None:
+        with atomic_write(options.metrics_out, durable=False) as scratch:
+            scratch.write_text(watch_text(state), encoding="utf-8")
+
+
+def _metrics_of(source: str) -> Metrics:
+    from forerun.bounded_read import ReadLimits, read_text
+    from forerun.diagnose.readers.prometheus import PrometheusText
+    from forerun.diagnose.readers.sources import MAX_PAGE_BYTES, page_of
+    from forerun.errors import UnreadableInput
+
+    if source.startswith(("http://", "https://")):
+        return page_of(source).metrics
+    page = PrometheusText()
+    try:
+        for line in read_text(Path(source), ReadLimits(max_bytes=MAX_PAGE_BYTES)).splitlines():
+            page.read(line)
+    except UnreadableInput as error:
+        raise InvalidRequest(str(error)) from error
+    return page.metrics
+
+
+def _report(options: WatchOptions, change: ChangePoint) -> None:
+    from msgspec.structs import asdict
+
+    if options.json:
+        print(json.dumps({"source": options.source} | asdict(change)), flush=True)
+        return
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.started_s))
+    causes = f"; likely: {', '.join(change.causes)}" if change.causes else ""
+    _say(options, f"{change.words} since {started}{causes}")
+
+
+def _say(options: WatchOptions, text: str) -> None:
+    now = time.strftime("%H:%M:%S")
+    SafeConsole(soft_wrap=True, stderr=options.json).print(f"{now} {text}", markup=False)
+
+
+def _send(options: WatchOptions, state: WatchState) -> None:
+    """Send change points in order; those that are refused are tried again at the next reading."""
+    import httpx
+    from msgspec.structs import asdict
+
+    while state.unsent:
+        content = {"source": options.source} | asdict(state.unsent[0])
+        try:
+            httpx.post(str(options.hook), json=content, timeout=HOOK_TIMEOUT_S).raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            _say(options, f"the hook did not take a change: {error}; it is sent again")
+            return
+        state.unsent = state.unsent[1:]
+
+
+COMMAND = Command(
+    options=WatchOptions,
+    run=run,
+    has_positional=True,
+    description="Watch a running server: report when acceptance by position, the time per output\n"
+    "token or the length of prompts changes, since when, and which cause fits. Requests are not\n"
+    "sent: only its /metrics page is read. Restarts of the server and of the watch are no change.",
+    examples=(
+        "forerun watch http://localhost:8000/metrics",
+        "forerun watch http://localhost:8000/metrics --target-tpot-s .02 --hook http://pager/alarm",
+        "forerun watch http://localhost:8000/metrics --metrics-out /var/lib/node/forerun.prom",
+        "forerun watch http://localhost:8000/metrics --once --state /tmp/watch.json",
+    ),
+)
