@@ -51,6 +51,7 @@ LATENT = {
 }
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MORE: dict[str, dict[str, Any]] = {
+    "Afmoe": ROUTED | WINDOW | {"num_experts": 4, "num_shared_experts": 1, "mup_enabled": True},
     "Apertus": {},
     "Arcee": {},
     "BitNet": {},
@@ -65,9 +66,25 @@ MORE: dict[str, dict[str, Any]] = {
     "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "Exaone4": WINDOW,
     "ExaoneMoe": ROUTED | WINDOW | {"num_experts": 4, "n_group": 1, "topk_group": 1},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 1, "bias": True},
     "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "Gemma": {},
     "Gemma2": WINDOW,
+    "Gemma4": WINDOW
+    | {
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": tiny.VOCAB_SIZE,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "Glm": {},
     "Glm4": {},
     "Glm4Moe": ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
@@ -79,13 +96,17 @@ MORE: dict[str, dict[str, Any]] = {
     "Helium": {"attention_bias": True},
     "HunYuanDenseV1": {},
     "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},
+    "HyperCLOVAX": {"logits_scaling": 0.4, "attention_multiplier": 0.3},
     "Jais2": {},
     "Laguna": ROUTED | WINDOW | {"num_experts": 4},
+    "Llama4": {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
     "Mellum": ROUTED | WINDOW | {"num_experts": 4},
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Ministral": WINDOW,
     "Ministral3": WINDOW | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "NanoChat": {},
+    "Nemotron": {"attention_bias": True},
     "Olmo": {"clip_qkv": 1.5},
     "Olmo3": WINDOW,
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -97,6 +118,7 @@ MORE: dict[str, dict[str, Any]] = {
     "SmolLM3": {"use_sliding_window": True, "sliding_window": 8},
     "SolarOpen": ROUTED | {"n_routed_experts": 4, "num_experts": 4, "n_group": 1, "topk_group": 1},
     "Starcoder2": WINDOW,
+    "StableLm": {"qk_layernorm": True, "use_qkv_bias": True},
     "VaultGemma": WINDOW,
     "Youtu": LATENT,
 }
@@ -161,7 +183,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 MORE |= RECURRENT
 # Networks that with their first seed hardly say more than one token: another seed.
-SEEDS = {"Apertus": 5}
+SEEDS = {"Apertus": 5, "HyperCLOVAX": 3, "Nemotron": 3}
 # What differs from the others in attention, positions or head; the rest is in the full grid.
 TELLING = (
     "Cohere2",
@@ -196,6 +218,8 @@ def network(family: str, **changes: Any) -> PreTrainedModel:
         "eos_token_id": tiny.EOS,
         "pad_token_id": 0,
     }
+    if isinstance(getattr(model_class.config_class, "head_dim", None), property):
+        del sizes["head_dim"]  # it follows from the others
     config = model_class.config_class(**(sizes | MORE.get(family, {}) | changes))
     made = model_class._from_config(config, attn_implementation="eager")
     made.eval().requires_grad_(False)

@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 from forerun.errors import InvalidModel
 
 FAMILIES = (
-    "Apertus Arcee BitNet Cohere Cohere2 Cwm DeepseekV2 DeepseekV3 Dots1 Emu3 Ernie4_5 "
-    "Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Glm Glm4 Glm4Moe "
-    "GptOss Granite GraniteMoe GraniteMoeShared GraniteSWA HYV3 Helium HunYuanDenseV1 "
-    "HunYuanMoEV1 Jais2 Laguna Llama Mellum MiniMaxM2 Ministral Ministral3 Mistral "
-    "Mixtral OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 "
-    "Qwen3Moe SeedOss SmolLM3 SolarOpen Starcoder2 VaultGemma Youtu"
+    "Afmoe Apertus Arcee BitNet Cohere Cohere2 Cwm DeepseekV2 DeepseekV3 Dots1 Emu3 Ernie4_5 "
+    "Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Gemma4 Glm "
+    "Glm4 Glm4Moe GptOss Granite GraniteMoe GraniteMoeShared GraniteSWA HYV3 Helium "
+    "HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 Laguna Llama Llama4 Mellum MiniMaxM2 "
+    "Ministral Ministral3 Mistral Mixtral NanoChat Nemotron OPT Olmo Olmo2 Olmo3 Olmoe "
+    "Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 SolarOpen "
+    "StableLm Starcoder2 VaultGemma Youtu"
 )
 """Prefixes of the class names in transformers that the contract test covers. Their modules compute
 everything but attention, so a family is listed once attention is all that it needs of us."""
@@ -135,6 +136,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "add_cross_attention": "attention to an encoder",
         "is_encoder_decoder": "an encoder",
         "use_bidirectional_attention": "attention to later tokens",
+        "alibi": "scores that fall with the distance (ALiBi)",
     }
 )
 
@@ -199,17 +201,8 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     if name in RECURRENT:
         settings = _recurrent_settings(name, settings)
     num_heads = size(settings, "num_attention_heads", "n_head")
-    given = {} if name in MULTI_HEAD else settings
-    num_kv_heads = optional_size(given, "num_key_value_heads", num_heads)
-    head_dim = optional_size(given, "head_dim", max(1, hidden_size // num_heads))
-    if name in LATENT:
-        num_kv_heads = num_heads
-        head_dim = sum(checked_size(settings.get(key), key) for key in LATENT_KEYS)
-    if num_heads % num_kv_heads:
-        raise InvalidModel(
-            f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads "
-            "(num_attention_heads, num_key_value_heads)"
-        )
+    max_positions, position_limit = _max_positions(name, settings, ropes)
+    num_kv_heads, head_dim = _head_sizes(name, settings, num_heads, hidden_size)
     return Architecture(
         name=name,
         num_layers=size(settings, "num_hidden_layers", "n_layer"),
@@ -218,18 +211,39 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         head_dim=head_dim,
         hidden_size=hidden_size,
         vocab_size=size(settings, "vocab_size", "vocab_size"),
-        max_positions=min(
-            size(settings, "max_position_embeddings", "n_positions"),
-            *(optional_size(rope, ORIGINAL, MAX_SIZE) for rope in ropes if _is(rope, "longrope")),
-            MAX_SIZE,
-        ),
+        max_positions=max_positions,
         learned_positions=name in LEARNED_POSITIONS,
-        position_limit=_position_limit(name, ropes),
+        position_limit=position_limit,
         windows=_windows_of(name, settings),
         attention_layers=None if kinds is None else _attention_layers(kinds),
         recurrent=RECURRENT.get(name),
         state_sizes=state_sizes,
     )
+
+
+def _head_sizes(
+    name: str, settings: Mapping[str, Any], num_heads: int, hidden_size: int
+) -> tuple[int, int]:
+    """Return the key/value heads of a layer and their width; the most where layers differ."""
+    given = {} if name in MULTI_HEAD else settings
+    num_kv_heads = optional_size(given, "num_key_value_heads", num_heads)
+    head_dim = optional_size(given, "head_dim", max(1, hidden_size // num_heads))
+    if name in LATENT:
+        num_kv_heads = num_heads
+        head_dim = sum(checked_size(settings.get(key), key) for key in LATENT_KEYS)
+    if name == "FalconForCausalLM":
+        shared = 1 if settings.get("multi_query") else num_heads
+        has_groups = settings.get("new_decoder_architecture")
+        num_kv_heads = optional_size(settings, "num_kv_heads", num_heads) if has_groups else shared
+    layers = (settings.get("per_layer_config") or {}).values()
+    heads = [num_kv_heads, *(optional_size(at, "num_key_value_heads", 1) for at in layers)]
+    for fewer in heads:
+        if num_heads % fewer or max(heads) % fewer:
+            raise InvalidModel(
+                f"{num_heads} attention heads cannot share {fewer} key/value heads "
+                "(num_attention_heads, num_key_value_heads)"
+            )
+    return max(heads), max(head_dim, *(optional_size(at, "head_dim", 1) for at in layers), 1)
 
 
 def check_trainable(architecture: Architecture) -> None:
@@ -337,7 +351,11 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
     kinds = settings.get("layer_types")
     if kinds is None:
         return (window,)
-    known = (*LAYER_TYPES, *RECURRENT_TYPES) if name in RECURRENT else LAYER_TYPES
+    known: tuple[str, ...] = LAYER_TYPES
+    if name in RECURRENT:
+        known = (*LAYER_TYPES, *RECURRENT_TYPES)
+    elif name == "Llama4ForCausalLM":
+        known = (*LAYER_TYPES, "chunked_attention")
     for kind in kinds:
         if kind not in known:
             raise InvalidModel(
@@ -361,7 +379,7 @@ def _refuse_quantised(settings: Mapping[str, Any]) -> None:
 def _refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Refuse options that the attention implemented here does not have."""
     for setting, meaning in REFUSED.items():
-        if settings.get(setting):
+        if settings.get(setting) not in (None, False, "vision"):  # which is none, of text
             raise InvalidModel(
                 f"{name} with {meaning} ({setting}={settings[setting]}) is not supported"
             )
@@ -392,19 +410,34 @@ def _is(rope: Mapping[str, Any], kind: str) -> bool:
     return bool(rope.get("rope_type") == kind)
 
 
-def _position_limit(name: str, ropes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return `Architecture.position_limit`.
+def _max_positions(
+    name: str, settings: Mapping[str, Any], ropes: Sequence[Mapping[str, Any]]
+) -> tuple[int, str | None]:
+    """Return `Architecture.max_positions` and `Architecture.position_limit`.
 
     transformers rotates a whole pass by the longest position in it where longrope and dynamic
     rescale, so the text would depend on how it is cut into passes.
     """
+    longest = size(settings, "max_position_embeddings", "n_positions")
     if name in LEARNED_POSITIONS:
-        return "its positions are rows of a table"
-    if any(_is(rope, "longrope") for rope in ropes):
-        return "past them longrope rotates every key of the text anew, which kept keys cannot be"
+        return longest, "its positions are rows of a table"
+    if name == "Llama4ForCausalLM":
+        # Every layer sees all of the first chunk, and no scores are tempered before floor_scale.
+        chunk = optional_size(settings, "attention_chunk_size", longest)
+        tempered = optional_size(settings, "floor_scale", longest + 1)
+        longest = min(longest, chunk, max(1, tempered - 1))
+        return longest, "past them its layers attend in chunks, which is not supported"
+    if originals := [
+        optional_size(rope, ORIGINAL, longest) for rope in ropes if _is(rope, "longrope")
+    ]:
+        reason = "past them longrope rotates every key of the text anew, which kept keys cannot be"
+        return min(longest, *originals), reason
     if any(_is(rope, "dynamic") and not rope.get("alpha") for rope in ropes):
-        return "past them dynamic rotary embeddings depend on how a text is cut into passes"
-    return None
+        return (
+            longest,
+            "past them dynamic rotary embeddings depend on how a text is cut into passes",
+        )
+    return longest, None
 
 
 Runner = Literal["auto", "native", "graphs", "eager"]

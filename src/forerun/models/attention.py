@@ -12,8 +12,10 @@ same: what such a layer could save in memory it does not save yet.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -210,6 +212,16 @@ class AttentionPass:
         """Return the index of a layer in the store."""
         return layer if self._layers is None else self._layers.index(layer)
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads that the store keeps; a layer may have fewer."""
+        return self._store.geometry.num_kv_heads
+
+    def widened(self, heads: Tensor) -> Tensor:
+        """Fill heads up with zeros to the one width that the store has."""
+        missing = self._store.geometry.head_dim - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
+
     def write(
         self,
         index: int,
@@ -243,6 +255,20 @@ class AttentionPass:
         return self._blocks[window]
 
 
+_RUNNING: ContextVar[AttentionPass] = ContextVar("_RUNNING")
+"""Not an argument: several modules of transformers hand none on to their attention."""
+
+
+@contextmanager
+def running(attention_pass: AttentionPass) -> Iterator[None]:
+    """Let `packed_attention` attend by this plan."""
+    token = _RUNNING.set(attention_pass)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
 @runtime_checkable
 class AttentionLayer(Protocol):
     """An attention module of transformers, of which only the index of its layer is read."""
@@ -258,7 +284,6 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     attention_mask: None,
     *,
     scaling: float,
-    attention_pass: AttentionPass,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Float[Tensor, " heads"] | None = None,
@@ -270,14 +295,36 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
             f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which is not "
             "supported"
         )
+    attention_pass = _RUNNING.get()
     value_dim = value.shape[-1]
-    if value_dim < key.shape[-1]:  # the store has one width
-        value = F.pad(value, (0, key.shape[-1] - value_dim))
+    query, key, value = (attention_pass.widened(part) for part in (query, key, value))
+    copies = attention_pass.num_kv_heads // key.shape[1]
+    if copies > 1:
+        key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
     index = attention_pass.place_of(module.layer_idx)
     attention_pass.write(index, key, value)
     blocks = attention_pass.blocks(sliding_window)
     attended = attend_blocks(index, query, blocks, scaling, softcap, s_aux)
-    return attended.flatten(2, 3)[..., :value_dim], None
+    return attended.flatten(2, 3)[..., :value_dim].contiguous(), None
+
+
+def falcon_attention(
+    module: Any,
+    hidden_states: Float[Tensor, "1 rows width"],
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: object,
+) -> tuple[Float[Tensor, "1 rows width"], None]:
+    """Compute Falcon's attention layer, which transformers cannot give another attention."""
+    from transformers.models.falcon import modeling_falcon
+
+    untyped: Any = modeling_falcon
+    heads = module._split_heads(module.query_key_value(hidden_states))
+    query, key, value = (part.transpose(1, 2) for part in heads)
+    query, key = untyped.apply_rotary_pos_emb(query, key, *position_embeddings)
+    if (copies := key.shape[1] // module.num_kv_heads) > 1:  # one per query head of a group
+        key, value = key[:, ::copies], value[:, ::copies]
+    attended = packed_attention(module, query, key, value, None, scaling=module.inv_norm_factor)[0]
+    return module.dense(attended.flatten(2)), None
 
 
 def attend_blocks(

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import SUPPORTED, Architecture, read_architecture
-from forerun.models.attention import ATTENTION_NAME, plan_pass, register
+from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.kv_store import ContiguousKVStore
@@ -34,6 +34,7 @@ class ModuleNames:
     Attributes:
         projection_in: from the embedding to the residual stream, where widths differ.
         projection_out: back, before the head.
+        embedded_norm: between the embedding and the first layer.
     """
 
     layers: str = "model.layers"
@@ -41,6 +42,7 @@ class ModuleNames:
     norm: str = "model.norm"
     projection_in: str | None = None
     projection_out: str | None = None
+    embedded_norm: str | None = None
 
 
 MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
@@ -71,6 +73,10 @@ MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
         )
     }
     | {
+        "FalconForCausalLM": ModuleNames(
+            layers="transformer.h", embedding="transformer.word_embeddings", norm="transformer.ln_f"
+        ),
+        "NanoChatForCausalLM": ModuleNames(embedded_norm="model.norm"),
         "GPT2LMHeadModel": ModuleNames(
             layers="transformer.h", embedding="transformer.wte", norm="transformer.ln_f"
         ),
@@ -88,6 +94,10 @@ MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
         ),
     }
 )
+
+
+LOGITS_MULTIPLIED = ("HyperCLOVAXForCausalLM",)
+"""Models that multiply logits by `logits_scaling`; others divide by it."""
 
 
 class HuggingFaceModel(StoredModel):
@@ -118,13 +128,12 @@ class HuggingFaceModel(StoredModel):
         attention = plan_pass(batch.spans, self.store, groups, sizes.attention_layers)
         if self._recurrent_pass is not None:
             self._recurrent_pass.begin(batch.spans)
-        with captured(self._layers, batch.feature_layers) as features:
+        with running(attention), captured(self._layers, batch.feature_layers) as features:
             outputs = self.network(
                 input_ids=batch.tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
-                attention_pass=attention,
             )
         if not features:
             return ModelOutput(logits=outputs.logits[0])
@@ -137,6 +146,9 @@ class HuggingFaceModel(StoredModel):
         names = MODULE_NAMES[self.architecture.name]
         embedded = self.network.get_submodule(names.embedding)(tokens)
         embedded = embedded * self._setting("embedding_multiplier", 1.0)
+        if self._setting("mup_enabled", False):
+            embedded = embedded * self.architecture.hidden_size**0.5
+        embedded = self._project(names.embedded_norm, embedded)
         return self._project(names.projection_in, embedded)
 
     @torch.inference_mode()
@@ -150,7 +162,9 @@ class HuggingFaceModel(StoredModel):
         projected = self._project(MODULE_NAMES[self.architecture.name].projection_out, hidden)
         lm_head: Any = self.network.get_submodule("lm_head")
         logits: Tensor = lm_head(projected)
-        logits = logits * self._setting("logit_scale", 1.0) / self._setting("logits_scaling", 1.0)
+        scaling = self._setting("logits_scaling", 1.0)
+        divisor = 1 / scaling if self.architecture.name in LOGITS_MULTIPLIED else scaling
+        logits = logits * self._setting("logit_scale", 1.0) / divisor
         cap = self._setting("final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -250,6 +264,12 @@ def adapt(
     untyped.eval()
     if freeze:
         untyped.requires_grad_(False)
+    for module in model.modules():
+        own: Any = module
+        if type(module).__name__ == "FalconAttention":
+            own.forward = MethodType(falcon_attention, module)
+        elif type(module).__name__ == "Llama4TextAttention":
+            own.attn_temperature_tuning = False  # 1 up to the last position; counts rows instead
     store_class = ContiguousKVStore if architecture.recurrent is None else RecurrentStore
     return HuggingFaceModel(
         network=model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from transformers import (
+    FalconConfig,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -56,7 +57,7 @@ def test_gpt2_has_names_of_its_own():
         "GPTNeoForCausalLM",
         "T5ForConditionalGeneration",
         "BloomForCausalLM",
-        "Gemma4ForCausalLM",
+        "Gemma3nForCausalLM",
         "Gemma3ForConditionalGeneration",
         "LlamaForCausalLM2",
     ],
@@ -103,6 +104,7 @@ def test_other_layer_types_are_refused():
             Gemma3TextConfig(use_bidirectional_attention=True),
             r"attention to later tokens \(use_bidirectional_attention=True\)",
         ),
+        ("FalconForCausalLM", FalconConfig(alibi=True), r"scores that fall .* \(ALiBi\)"),
         ("GPT2LMHeadModel", GPT2Config(add_cross_attention=True), "attention to an encoder"),
     ],
 )

@@ -16,7 +16,7 @@ NAMED = {
     "Mistral": "Mistral",
     "Qwen2": "Qwen2",
     "Qwen3": "Qwen3",
-    "Gemma 1 to 3": "Gemma Gemma2 Gemma3",
+    "Gemma 1 to 4": "Gemma Gemma2 Gemma3 Gemma4",
     "gpt-oss": "GptOss",
     "Mixtral": "Mixtral",
     "GLM-4": "Glm4",
