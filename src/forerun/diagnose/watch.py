@@ -72,8 +72,8 @@ def observe(
         at_s: Unix time.
         target_s: time per output token that should not be exceeded; None for none.
     """
-    if not any(True for _ in _figures(metrics)) and not metrics.positions:
-        raise InvalidRequest(f"{state.source} has no counter of speculation, times or prompts")
+    if not metrics.totals:  # a server that was just started may have few
+        raise InvalidRequest(f"{state.source} holds no metric of an engine that is known")
     last, state.last, state.num_failed = state.last, metrics, 0
     if last is None:
         return []

@@ -138,9 +138,17 @@ def test_a_restart_of_the_server_or_of_the_watch_is_no_change():
     assert watched(state, server, 10, acceptance=0.47)
 
 
-def test_a_page_without_such_counters_is_refused():
-    with pytest.raises(InvalidRequest, match="no counter"):
+def test_a_page_of_no_engine_is_refused():
+    with pytest.raises(InvalidRequest, match="no metric of an engine"):
         observe(WatchState(source="s"), read("python_info 1\n"), 0.0, None)
+
+
+def test_a_server_that_was_just_started_is_watched():
+    """Counters with labels appear with the first request."""
+    state = WatchState(source="s")
+    assert observe(state, read("vllm:num_requests_running 0\n"), 0.0, None) == []
+    assert watched(state, Server(), 100, acceptance=0.74) == []
+    assert state.series["acceptance at position 1"].num > 60
 
 
 def test_the_spread_between_requests_is_learned():
