@@ -311,7 +311,7 @@ class TargetParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenText:
-    """A text with the target's features, from which golden rows are computed; see `golden`."""
+    """A text with the target's features, by which a head is checked whenever it is loaded."""
 
     tokens: Int64[Tensor, " tokens"]
     features: Float[Tensor, "tokens layers hidden"]

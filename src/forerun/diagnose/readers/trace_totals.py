@@ -35,7 +35,7 @@ Reals: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StretchCounts:
-    """Drafting steps counted by stretch and by value of one property of the steps.
+    """Drafting steps counted by stretch of a request and by value of one property of the steps.
 
     Attributes:
         total: sum over them of the share of their draft that the verifier expected to accept.
@@ -161,7 +161,7 @@ def _against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Re
 
 
 def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> StretchCounts:
-    """Count steps by stretch and property value; steps without a value are left out."""
+    """Count the steps of every stretch of a request by the value of a property, if it has one."""
     used = place != NO_PLACE
     stretch, place, accepted, values = (a[used] for a in (stretch, place, accepted, values))
     width = int(place.max(initial=0)) + 1

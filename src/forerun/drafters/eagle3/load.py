@@ -52,7 +52,7 @@ Embed = Callable[[Int64[Tensor, " rows"]], Float[Tensor, "rows width"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenRows:
-    """Golden rows of a head.
+    """Inputs, intermediate results and outputs of a head on a short text, kept from its training.
 
     Attributes:
         tokens: of the text; row t reads token t + 1, so there is one more than rows.
@@ -140,7 +140,7 @@ def write_golden(
     features: Float[Tensor, "tokens layers target_width"],
     embed: Embed,
 ) -> None:
-    """Compute golden rows and write them into the folder of a head."""
+    """Compute the golden rows of a head, by which it is checked when loaded, and write them."""
     rounded = copy.deepcopy(head).to(torch.bfloat16).float().cpu().eval()
     rows = tokens[1:].cpu()
     embedded = rounded.embed_tokens(rows) if rounded.embed_tokens is not None else embed(rows)
