@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from forerun.models.architecture import Architecture, WeightFormat, read_architecture
 from forerun.models.decoder import Decoder, DecoderVariant, parameter_shapes, read_decoder
@@ -20,11 +21,12 @@ Parameters = Mapping[str, Tensor]
 
 def native_model(network: PreTrainedModel, **options: object) -> NativeModel:
     """`options` as for `run_natively`."""
-    config = network.config
-    architecture = read_architecture(type(network).__name__, config.to_dict())
-    return run_natively(
-        read_decoder(architecture, config.to_dict()), network.state_dict(), **options
-    )
+    settings = network.config.to_dict()
+    decoder = read_decoder(read_architecture(type(network).__name__, settings), settings)
+    parameters = network.state_dict()
+    if decoder.experts is not None:  # in memory transformers fuses what a checkpoint lists
+        parameters = revert_weight_conversion(network, parameters)
+    return run_natively(decoder, parameters, **options)
 
 
 def run_natively(

@@ -42,6 +42,7 @@ CORPUS = (*PROMPTS, "for name in names:\n    print(name)\n", "héllo wörld 😀
 WINDOW = 8
 QWEN_MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+PARTLY_MIXED = {"mlp_only_layers": [0], "norm_topk_prob": True}
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GEMMA3 = {
     "sliding_window": WINDOW,
@@ -73,6 +74,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-mixed": ("Qwen2ForCausalLM", {"num_key_value_heads": 1} | QWEN_MIXED),
     "qwen3-mixed": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 16} | QWEN_MIXED),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {"num_key_value_heads": 1, "head_dim": 16} | MOE),
+    "qwen3-moe-mixed": (
+        "Qwen3MoeForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 16} | MOE | QWEN_MIXED | PARTLY_MIXED,
+    ),
     "gemma3": ("Gemma3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 16} | GEMMA3),
     "phi3": ("Phi3ForCausalLM", {"num_key_value_heads": 1, "rope_parameters": HALF_ROTATED}),
     "phi3-sliding": ("Phi3ForCausalLM", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
@@ -90,7 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
 NATIVE = (
     *("mistral-sliding", "qwen2-mixed", "qwen3-mixed", "gemma3", "phi3", "phi3-sliding", "olmo2"),
-    "granite",
+    *("granite", "qwen3-moe", "qwen3-moe-mixed"),
 )
 SLIDING = ("mistral-sliding", "qwen2-mixed", "qwen3-mixed", "gemma3", "phi3-sliding")
 

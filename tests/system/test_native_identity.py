@@ -88,7 +88,7 @@ def test_runners_may_be_mixed():
         assert answers(tiny.engine_over(target, tiny.drafting(draft), k=3)) == expected
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2-mixed", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2-mixed", "gemma3", "qwen3-moe"])
 def bf16(request) -> tuple[str, NativeModel]:
     return request.param, natively(tiny.network(request.param), torch.bfloat16)
 

@@ -102,6 +102,11 @@ def write_quantised(
     if objection := unsupported(architecture, settings):
         raise InvalidModel(f"only models of the native runner are quantised, not {objection}")
     variant = VARIANTS[architecture.name]
+    if variant.experts is not None:
+        raise InvalidModel(
+            f"the experts of {architecture.name} are not written in fewer bits; quantise them "
+            f"while they are read (--weights {weights})"
+        )
     body, head = QUANTISED[weights]
     stored = parameter_names(checkpoint)
     names = dict.fromkeys((*stored, QUANTISED_HEAD))

@@ -7,7 +7,7 @@ not depend on the family, and fused where the input is the same: query, key and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -58,6 +58,24 @@ GATES: Mapping[str, bool] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Names of modules in a layer with experts, and of the settings that describe them.
+
+    Attributes:
+        parts: gate, up and down projection of an expert, whose number goes in.
+        num_experts: the setting that counts them.
+        size: the setting of their width.
+        normalised: the weights of a row's experts sum to 1: always, or if `norm_topk_prob` is set.
+    """
+
+    router: str
+    parts: tuple[str, str, str]
+    num_experts: str
+    size: str
+    normalised: Literal["always", "norm_topk_prob"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderVariant:
     """What the layers of a model family have; the defaults are Llama's.
 
@@ -81,6 +99,7 @@ class DecoderVariant:
         query_scalar: scores are divided by the square root of `query_pre_attn_scalar`.
         score_cap: scores are capped at `attn_logit_softcapping`.
         logit_cap: logits are capped at `final_logit_softcapping`.
+        experts: layers may have experts in place of a feed-forward.
         multipliers: embeddings, branches, scores and logits are scaled by Granite's settings.
     """
 
@@ -102,6 +121,7 @@ class DecoderVariant:
     score_cap: bool = False
     logit_cap: bool = False
     multipliers: bool = False
+    experts: ExpertNames | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -109,6 +129,29 @@ class DecoderVariant:
         known = replace(self, qkv_bias=False, windows="none")
         return known in (DecoderVariant(), DecoderVariant(qk_norm="heads"))
 
+
+QWEN_EXPERTS = ExpertNames(
+    router="mlp.gate",
+    parts=(
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    ),
+    num_experts="num_local_experts",
+    size="moe_intermediate_size",
+    normalised="norm_topk_prob",
+)
+MIXTRAL_EXPERTS = ExpertNames(
+    router="block_sparse_moe.gate",
+    parts=(
+        "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3",
+        "block_sparse_moe.experts.{}.w2",
+    ),
+    num_experts="num_local_experts",
+    size="intermediate_size",
+    normalised="always",
+)
 
 LLAMA = DecoderVariant()
 GEMMA = DecoderVariant(one_plus_norms=True, root_embedding=True)
@@ -158,8 +201,13 @@ VARIANTS: Mapping[str, DecoderVariant] = MappingProxyType(
         "LlamaForCausalLM": LLAMA,
         "MinistralForCausalLM": DecoderVariant(windows="listed"),
         "MistralForCausalLM": DecoderVariant(windows="all"),
+        "MixtralForCausalLM": DecoderVariant(windows="all", experts=MIXTRAL_EXPERTS),
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": replace(OLMO2, windows="listed"),
+        "OlmoeForCausalLM": DecoderVariant(
+            qk_norm="whole",
+            experts=replace(QWEN_EXPERTS, num_experts="num_experts", size="intermediate_size"),
+        ),
         "Phi3ForCausalLM": DecoderVariant(
             parts=(FUSED_QKV, MATRIX_PARTS[1], FUSED_GATE_UP, MATRIX_PARTS[3]),
             windows="all",
@@ -167,11 +215,29 @@ VARIANTS: Mapping[str, DecoderVariant] = MappingProxyType(
         ),
         "Qwen2ForCausalLM": DecoderVariant(qkv_bias=True, windows="switched"),
         "Qwen3ForCausalLM": DecoderVariant(qk_norm="heads", windows="switched"),
+        "Qwen3MoeForCausalLM": DecoderVariant(qk_norm="heads", windows="all", experts=QWEN_EXPERTS),
         "SeedOssForCausalLM": DecoderVariant(qkv_bias="attention_bias"),
         "SmolLM3ForCausalLM": DecoderVariant(windows="switched", unrotated="no_rope_layers"),
         "VaultGemmaForCausalLM": replace(GEMMA2, attention_norm=None, feed_forward_norm=None),
     }
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Sizes of the experts of a decoder.
+
+    Attributes:
+        num_used: how many a row uses.
+        normalised: the weights of these sum to 1.
+        layers: per layer whether it has experts.
+    """
+
+    num_experts: int = 0
+    num_used: int = 0
+    intermediate_size: int = 0
+    normalised: bool = False
+    layers: tuple[bool, ...] = ()
 
 
 Rotation = tuple[Float[Tensor, " pairs"], float]
@@ -212,6 +278,10 @@ class Decoder:
     logit_divisor: float = 1.0
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
     def within(self, num_positions: int) -> Decoder:
         """Return the decoder without the windows that hide nothing of so many positions."""
@@ -231,13 +301,21 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """Weights of the experts of a layer; matrices of one are gate and up fused, and down."""
+
+    router: Float[Tensor, "experts hidden"]
+    matrices: Iterable[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
     """Weights of one layer; matrices are (outputs, inputs), as in torch.nn.functional.linear.
 
     Attributes:
         qkv: rows of the query heads, then of the key heads, then of the value heads; as wide as the
             residual stream, or in an attached head as the token embedding and its state joined.
-        gate_up: rows of the gate, then of the up projection.
+        gate_up: rows of the gate, then of the up projection; of no elements with experts.
         input_norm, post_norm: before attention and before the feed-forward; of no elements where
             there is none.
         attention_norm, feed_forward_norm: on what these add to the residual stream.
@@ -250,8 +328,9 @@ class LayerWeights:
     key_norm: Float[Tensor, " key_width"] | None
     output: Float[Tensor, "hidden query_rows"]
     post_norm: Float[Tensor, " post_or_0"]
-    gate_up: Float[Tensor, "gate_up_rows hidden"]
-    down: Float[Tensor, "hidden intermediate"]
+    gate_up: Float[Tensor, "gate_up_rows gate_inputs"]
+    down: Float[Tensor, "down_rows intermediate"]
+    experts: ExpertWeights | None = None
     attention_norm: Float[Tensor, " hidden"] | None = None
     feed_forward_norm: Float[Tensor, " hidden"] | None = None
 
@@ -275,6 +354,7 @@ def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str 
         f"{variant.gate} {gate!r}": gate not in GATES,
         "biases in the feed-forward (mlp_bias)": settings.get("mlp_bias"),
         "biases in every matrix (use_bias)": settings.get("use_bias"),
+        "clipped queries and keys (clip_qkv)": settings.get("clip_qkv"),
         "a bias on the attention output (attention_bias)": has_biases,
         "a bias on the attention output (attention_out_bias)": settings.get("attention_out_bias"),
         "rotation of a part of each head (partial_rotary_factor)": (
@@ -312,7 +392,27 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         sliding_rotation=sliding,
         rotations=_rotations(variant, settings, by_kind=is_rotated_by_kind),
         gelu=GATES[settings[variant.gate]],
+        experts=_experts(variant.experts, settings, architecture.num_layers),
         **_scales(variant, architecture, settings),
+    )
+
+
+def _experts(
+    names: ExpertNames | None, settings: Mapping[str, Any], num_layers: int
+) -> Experts | None:
+    """Return the sizes of the experts, if there are any."""
+    if names is None:
+        return None
+    num_experts, num_used = settings[names.num_experts], settings["num_experts_per_tok"]
+    if not 0 < num_used <= num_experts:
+        raise ValueError(f"num_experts_per_tok is {num_used}, of {num_experts} experts")
+    dense, step = settings.get("mlp_only_layers") or (), settings.get("decoder_sparse_step") or 1
+    return Experts(
+        num_experts=num_experts,
+        num_used=num_used,
+        intermediate_size=settings[names.size],
+        normalised=names.normalised == "always" or settings["norm_topk_prob"],
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
     )
 
 
@@ -410,9 +510,12 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
         "gate_up_proj": (2 * intermediate, hidden),
         "down_proj": (hidden, intermediate),
     }
-    layer: dict[str, tuple[int, ...]] = {}
-    for part in (part for parts in variant.parts for part in parts):
-        layer[f"{part}.weight"] = sizes[part.split(".")[-1]]
+
+    def weights(parts: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:
+        named = (part for group in parts for part in group)
+        return {f"{part}.weight": sizes[part.split(".")[-1]] for part in named}
+
+    layer = weights(variant.parts[:2])
     if variant.qkv_bias:
         layer |= {f"{part}.bias": layer[f"{part}.weight"][:1] for part in variant.parts[0]}
     if variant.qk_norm != "none":
@@ -425,13 +528,43 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
         variant.feed_forward_norm,
     )
     layer |= {f"{name}.weight": (hidden,) for name in norms if name is not None}
+    dense, mixed = weights(variant.parts[2:]), _expert_shapes(decoder)
     shapes = {
         f"model.layers.{index}.{name}": shape
         for index in range(a.num_layers)
-        for name, shape in layer.items()
+        for name, shape in (layer | (mixed if decoder.has_experts(index) else dense)).items()
     }
     shapes |= {"model.embed_tokens.weight": (a.vocab_size, hidden), "model.norm.weight": (hidden,)}
     return shapes if decoder.tied else shapes | {"lm_head.weight": (a.vocab_size, hidden)}
+
+
+def _expert_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+    """Return the name in a layer and the shape of every parameter of its experts."""
+    experts, names = decoder.experts, decoder.variant.experts
+    if experts is None or names is None:
+        return {}
+    hidden, width = decoder.architecture.hidden_size, experts.intermediate_size
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    named: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (experts.num_experts, hidden)}
+    for expert in range(experts.num_experts):
+        parts = zip(names.parts, shapes, strict=True)
+        named |= {f"{part.format(expert)}.weight": shape for part, shape in parts}
+    return named
+
+
+def _read_experts(decoder: Decoder, prefix: str, read: ReadTensor) -> ExpertWeights | None:
+    """Read the router of a layer; its experts are read one by one when they are asked for."""
+    experts, names = decoder.experts, decoder.variant.experts
+    assert experts is not None and names is not None
+
+    def matrices(expert: int) -> tuple[Tensor, Tensor]:
+        gate, up, down = (read(f"{prefix}.{part.format(expert)}.weight") for part in names.parts)
+        return torch.cat([gate, up]), down
+
+    return ExpertWeights(
+        router=read(f"{prefix}.{names.router}.weight"),
+        matrices=map(matrices, range(experts.num_experts)),
+    )
 
 
 def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
@@ -444,7 +577,8 @@ def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
     def norm(name: str | None) -> Tensor | None:
         return None if name is None else _norm(decoder, f"{prefix}.{name}.weight", read)
 
-    nothing = torch.empty(0)
+    nothing, no_matrix = torch.empty(0), torch.empty(0, 0)
+    has_experts = decoder.has_experts(index)
     has_qk_norm = variant.qk_norm != "none"
     input_norm, post_norm = norm(variant.input_norm), norm(variant.post_norm)
     return LayerWeights(
@@ -456,8 +590,9 @@ def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
         output=fused(1),
         attention_norm=norm(variant.attention_norm),
         post_norm=nothing if post_norm is None else post_norm,
-        gate_up=fused(2),
-        down=fused(3),
+        gate_up=no_matrix if has_experts else fused(2),
+        down=no_matrix if has_experts else fused(3),
+        experts=_read_experts(decoder, prefix, read) if has_experts else None,
         feed_forward_norm=norm(variant.feed_forward_norm),
     )
 

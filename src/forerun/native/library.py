@@ -161,7 +161,8 @@ class Sizes(Structure):
         *((name, c_int32) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "intermediate_size", "vocab_size", "tied")),
         *((name, c_int32) for name in ("whole_qk_norm", "interleaved", "gelu")),
-        *((name, c_int32) for name in ("num_ropes", "num_pairs")),
+        *((name, c_int32) for name in ("num_ropes", "num_pairs", "num_experts")),
+        *((name, c_int32) for name in ("experts_per_row", "expert_size", "normalise_experts")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale")),
         *((name, c_float) for name in ("score_scale", "logit_divisor", "score_cap", "logit_cap")),
         *((name, c_void_p) for name in ("inv_freq", "rope_scales", "layers")),
@@ -226,6 +227,7 @@ class MatrixKind(IntEnum):
     DOWN = 3
     HEAD = 4
     EMBEDDING = 5
+    ROUTER = 6
 
 
 class MatrixFormat(IntEnum):
@@ -254,7 +256,7 @@ SIGNATURES = {
     "forerun_decoder_requantised": (c_void_p, (c_void_p, c_void_p)),
     "forerun_decoder_put_quantised": (c_bool, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)),
     "forerun_decoder_put_vector": (None, (c_void_p, c_int32, c_int32, c_void_p)),
-    "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_void_p)),
+    "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_int32, c_void_p)),
     "forerun_decoder_attach": (None, (c_void_p, c_void_p, c_void_p)),
     "forerun_decoder_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
     "forerun_decoder_head": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p)),

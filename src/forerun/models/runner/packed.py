@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import QUANTISED, WeightFormat
-from forerun.models.decoder import Decoder, LayerWeights, QuantisedMatrix
+from forerun.models.decoder import Decoder, Experts, LayerWeights, QuantisedMatrix
 from forerun.native.library import (
     ELEMENTS,
     Kernels,
@@ -73,10 +73,14 @@ class PackedWeights:
         self.kernels.library.forerun_decoder_put_vector(self.handle, kind, layer, values.data_ptr())
         return values.numel()
 
-    def put_matrix(self, kind: MatrixKind, layer: int, matrix: Tensor) -> int:
-        """Pack a matrix; returns its number of elements."""
+    def put_matrix(
+        self, kind: MatrixKind, layer: int, matrix: Tensor, expert: int | None = None
+    ) -> int:
+        """Pack a matrix, of an expert or of all rows; returns its number of elements."""
         values = matrix.contiguous()
-        self.kernels.library.forerun_decoder_put_matrix(self.handle, kind, layer, values.data_ptr())
+        self.kernels.library.forerun_decoder_put_matrix(
+            self.handle, kind, layer, -1 if expert is None else expert, values.data_ptr()
+        )
         return values.numel()
 
     def put_quantised(self, kind: MatrixKind, layer: int, matrix: QuantisedMatrix) -> int:
@@ -118,15 +122,21 @@ class PackedWeights:
         matrices = {
             MatrixKind.QKV: layer.qkv,
             MatrixKind.OUTPUT: layer.output,
-            MatrixKind.GATE_UP: layer.gate_up,
-            MatrixKind.DOWN: layer.down,
         }
+        if layer.experts is None:
+            matrices |= {MatrixKind.GATE_UP: layer.gate_up, MatrixKind.DOWN: layer.down}
+        else:
+            matrices[MatrixKind.ROUTER] = layer.experts.router
         size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
             self.put_quantised(kind, index, quantised[kind])
             if kind in quantised
             else self.put_matrix(kind, index, matrix)
             for kind, matrix in matrices.items()
         )
+        experts = () if layer.experts is None else layer.experts.matrices
+        for expert, (gate_up, down) in enumerate(experts):
+            size += self.put_matrix(MatrixKind.GATE_UP, index, gate_up, expert)
+            size += self.put_matrix(MatrixKind.DOWN, index, down, expert)
         self.layer_sizes.append(size)
         return size
 
@@ -148,8 +158,20 @@ def _listed_layers(decoder: Decoder) -> array[int]:
     num_layers = decoder.architecture.num_layers
     windows = decoder.windows or (None,) * num_layers
     rotations = decoder.rotations or (0,) * num_layers
-    pairs = zip(windows, rotations, strict=True)
-    return array("i", (value for window, rotation in pairs for value in (window or 0, rotation)))
+    mixed = (False,) * num_layers if decoder.experts is None else decoder.experts.layers
+    listed = array("i")
+    for window, rotation, has_experts in zip(windows, rotations, mixed, strict=True):
+        listed.extend((window or 0, rotation, has_experts))
+    return listed
+
+
+def _listed_rotations(decoder: Decoder) -> tuple[Tensor, array[float]]:
+    """Return the rotations that layers choose from, and their scales."""
+    rotations = [(decoder.inv_freq, decoder.rope_scale)]
+    if decoder.sliding_rotation is not None:
+        rotations.append(decoder.sliding_rotation)
+    inv_freq, scales = zip(*rotations, strict=True)
+    return torch.stack(inv_freq), array("f", scales)
 
 
 def new_decoder(
@@ -166,13 +188,9 @@ def new_decoder(
         formats: of the matrices of every layer and of the output layer; none: `dtype`.
     """
     architecture = decoder.architecture
-    turned = [(decoder.inv_freq, decoder.rope_scale)]
-    if decoder.sliding_rotation is not None:
-        turned.append(decoder.sliding_rotation)
-    inv_freq = torch.stack([each for each, _ in turned])
-    rope_scales = array("f", (scale for _, scale in turned))
+    inv_freq, rope_scales = _listed_rotations(decoder)
     listed = array("i", formats)
-    layers = _listed_layers(decoder)
+    layers, experts = _listed_layers(decoder), decoder.experts or Experts()
     # transformers rounds the factor of Gemma's embeddings to their dtype.
     embedding_scale = float(torch.tensor(decoder.embedding_scale, dtype=dtype))
     sizes = Sizes(
@@ -187,8 +205,12 @@ def new_decoder(
         whole_qk_norm=decoder.variant.qk_norm == "whole",
         interleaved=decoder.variant.interleaved,
         gelu=decoder.gelu,
-        num_ropes=len(turned),
+        num_ropes=len(rope_scales),
         num_pairs=inv_freq.shape[1],
+        num_experts=experts.num_experts,
+        experts_per_row=experts.num_used,
+        expert_size=experts.intermediate_size,
+        normalise_experts=experts.normalised,
         norm_eps=decoder.norm_eps,
         embedding_scale=embedding_scale,
         residual_scale=decoder.residual_scale,

@@ -11,6 +11,7 @@ extern "C" {
 struct ForerunLayer {
     int32_t window;  // positions that a row sees, its own included; 0: all
     int32_t rope;    // which rotation turns queries and keys; -1: none
+    int32_t has_experts;  // in place of one feed-forward
 };
 
 // Sizes and constants; see models/decoder.py.
@@ -21,6 +22,9 @@ struct ForerunSizes {
     int32_t interleaved;    // rotated pairs are (2i, 2i + 1), not (i, i + num_pairs)
     int32_t gelu;           // the gate is a GELU by tanh, not a SiLU
     int32_t num_ropes, num_pairs;  // num_pairs: of a head that are rotated
+    // Of layers with experts: how many there are, how many each row uses, their width, and whether the
+    // weights of those used are scaled to sum to 1.
+    int32_t num_experts, experts_per_row, expert_size, normalise_experts;
     float norm_eps;
     // Factors on embeddings, on what is added to the residual stream, and on products of queries and
     // keys; what logits are divided by; then caps of scores and logits, 0 for none.
@@ -49,7 +53,7 @@ enum ForerunVector {
     kFeedForwardNorm
 };
 
-enum ForerunMatrix { kQkv, kOutput, kGateUp, kDown, kHead, kEmbedding };
+enum ForerunMatrix { kQkv, kOutput, kGateUp, kDown, kHead, kEmbedding, kRouter };
 
 struct ForerunSpan {
     int32_t slot, start, num_chain, num_tree;
@@ -86,12 +90,14 @@ void* forerun_crew_new(int32_t num_threads);
 void* forerun_decoder_new(void* crew, int32_t element, const ForerunSizes* sizes);
 void forerun_decoder_delete(void* decoder);
 size_t forerun_decoder_bytes(const void* decoder);
-// Those that a pass through the first num_layers and the head reads.
+// Those that a pass of one row through the first num_layers and the head reads.
 size_t forerun_decoder_bytes_read(const void* decoder, int32_t num_layers);
 
-// Weights are copied; layer is ignored for those after the last layer.
+// Weights are copied; layer is ignored for those after the last layer. kGateUp and kDown are those of
+// `expert` where it is not -1.
 void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, const float* from);
-void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from);
+void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, int32_t expert,
+                                const void* from);
 
 // The same for a matrix in a format of groups, already quantised: values [outputs][inputs] (-128 to
 // 127, or -8 to 7) and fp16 scales [outputs][inputs / group]. False: the format or the inputs do not

@@ -56,7 +56,7 @@ class AnyDecoder {
     virtual size_t num_bytes() const = 0;
     virtual size_t bytes_read(int num_layers) const = 0;
     virtual void put_vector(ForerunVector kind, int layer, const float* from) = 0;
-    virtual void put_matrix(ForerunMatrix kind, int layer, const void* from) = 0;
+    virtual void put_matrix(ForerunMatrix kind, int layer, int expert, const void* from) = 0;
     virtual bool put_quantised(ForerunMatrix kind, int layer, const int8_t* values, const uint16_t* scales) = 0;
     virtual AnyDecoder* requantised(const int32_t* formats) const = 0;
     virtual void attach(const AnyDecoder& target, const int64_t* target_ids) = 0;
@@ -95,8 +95,8 @@ class Decoder final : public AnyDecoder {
         weights_.put_vector(kind, layer, from);
     }
 
-    void put_matrix(ForerunMatrix kind, int layer, const void* from) override {
-        weights_.put_matrix(crew_, kind, layer, static_cast<const T*>(from));
+    void put_matrix(ForerunMatrix kind, int layer, int expert, const void* from) override {
+        weights_.put_matrix(crew_, kind, layer, expert, static_cast<const T*>(from));
     }
 
     bool put_quantised(ForerunMatrix kind, int layer, const int8_t* values, const uint16_t* scales) override {
@@ -142,7 +142,7 @@ class Decoder final : public AnyDecoder {
         crew_.run(1, [&](Walker& walker) {
             float* own = sums.data() + size_t(walker.thread) * num_rows * kPanel;
             walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
-                if (matrix.bits) multiply_panel(scratch_.quantised, num_rows, matrix, panel, own);
+                if (matrix.bits) multiply_panel(scratch_.quantised, 0, num_rows, matrix, panel, own);
                 else multiply_panel(rows, width, num_rows, matrix, panel, next, own);
                 weights_.finish_logits(own, size_t(num_rows) * kPanel);
                 copy_columns(own, panel, num_rows, vocab_size, logits);
@@ -390,8 +390,9 @@ void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, cons
     as_decoder(decoder)->put_vector(ForerunVector(kind), layer, from);
 }
 
-void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from) {
-    as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, from);
+void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, int32_t expert,
+                                const void* from) {
+    as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, expert, from);
 }
 
 bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, const int8_t* values,

@@ -32,6 +32,8 @@ struct Matrix {
 
     const uint32_t* panel(int index) const { return words + index * panel_words; }
 
+    size_t num_words_packed() const { return num_panels * panel_words; }
+
     size_t group_bytes() const { return size_t(kPanel) * group * bits / 8 + kPanel * sizeof(uint16_t); }
 };
 

@@ -16,6 +16,18 @@ struct AttendItem {
 
 constexpr int kItemQueries = 12;
 
+// An expert that a row uses, what its output is multiplied by, and its place among the routed rows.
+struct Choice {
+    int expert = 0;
+    float weight = 0;
+    int place = 0;
+};
+
+// Rows [first, last) of the routed rows are those of an expert.
+struct UsedExpert {
+    int expert, first, last;
+};
+
 // Grows to the largest pass seen and stays, so that a step allocates nothing.
 template <class T>
 struct Scratch {
@@ -25,8 +37,15 @@ struct Scratch {
     std::vector<float> qkv;     // [rows][qkv_rows]
     std::vector<T> queries;     // [rows][query_rows], rotated
     std::vector<T> heads;       // [rows][query_rows], attended
-    std::vector<T> gated;       // [rows][padded_intermediate]
+    std::vector<T> gated;       // [rows][padded_intermediate], or of routed rows [padded_expert]
     std::vector<float> branch;  // [rows][hidden_size], to be normed and added to the residual stream
+    std::vector<float> chances;     // [rows][num_experts], padded to whole vectors
+    std::vector<Choice> choices;    // [rows][experts_per_row], the likeliest first
+    // Per layer, ascending. A thread that is late counts the items of a phase long after it is over,
+    // so that they must be those of its layer.
+    std::vector<std::vector<UsedExpert>> used;
+    std::vector<T> routed;          // [rows * experts_per_row][hidden_size], expert by expert
+    std::vector<float> expert_outputs;  // [rows * experts_per_row][hidden_size]
     QuantisedRows quantised;    // the input of a matrix in fewer bits
     std::vector<float> rotations;   // [rows][num_ropes][2 * num_pairs]: cosines, then sines
     std::vector<Seen> seen;     // [rows]
@@ -50,7 +69,7 @@ class Pass {
         plan_rows();
     }
 
-    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 12 + 2; }
+    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 16 + 2; }
 
     // `sink(walker, panel, sums)` receives the head's outputs of the wanted rows, panel by panel.
     template <class Sink>
@@ -68,7 +87,7 @@ class Pass {
             });
             multiply(walker, layer.qkv, s_.normed.data(), w_.input_width, num_rows,
                      [&](int panel, const float* sums) {
-                         keep(sums, panel, s_.qkv.data(), w_.qkv_rows);
+                         keep(sums, panel, num_rows, s_.qkv.data(), w_.qkv_rows);
                      });
             walker.each(num_rows, [&](int row) { rotate_and_store(layer, l, row); });
             walker.each(int(s_.items.size()) * sizes.num_kv_heads, [&](int item) {
@@ -78,15 +97,8 @@ class Pass {
             quantise_all(walker, layer.output, s_.heads.data(), w_.query_rows);
             multiply_and_add(walker, layer.output, s_.heads.data(), w_.query_rows,
                              layer.attention_norm);
-            walker.each(num_rows, [&](int row) {
-                norm(row, layer.post_norm, row);
-                quantise(layer.gate_up, s_.normed.data(), sizes.hidden_size, row);
-            });
-            multiply(walker, layer.gate_up, s_.normed.data(), sizes.hidden_size, num_rows,
-                     [&](int panel, const float* sums) { gate(sums, panel); });
-            quantise_all(walker, layer.down, s_.gated.data(), w_.padded_intermediate);
-            multiply_and_add(walker, layer.down, s_.gated.data(), w_.padded_intermediate,
-                             layer.feed_forward_norm);
+            if (layer.experts.empty()) feed_forward(walker, layer);
+            else mix_experts(walker, layer, s_.used[l]);
         }
         if (rows_.num_features)
             walker.each(num_rows, [&](int row) { keep_features(rows_.num_layers, row); });
@@ -116,7 +128,13 @@ class Pass {
         fit(s_.qkv, rows * w_.qkv_rows);
         fit(s_.queries, rows * w_.query_rows);
         fit(s_.heads, rows * w_.query_rows);
-        fit(s_.gated, rows * w_.padded_intermediate);
+        const size_t routed = rows * sizes.experts_per_row;
+        fit(s_.gated, std::max(rows * w_.padded_intermediate, routed * w_.padded_expert));
+        fit(s_.chances, rows * chances_size());
+        fit(s_.choices, routed);
+        fit(s_.used, rows_.num_layers);
+        fit(s_.routed, routed * sizes.hidden_size);
+        fit(s_.expert_outputs, routed * sizes.hidden_size);
         fit(s_.branch, rows * sizes.hidden_size);
         fit(s_.rotations, rows * rotation_size());
         fit(s_.seen, rows);
@@ -132,7 +150,7 @@ class Pass {
         for (auto& asked : s_.asked) fit(asked, queries);
         for (int l = 0; l < rows_.num_layers; ++l)
             for (const Matrix* matrix : Weights<T>::matrices_of(w_.layers[l]))
-                if (matrix->bits) s_.quantised.fit(rows_.num_rows, *matrix);
+                if (matrix->bits) s_.quantised.fit(int(std::max(rows, routed)), *matrix);
         if (w_.head.bits) s_.quantised.fit(rows_.num_wanted, w_.head);
     }
 
@@ -272,7 +290,7 @@ class Pass {
                   Sink&& sink) {
         float* sums = s_.sums[walker.thread].data();
         walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
-            if (matrix.bits) multiply_panel(s_.quantised, num_rows, matrix, panel, sums);
+            if (matrix.bits) multiply_panel(s_.quantised, 0, num_rows, matrix, panel, sums);
             else multiply_panel(x, stride, num_rows, matrix, panel, next, sums);
             sink(panel, sums);
         });
@@ -284,23 +302,145 @@ class Pass {
         const size_t width = w_.sizes.hidden_size;
         multiply(walker, matrix, x, stride, rows_.num_rows, [&](int panel, const float* sums) {
             if (weight.empty()) add(sums, panel);
-            else keep(sums, panel, s_.branch.data(), int(width));
+            else keep(sums, panel, rows_.num_rows, s_.branch.data(), int(width));
         });
-        if (weight.empty()) return;
-        walker.each(rows_.num_rows, [&](int row) {
-            float *from = &s_.branch[row * width], *to = &s_.hidden[row * width];
-            norm_in_place(from, int(width), 1, weight);
-            for (size_t i = 0; i < width; i += kLanes)
-                store(to + i, load(to + i) + load(from + i) * splat(w_.sizes.residual_scale));
+        if (!weight.empty()) walker.each(rows_.num_rows, [&](int row) { add_branch(row, weight); });
+    }
+
+    // Adds a row of `branch` to the residual stream, normed before where there are weights.
+    void add_branch(int row, const std::vector<float>& weight) {
+        const size_t width = w_.sizes.hidden_size;
+        float *from = &s_.branch[row * width], *to = &s_.hidden[row * width];
+        norm_in_place(from, int(width), 1, weight);
+        for (size_t i = 0; i < width; i += kLanes)
+            store(to + i, load(to + i) + load(from + i) * splat(w_.sizes.residual_scale));
+    }
+
+    void feed_forward(Walker& walker, const Layer& layer) {
+        const auto& [gate_up, down] = layer.feed_forward;
+        const int num_rows = rows_.num_rows, width = w_.sizes.hidden_size;
+        walker.each(num_rows, [&](int row) {
+            norm(row, layer.post_norm, row);
+            quantise(gate_up, s_.normed.data(), width, row);
+        });
+        multiply(walker, gate_up, s_.normed.data(), width, num_rows,
+                 [&](int panel, const float* sums) {
+                     gate(sums, panel, num_rows, s_.gated.data(), w_.padded_intermediate);
+                 });
+        quantise_all(walker, down, s_.gated.data(), w_.padded_intermediate);
+        multiply_and_add(walker, down, s_.gated.data(), w_.padded_intermediate,
+                         layer.feed_forward_norm);
+    }
+
+    // Routed rows are copies of the rows, one for every expert of each, so that those of an expert lie
+    // together and its weights are read once. A row's experts are summed in the order of its choices.
+    void mix_experts(Walker& walker, const Layer& layer, std::vector<UsedExpert>& used) {
+        const FeedForward& any = layer.experts.front();
+        const int num_rows = rows_.num_rows, per_row = w_.sizes.experts_per_row;
+        const size_t width = w_.sizes.hidden_size, expert_width = w_.padded_expert;
+        walker.each(num_rows, [&](int row) { norm(row, layer.post_norm, row); });
+        multiply(walker, layer.router, s_.normed.data(), int(width), num_rows,
+                 [&](int panel, const float* sums) {
+                     keep(sums, panel, num_rows, s_.chances.data(), chances_size());
+                 });
+        walker.each(num_rows, [&](int row) { choose(row); });
+        walker.each(1, [&](int) { route(used); });
+        walker.each(num_rows, [&](int row) {
+            for (int i = row * per_row; i < (row + 1) * per_row; ++i) {
+                const int place = s_.choices[i].place;
+                std::memcpy(&s_.routed[place * width], &s_.normed[row * width], width * sizeof(T));
+                quantise(any.gate_up, s_.routed.data(), int(width), place);
+            }
+        });
+        multiply_experts(walker, layer, used, &FeedForward::gate_up, s_.routed.data(), width,
+                         [&](const UsedExpert& of, int panel, const float* sums) {
+                             gate(sums, panel, of.last - of.first,
+                                  &s_.gated[of.first * expert_width], expert_width);
+                         });
+        if (any.down.bits)
+            walker.each(num_rows * per_row, [&](int place) {
+                quantise(any.down, s_.gated.data(), int(expert_width), place);
+            });
+        multiply_experts(walker, layer, used, &FeedForward::down, s_.gated.data(), expert_width,
+                         [&](const UsedExpert& of, int panel, const float* sums) {
+                             keep(sums, panel, of.last - of.first,
+                                  &s_.expert_outputs[of.first * width], int(width));
+                         });
+        walker.each(num_rows, [&](int row) {
+            float* to = &s_.branch[row * width];
+            std::fill(to, to + width, 0.f);
+            for (int i = row * per_row; i < (row + 1) * per_row; ++i) {
+                const float* from = &s_.expert_outputs[s_.choices[i].place * width];
+                const Floats weight = splat(s_.choices[i].weight);
+                for (size_t j = 0; j < width; j += kLanes)
+                    store(to + j, load(to + j) + weight * load(from + j));
+            }
+            add_branch(row, layer.feed_forward_norm);
+        });
+    }
+
+    int chances_size() const { return (w_.sizes.num_experts + kLanes - 1) / kLanes * kLanes; }
+
+    // The likeliest experts of a row; of equals the first.
+    void choose(int row) {
+        const int num_experts = w_.sizes.num_experts, per_row = w_.sizes.experts_per_row;
+        float* chances = &s_.chances[size_t(row) * chances_size()];
+        Choice* choices = &s_.choices[size_t(row) * per_row];
+        float total = softmax(chances, num_experts), chosen = 0;
+        for (int rank = 0; rank < per_row; ++rank) {
+            int best = -1;
+            for (int expert = 0; expert < num_experts; ++expert) {
+                const bool is_free = chances[expert] != -1;
+                if (is_free && (best < 0 || chances[expert] > chances[best])) best = expert;
+            }
+            choices[rank].expert = best;
+            choices[rank].weight = chances[best];
+            chosen += chances[best];
+            chances[best] = -1;
+        }
+        if (w_.sizes.normalise_experts) total = chosen;
+        for (int rank = 0; rank < per_row; ++rank) choices[rank].weight /= total;
+    }
+
+    // Gives every choice its place, expert by expert and within one row by row.
+    void route(std::vector<UsedExpert>& used) {
+        const int num_choices = rows_.num_rows * w_.sizes.experts_per_row;
+        used.clear();
+        int place = 0;
+        for (int expert = 0; expert < w_.sizes.num_experts && place < num_choices; ++expert) {
+            const int first = place;
+            for (int i = 0; i < num_choices; ++i)
+                if (s_.choices[i].expert == expert) s_.choices[i].place = place++;
+            if (place > first) used.push_back({expert, first, place});
+        }
+    }
+
+    // Multiplies the rows of every expert that is used with one of its matrices.
+    template <class Sink>
+    void multiply_experts(Walker& walker, const Layer& layer, const std::vector<UsedExpert>& used,
+                          Matrix FeedForward::* which, const T* x, size_t stride, Sink&& sink) {
+        float* sums = s_.sums[walker.thread].data();
+        const int num_panels = (layer.experts.front().*which).num_panels;
+        walker.each_ahead(int(used.size()) * num_panels, [&](int item, int next) {
+            const UsedExpert& of = used[item / num_panels];
+            const Matrix& matrix = layer.experts[of.expert].*which;
+            const int panel = item % num_panels, num_rows = of.last - of.first;
+            const bool is_next_here = next >= 0 && next / num_panels == item / num_panels;
+            if (matrix.bits)
+                multiply_panel(s_.quantised, of.first, num_rows, matrix, panel, sums);
+            else
+                multiply_panel(x + of.first * stride, stride, num_rows, matrix, panel,
+                               is_next_here ? next % num_panels : -1, sums);
+            sink(of, panel, sums);
         });
     }
 
     // The columns of a panel that exist: all but in the last panel of a narrow matrix.
     static int columns(int panel, int width) { return std::min(kPanel, width - panel * kPanel); }
 
-    void keep(const float* sums, int panel, float* to, int width) {
+    void keep(const float* sums, int panel, int num_rows, float* to, int width) {
         const int num_columns = columns(panel, width);
-        for (int row = 0; row < rows_.num_rows; ++row)
+        for (int row = 0; row < num_rows; ++row)
             std::memcpy(to + size_t(row) * width + panel * kPanel, sums + size_t(row) * kPanel,
                         num_columns * sizeof(float));
     }
@@ -316,9 +456,9 @@ class Pass {
     }
 
     // gate * sigmoid(x) * up, where x is the gate itself (SiLU) or a polynomial of it (GELU by tanh)
-    void gate(const float* sums, int panel) {
-        for (int row = 0; row < rows_.num_rows; ++row, sums += kPanel) {
-            T* to = &s_.gated[size_t(row) * w_.padded_intermediate + panel * kHalfPanel];
+    void gate(const float* sums, int panel, int num_rows, T* gated, size_t stride) {
+        for (int row = 0; row < num_rows; ++row, sums += kPanel) {
+            T* to = gated + row * stride + panel * kHalfPanel;
             for (int i = 0; i < kHalfPanel; i += kLanes) {
                 const Floats g = load(sums + i), up = load(sums + kHalfPanel + i);
                 const Floats x = w_.sizes.gelu ? splat(kGelu) * (g + splat(0.044715f) * g * g * g) : g;

@@ -323,9 +323,9 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
     }
 }
 
-// sums[row][kPanel] = x[row] . panel
-inline void multiply_panel(const QuantisedRows& x, int num_rows, const Matrix& matrix, int panel,
-                           float* sums) {
+// sums[row][kPanel] = x[first_row + row] . panel
+inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, const Matrix& matrix,
+                           int panel, float* sums) {
     using Tile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, float*);
     static constexpr Tile kTiles[2][6] = {
         {quantised_tile<Int8, 1>, quantised_tile<Int8, 2>, quantised_tile<Int8, 3>,
@@ -337,7 +337,8 @@ inline void multiply_panel(const QuantisedRows& x, int num_rows, const Matrix& m
         const int begin = int(int64_t(num_rows) * t / num_tiles);
         const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
         kTiles[matrix.bits == 4][end - begin - 1](
-            x, begin, matrix, reinterpret_cast<const char*>(matrix.panel(panel)), sums + begin * kPanel);
+            x, first_row + begin, matrix, reinterpret_cast<const char*>(matrix.panel(panel)),
+            sums + begin * kPanel);
     }
 }
 

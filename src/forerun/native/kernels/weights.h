@@ -10,11 +10,21 @@
 
 namespace forerun {
 
-struct Layer {
+struct LayerVectors {
     std::vector<float> input_norm, post_norm, query_norm, key_norm, qkv_bias;
     std::vector<float> attention_norm, feed_forward_norm;  // of what is added to the residual stream
     std::vector<float> hidden_norm;  // of an attached head
-    Matrix qkv, output, gate_up, down;
+};
+
+struct FeedForward {
+    Matrix gate_up, down;
+};
+
+struct Layer : LayerVectors {
+    Matrix qkv, output;
+    FeedForward feed_forward;  // without experts
+    Matrix router;             // of a layer with experts, always of elements
+    std::vector<FeedForward> experts;
 };
 
 // Gate and up lie in the same panel, half a panel each, so that they meet when it is done.
@@ -34,7 +44,8 @@ class Weights {
           query_rows(given.num_heads * given.head_dim),
           kv_rows(given.num_kv_heads * given.head_dim),
           qkv_rows(query_rows + 2 * kv_rows),
-          padded_intermediate((given.intermediate_size + kHalfPanel - 1) / kHalfPanel * kHalfPanel),
+          padded_intermediate(padded(given.intermediate_size)),
+          padded_expert(padded(given.expert_size)),
           input_width(given.is_attached ? 2 * given.hidden_size : given.hidden_size),
           inv_freq(given.inv_freq, given.inv_freq + size_t(given.num_ropes) * given.num_pairs),
           rope_scales(given.rope_scales, given.rope_scales + given.num_ropes),
@@ -46,17 +57,23 @@ class Weights {
 
     size_t num_bytes() const { return buffer_.size(); }
 
-    // By ForerunMatrix.
+    // The matrices that every row of a pass reads; those of a first expert among them.
     template <class AnyLayer>
     static auto matrices_of(AnyLayer& layer) {
-        return std::array{&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
+        auto& feed_forward = layer.experts.empty() ? layer.feed_forward : layer.experts.front();
+        return std::array{&layer.qkv, &layer.output, &feed_forward.gate_up, &feed_forward.down,
+                          &layer.router};
     }
 
     size_t bytes_read(int num_layers) const {
-        size_t num_words = head.num_panels * head.panel_words;
-        for (int l = 0; l < num_layers; ++l)
-            for (const Matrix* matrix : matrices_of(layers[l]))
-                num_words += matrix->num_panels * matrix->panel_words;
+        size_t num_words = head.num_words_packed();
+        for (int l = 0; l < num_layers; ++l) {
+            for (const Matrix* matrix : matrices_of(layers[l])) num_words += matrix->num_words_packed();
+            if (layers[l].experts.empty()) continue;
+            const FeedForward& expert = layers[l].experts.front();
+            num_words += (expert.gate_up.num_words_packed() + expert.down.num_words_packed()) *
+                         (sizes.experts_per_row - 1);
+        }
         return num_words * sizeof(uint32_t);
     }
 
@@ -80,14 +97,14 @@ class Weights {
         }
     }
 
-    void put_matrix(Crew& crew, ForerunMatrix kind, int index, const T* from) {
+    void put_matrix(Crew& crew, ForerunMatrix kind, int index, int expert, const T* from) {
         if (kind == kEmbedding) {
             std::memcpy(embedding_, from, size_t(sizes.vocab_size) * sizes.hidden_size * sizeof(T));
             return;
         }
-        const Matrix& matrix = kind == kHead ? head : *matrices_of(layers[index])[kind];
-        const int num_inputs = inputs_of(kind);
-        each_output(crew, kind, [&](int first, int last, auto&& place) {
+        const Matrix& matrix = matrix_at(kind, index, expert);
+        const int num_inputs = inputs_of(kind, expert);
+        each_output(crew, kind, expert, [&](int first, int last, auto&& place) {
             if (!matrix.bits) {
                 pack_rows(matrix.words, matrix.num_words, from, num_inputs, first, last, place);
                 return;
@@ -104,10 +121,10 @@ class Weights {
     // False where the matrix is not in groups, or its inputs are not whole groups.
     bool put_quantised(Crew& crew, ForerunMatrix kind, int index, const int8_t* values,
                        const uint16_t* scales) {
-        const Matrix& matrix = kind == kHead ? head : *matrices_of(layers[index])[kind];
-        if (!matrix.bits || inputs_of(kind) % matrix.group) return false;
-        const size_t num_given = inputs_of(kind) / matrix.group;
-        each_output(crew, kind, [&](int first, int last, auto&& place) {
+        const Matrix& matrix = matrix_at(kind, index, -1);
+        if (!matrix.bits || inputs_of(kind, -1) % matrix.group) return false;
+        const size_t num_given = inputs_of(kind, -1) / matrix.group;
+        each_output(crew, kind, -1, [&](int first, int last, auto&& place) {
             for (int output = first; output < last; ++output)
                 for (size_t group = 0; group < num_given; ++group) {
                     const size_t at = output * num_given + group;
@@ -123,13 +140,14 @@ class Weights {
     void copy(Crew& crew, const Weights& from) {
         last_norm = from.last_norm;
         for (size_t l = 0; l < layers.size(); ++l) {
-            Layer copied = from.layers[l];
-            const auto own = matrices_of(layers[l]), theirs = matrices_of(from.layers[l]);
-            for (int kind = kQkv; kind <= kDown; ++kind) {
-                copy(crew, *own[kind], *theirs[kind]);
-                *matrices_of(copied)[kind] = *own[kind];
-            }
-            layers[l] = copied;
+            const Layer& theirs = from.layers[l];
+            static_cast<LayerVectors&>(layers[l]) = theirs;
+            copy(crew, layers[l].qkv, theirs.qkv);
+            copy(crew, layers[l].output, theirs.output);
+            copy(crew, layers[l].router, theirs.router);
+            copy(crew, layers[l].feed_forward, theirs.feed_forward);
+            for (size_t e = 0; e < theirs.experts.size(); ++e)
+                copy(crew, layers[l].experts[e], theirs.experts[e]);
         }
         copy(crew, head, from.head);
     }
@@ -159,7 +177,7 @@ class Weights {
 
     const ForerunSizes sizes;
     const int query_rows, kv_rows, qkv_rows;
-    const int padded_intermediate;
+    const int padded_intermediate, padded_expert;
     const int input_width;  // of the attention's input
     std::vector<float> inv_freq, rope_scales, last_norm;
     const std::vector<ForerunLayer> kinds;
@@ -167,20 +185,38 @@ class Weights {
     Matrix head;
 
   private:
-    int inputs_of(ForerunMatrix kind) const {
+    static int padded(int size) { return (size + kHalfPanel - 1) / kHalfPanel * kHalfPanel; }
+
+    const Matrix& matrix_at(ForerunMatrix kind, int index, int expert) const {
+        if (kind == kHead) return head;
+        const Layer& layer = layers[index];
+        const FeedForward& feed_forward = expert < 0 ? layer.feed_forward : layer.experts[expert];
+        switch (kind) {
+            case kQkv: return layer.qkv;
+            case kOutput: return layer.output;
+            case kGateUp: return feed_forward.gate_up;
+            case kDown: return feed_forward.down;
+            default: return layer.router;
+        }
+    }
+
+    int intermediate(int expert) const { return expert < 0 ? sizes.intermediate_size : sizes.expert_size; }
+
+    int inputs_of(ForerunMatrix kind, int expert) const {
         switch (kind) {
             case kQkv: return input_width;
             case kOutput: return query_rows;
-            case kDown: return sizes.intermediate_size;
+            case kDown: return intermediate(expert);
             default: return sizes.hidden_size;
         }
     }
 
-    int outputs_of(ForerunMatrix kind) const {
+    int outputs_of(ForerunMatrix kind, int expert) const {
         switch (kind) {
             case kQkv: return qkv_rows;
-            case kGateUp: return 2 * sizes.intermediate_size;
+            case kGateUp: return 2 * intermediate(expert);
             case kHead: return sizes.vocab_size;
+            case kRouter: return sizes.num_experts;
             default: return sizes.hidden_size;
         }
     }
@@ -198,9 +234,7 @@ class Weights {
     // Places everything behind `base` and returns the bytes it takes.
     size_t lay_out(char* base) {
         size_t num_bytes = 0;
-        int index = 0;
-        const auto matrix = [&](int num_outputs, int num_inputs) {
-            const ForerunFormat format = format_of(index++);
+        const auto matrix = [&](int num_outputs, int num_inputs, ForerunFormat format) {
             Matrix placed;
             placed.words = reinterpret_cast<uint32_t*>(base + num_bytes);
             placed.num_panels = (num_outputs + kPanel - 1) / kPanel;
@@ -216,13 +250,25 @@ class Weights {
             num_bytes += placed.num_panels * placed.panel_words * 4;
             return placed;
         };
-        for (Layer& layer : layers) {
-            layer.qkv = matrix(qkv_rows, input_width);
-            layer.output = matrix(sizes.hidden_size, query_rows);
-            layer.gate_up = matrix(2 * padded_intermediate, sizes.hidden_size);
-            layer.down = matrix(sizes.hidden_size, padded_intermediate);
+        const int hidden = sizes.hidden_size;
+        for (int l = 0; l < sizes.num_layers; ++l) {
+            Layer& layer = layers[l];
+            const auto format = [&](ForerunMatrix kind) { return format_of(4 * l + kind); };
+            const auto place = [&](FeedForward& feed_forward, int width) {
+                feed_forward.gate_up = matrix(2 * width, hidden, format(kGateUp));
+                feed_forward.down = matrix(hidden, width, format(kDown));
+            };
+            layer.qkv = matrix(qkv_rows, input_width, format(kQkv));
+            layer.output = matrix(hidden, query_rows, format(kOutput));
+            if (!kinds[l].has_experts) {
+                place(layer.feed_forward, padded_intermediate);
+                continue;
+            }
+            layer.router = matrix(sizes.num_experts, hidden, kElement);
+            layer.experts.resize(sizes.num_experts);
+            for (FeedForward& expert : layer.experts) place(expert, padded_expert);
         }
-        head = matrix(sizes.vocab_size, sizes.hidden_size);
+        head = matrix(sizes.vocab_size, hidden, format_of(4 * sizes.num_layers));
         if (has_embedding()) {
             embedding_ = reinterpret_cast<T*>(base + num_bytes);
             num_bytes += size_t(sizes.vocab_size) * sizes.hidden_size * sizeof(T);
@@ -233,10 +279,10 @@ class Weights {
     // Calls `work(first, last, place)` for all outputs of a matrix, 64 at a time; `place(output)` is
     // where an output lies among the panels.
     template <class Work>
-    void each_output(Crew& crew, ForerunMatrix kind, Work&& work) {
-        const int num_outputs = outputs_of(kind), intermediate = sizes.intermediate_size;
+    void each_output(Crew& crew, ForerunMatrix kind, int expert, Work&& work) {
+        const int num_outputs = outputs_of(kind, expert), width = intermediate(expert);
         const auto place = [&](int output) {
-            return kind == kGateUp ? gate_up_place(output, intermediate) : output;
+            return kind == kGateUp ? gate_up_place(output, width) : output;
         };
         crew.run(1, [&](Walker& walker) {
             walker.each((num_outputs + kPanel - 1) / kPanel, [&](int item) {
@@ -245,8 +291,17 @@ class Weights {
         });
     }
 
+    static void copy(Crew& crew, const FeedForward& to, const FeedForward& from) {
+        copy(crew, to.gate_up, from.gate_up);
+        copy(crew, to.down, from.down);
+    }
+
     // The same weights in another format.
     static void copy(Crew& crew, const Matrix& to, const Matrix& from) {
+        if (!to.bits) {  // a router
+            std::memcpy(to.words, from.words, from.num_words_packed() * sizeof(uint32_t));
+            return;
+        }
         const int num_given = from.bits ? from.num_groups * from.group : from.num_words * kDepth<T>;
         crew.run(1, [&](Walker& walker) {
             walker.each(to.num_panels, [&](int panel) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.natives import decoder_of, random_parameters, run_natively
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.base import Context, RowBatch, pack
-from forerun.models.decoder import Decoder, parameter_shapes
+from forerun.models.decoder import VARIANTS, Decoder, Experts, parameter_shapes
 from forerun.models.runner.native import NativeModel
 
 SIZES = {
@@ -54,6 +55,20 @@ def test_parameters_are_counted_once_and_packed_once(is_tied):
     num_packed = num_elements + (padded_vocab - 61) * 32
     # Huge pages are 2 MiB: of so small a model there is one.
     assert num_packed * 4 <= model.weights.num_bytes <= 2 << 20
+
+
+def test_a_row_reads_only_the_experts_that_it_uses():
+    variant = VARIANTS["Qwen3MoeForCausalLM"]
+    experts = Experts(num_experts=64, num_used=2, intermediate_size=32, layers=(True, False))
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 32}
+    decoder = replace(decoder_of(**sizes), variant=variant, experts=experts)
+    model = run_natively(decoder, random_parameters(decoder))
+    dense = expert = 3 * 64 * 32
+    attention, router, head = 64 * 64 + 64 * 32, 64 * 64, 64 * 64
+    read = 2 * attention + dense + router + head
+    assert model.bytes_read == 4 * (read + 2 * expert)
+    assert model.first_layers(1).bytes_read == model.bytes_read - 4 * (attention + dense)
+    assert model.weights.num_bytes > 4 * (read + 64 * expert)
 
 
 @pytest.mark.parametrize("function", ["forerun_decoder_forward", "forerun_decoder_greedy_chain"])

@@ -111,7 +111,7 @@ def test_a_copy_in_fewer_bits_computes_what_a_model_loaded_in_them_does(weights,
     assert copy.num_parameters == loaded.num_parameters == whole.num_parameters
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "olmo2", "granite"])
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "olmo2", "granite", "qwen3-moe-mixed"])
 def test_a_copy_has_the_norms_and_scales_of_its_family(family):
     network = tiny.network(family, scale=0.1)
     whole = native_model(network)
