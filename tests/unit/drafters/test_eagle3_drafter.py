@@ -225,6 +225,21 @@ NATIVE_FLAGS = [
 ]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "qwen3-moe"])
+def test_kernels_propose_behind_targets_of_other_families(family):
+    """Whose embeddings are scaled, and whose final norms and logits differ from Llama's."""
+    network = tiny.network(family)
+    target = natives.native_model(network)
+    head = heads.eagle3_head(target, feature_layers=(0, 1, 2))
+    drafter = heads.eagle3_drafter(target, head)
+    assert isinstance(drafter.model, NativeEagle3Model)
+    watching = Watching(drafter, head, target, tiny.adapted(network))
+    outputs = tiny.engine_over(target, watching, k=3).generate(PROMPTS, SEEDED)
+    assert watching.num_checked > 20
+    plain = tiny.engine_over(target).generate(PROMPTS, SEEDED)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
 @pytest.mark.parametrize("changes", NATIVE_FLAGS)
 @pytest.mark.parametrize(
     "params",
