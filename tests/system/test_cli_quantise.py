@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests import tiny
+from transformers import PreTrainedModel
 
 from forerun.cli.main import main
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel
+from forerun.measure.quantise import write_quantised
+from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.load import kept_bytes, load_model
 from forerun.models.quantised_folder import QuantisedFolder, quantise_matrix, stored_tensors
@@ -84,3 +88,32 @@ def test_runners_without_integers_dequantise_or_refuse(tmp_path):
     assert load_model(out, device="cpu", runner="graphs", num_threads=1).num_parameters
     with pytest.raises(Exception, match="quantised weights"):
         load_model(out, device="cpu", runner="eager")
+
+
+def assert_close_to(network: PreTrainedModel, model: LanguageModel) -> None:
+    """Within the noise of 8 bits."""
+    ids = torch.arange(1, 30)
+    context = Context(model.store, ids.tolist())
+    batch = pack([context.span(len(ids))], ids, range(len(ids)), model.device)
+    expected = network(ids[None]).logits[0]
+    assert 0 < (model.forward(batch).logits - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3"])
+def test_other_families_are_written_in_fewer_bits(family, tmp_path):
+    network = tiny.network(family, scale=0.1)
+    network.save_pretrained(tmp_path / "whole")
+    write_quantised(tmp_path / "whole", tmp_path / "out", "int8", lambda _: None)
+    packed = read_checkpoint(tmp_path / "out").packed
+    assert packed is not None
+    assert {packed.bits(name) for name in packed.shapes if "_proj" in name} == {8}
+    assert_close_to(network, load_model(tmp_path / "out", device="cpu", max_batch=1))
+
+
+def test_experts_are_quantised_only_while_they_are_read(tmp_path):
+    network = tiny.network("qwen3-moe", scale=0.1)
+    network.save_pretrained(tmp_path / "whole")
+    with pytest.raises(InvalidModel, match=r"while they are read \(--weights int8\)"):
+        write_quantised(tmp_path / "whole", tmp_path / "out", "int8", lambda _: None)
+    model = load_model(tmp_path / "whole", device="cpu", max_batch=1, weights="int8")
+    assert_close_to(network, model)

@@ -317,7 +317,7 @@ class Pass {
     }
 
     void feed_forward(Walker& walker, const Layer& layer) {
-        const auto& [gate_up, down] = layer.feed_forward;
+        const Matrix &gate_up = layer.feed_forward.gate_up, &down = layer.feed_forward.down;
         const int num_rows = rows_.num_rows, width = w_.sizes.hidden_size;
         walker.each(num_rows, [&](int row) {
             norm(row, layer.post_norm, row);
@@ -332,7 +332,7 @@ class Pass {
                          layer.feed_forward_norm);
     }
 
-    // Routed rows are copies of the rows, one for every expert of each, so that those of an expert lie
+    // In place of the feed-forward. Routed rows are copies of the rows, one for every expert of each, so that those of an expert lie
     // together and its weights are read once. A row's experts are summed in the order of its choices.
     void mix_experts(Walker& walker, const Layer& layer, std::vector<UsedExpert>& used) {
         const FeedForward& any = layer.experts.front();

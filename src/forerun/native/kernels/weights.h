@@ -57,7 +57,7 @@ class Weights {
 
     size_t num_bytes() const { return buffer_.size(); }
 
-    // The matrices that every row of a pass reads; those of a first expert among them.
+    // The matrices that a row reads, of its experts the first.
     template <class AnyLayer>
     static auto matrices_of(AnyLayer& layer) {
         auto& feed_forward = layer.experts.empty() ? layer.feed_forward : layer.experts.front();
