@@ -153,7 +153,7 @@ class BatchCosts:
         self.levels: defaultdict[str, TimeFactor] = defaultdict(new)
         self.overheads: defaultdict[str, TimeFactor] = defaultdict(new)
         self.trees: defaultdict[str, TimeFactor] = defaultdict(new)
-        self.deepest: defaultdict[str, int] = defaultdict(int)
+        self.deepest = 0
 
     def observe_pass(self, rows: int, measured_s: float, expected_s: float) -> None:
         self.target.observe(measured_s, expected_s)
@@ -204,7 +204,7 @@ class CostModel:
     def largest_depth(self, method: str, batch: int) -> int:
         if self._sources[method] is not None:
             return self.max_k
-        return min(self.max_k, self._costs(batch).deepest[method] + 1)
+        return min(self.max_k, self._costs(batch).deepest + 1)
 
     def largest_tree(self, method: str, batch: int) -> int:
         if self._sources[method] is not None:
@@ -264,7 +264,7 @@ class CostModel:
             by_count[sum([depth > level for depth in depths]) - 1] for level in range(max(depths))
         )
         overhead_s = times.overhead_s[max(depths)]
-        costs.deepest[method] = max(costs.deepest[method], *depths)
+        costs.deepest = max(costs.deepest, *depths)
         if self._sources[method] is None:
             costs.levels[method].observe(first.draft_s, levels_s)
             costs.overheads[method].observe(first.other_s, overhead_s)

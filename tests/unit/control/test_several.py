@@ -53,6 +53,14 @@ def test_it_comes_close_to_the_best_drafter(alphas, has_profile):
     assert sum(rates) / 3 >= (0.9 if has_profile else 0.8)
 
 
+def test_a_drafter_that_was_not_used_may_draft_as_deep_as_the_others():
+    """It could not compete at K=1 with drafters that had been used at K=4."""
+    ours, _ = chosen(lambda method, *_: 0.85, 1, has_profile=False)
+    deepest = {method: ours.costs.largest_depth(method, 1) for method in TABLES}
+    assert len(set(deepest.values())) == 1
+    assert deepest["slow"] > 4
+
+
 def test_another_drafter_is_chosen_where_the_text_changes():
     def acceptance(method, _, step):
         return 0.85 if (method == "usual") == (step < 500) else 0.1
