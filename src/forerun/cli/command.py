@@ -47,8 +47,8 @@ class Command(Generic[OptionsT]):
         run: does the work and returns the exit code; heavy imports belong inside.
         lists: flags that take several values, each with the separator that is allowed within one
             word ("" for none). `--rows 1,2`, `--rows 1 2` and `--rows 1 --rows 2` are the same.
-        has_positional: whether words without a flag have a meaning of their own; a list then takes
-            one word after each flag.
+        has_positional: whether a word without a flag has a meaning of its own; where it does not
+            come first, a list takes one word after each flag.
         defaults: options to start from, given the arguments; None for those of the class.
         rewrite: translates arguments of earlier releases that an alias cannot.
     """
@@ -87,6 +87,7 @@ class Command(Generic[OptionsT]):
     def one_value_each(self, arguments: Sequence[str]) -> Iterator[str]:
         """Rewrite the arguments so that every list consists of repeated flags of one value."""
         rest = list(arguments)
+        one_each = self.has_positional and (not rest or is_flag(rest[0]))
         while rest:
             word = rest.pop(0)
             if word == "--":
@@ -97,7 +98,7 @@ class Command(Generic[OptionsT]):
             if separator is None:
                 yield word
                 continue
-            values = [value] if equals else taken(rest, 1 if self.has_positional else len(rest))
+            values = [value] if equals else taken(rest, 1 if one_each else len(rest))
             if not values:
                 yield flag  # the parser says that a value is missing
             for found in values:

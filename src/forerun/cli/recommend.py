@@ -1,0 +1,178 @@
+"""`forerun recommend`: try the drafts at hand on a target, and name the fastest."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.table import Column
+from tyro.conf import Positional, UseAppendAction, arg
+
+from forerun.cli.command import Command
+from forerun.cli.flags import check_threads
+from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
+from forerun.errors import InvalidRequest
+from forerun.models.architecture import Runner, WeightFormat
+
+if TYPE_CHECKING:
+    from forerun.measure.recommend import DraftTrial, Recommendation
+
+NUM_PROMPTS = 16
+"""Prompts that are tried at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecommendOptions:
+    """Options of `forerun recommend`."""
+
+    target: Annotated[Positional[str], arg(metavar="TARGET")]
+    """Folder, hub name or shipped model such as zoo:code-40m."""
+    drafts: Annotated[
+        UseAppendAction[tuple[str, ...]], arg(name="drafts", aliases=("--draft",))
+    ] = ()
+    """What to try, as for `forerun generate --draft`. Default: shipped drafts of a shipped target,
+    or up to 3 models of the local Hugging Face cache whose tokenizer fits; suffix, recycling and
+    self:int4."""
+    prompts: Path | None = None
+    """Texts to continue, as for `forerun bench`. Default: the shipped prompts, Python code."""
+    temperature: float = 0.0
+    """Of the texts."""
+    max_tokens: int = 128
+    """Of every text."""
+    budget_s: float = 10.0
+    """About so many seconds of decoding per draft, loading not counted."""
+    dtype: str = "auto"
+    """auto (as stored), bfloat16, float16 or float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    runner: Runner = "auto"
+    """Runs the passes; see `forerun generate --help`."""
+    weights: WeightFormat = "auto"
+    """Bits of the target's weights; see `forerun generate --help`."""
+    draft_weights: WeightFormat = "auto"
+    """Bits of draft models' weights."""
+    threads: int | None = None
+    """Threads of the passes."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(options: RecommendOptions) -> int:
+    """Try the drafts; returns 0 also where plain decoding is recommended."""
+    check_threads(options.threads)
+    if not options.budget_s > 0.0:
+        raise InvalidRequest(f"--budget-s is {options.budget_s}; it must be above 0")
+    from forerun.measure.recommend import RecommendConfig, recommend
+
+    config = RecommendConfig(
+        target=options.target,
+        drafts=options.drafts,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        budget_s=options.budget_s,
+        dtype=options.dtype,
+        device=options.device,
+        runner=options.runner,
+        weights=options.weights,
+        draft_weights=options.draft_weights,
+        num_threads=options.threads,
+    )
+    texts = _texts(options.prompts)
+    with progress_bar("starting", 1.0) as report:
+        found = recommend(config, texts, notify=report)
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show(found, options)
+    return 0
+
+
+def _texts(prompts: Path | None) -> list[str]:
+    from forerun.measure.bench.comparison import neighbours_apart, read_prompts
+    from forerun.models.catalog import held_out_prompts
+
+    if prompts is not None:
+        return read_prompts(prompts)[:NUM_PROMPTS]
+    return neighbours_apart([prompt.text for prompt in held_out_prompts()])[:NUM_PROMPTS]
+
+
+def show(found: Recommendation, options: RecommendOptions) -> None:
+    """Print the table of drafts, and what to do."""
+    console = SafeConsole()
+    table = table_of(
+        Column("draft", overflow="fold"),
+        "parameters",
+        "K",
+        "tokens\nper step",
+        "ms per\nstep",
+        "speedup\n(95%)",
+        title=f"{found.target}, T={found.temperature:g}, batch 1, {found.num_prompts} prompts; "
+        f"a plain step takes {1e3 * found.plain_step_s:.2f} ms",
+    )
+    for trial in found.trials:
+        table.add_row(*_cells(trial))
+    console.print(table, "")
+    for trial in found.trials:
+        if trial.failure is not None:
+            console.print(f"{trial.draft} cannot be used: {trial.failure}", markup=False)
+    console.print(_advice(found, options), markup=False)
+
+
+def _cells(trial: DraftTrial) -> tuple[str, ...]:
+    size = "" if trial.num_parameters is None else f"{trial.num_parameters / 1e6:,.1f}M"
+    best = trial.best
+    if best is None:
+        return trial.draft, size, "", "", "", "" if trial.failure is None else "cannot be used"
+    return (
+        trial.draft,
+        size,
+        str(best.num_speculative_tokens),
+        f"{best.acceptance_length:.2f}",
+        f"{1e3 * best.step_s:.2f}",
+        with_ends(best.speedup, ".2f"),
+    )
+
+
+def _advice(found: Recommendation, options: RecommendOptions) -> str:
+    target = shlex.quote(found.target)
+    chosen = found.chosen
+    if chosen is not None and chosen.best is not None:
+        best = chosen.best
+        draft = shlex.quote(chosen.draft)
+        return (
+            f"recommended: {chosen.draft}, which is expected to decode {best.speedup.estimate:.2f} "
+            f"times as fast with K={best.num_speculative_tokens}. K follows the text by itself in\n"
+            f"  forerun serve {target} --draft {draft}\n"
+            "The speedup leaves out the prefill; prove it on more prompts with\n"
+            f"  forerun bench --model {target} --arms {draft}@{best.num_speculative_tokens} "
+            f"--temperature {found.temperature:g}"
+        )
+    lines = ["recommended: plain decoding; no draft that was tried is faster."]
+    if found.trained and max(found.trained.values()) > 1.0:
+        gains = ", ".join(f"{gain:.2f} at {alpha:.0%}" for alpha, gain in found.trained.items())
+        prompts = "PROMPTS.jsonl" if options.prompts is None else shlex.quote(str(options.prompts))
+        lines += [
+            "A draft with 6% of the target's weights, distilled on your prompts, is expected to be "
+            f"so many times as fast, by the share of its tokens that is accepted: {gains}.",
+            f"  forerun align --target {target} --prompts {prompts} --out draft",
+        ]
+    return "\n".join(lines)
+
+
+COMMAND = Command(
+    options=RecommendOptions,
+    run=run,
+    lists={"--drafts": ",", "--draft": ","},
+    has_positional=True,
+    description="Try the drafts at hand on a target, each with several K in turn, and name the\n"
+    "fastest with its predicted speedup; or what to train if none is faster.",
+    examples=(
+        "forerun recommend zoo:code-40m",
+        "forerun recommend path/to/model --prompts prompts.jsonl --temperature 1",
+        "forerun recommend path/to/model --drafts path/to/draft suffix self:int4",
+        "forerun recommend zoo:code-40m --json",
+    ),
+)

@@ -1,0 +1,421 @@
+"""Tries the drafts at hand on a target, each at every K, and predicts the speedup of each K.
+
+A request drafts with another K in every step, plain steps among them, in random order: what a step
+costs with each K, and how far drafts are accepted, is measured side by side in one run per draft.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from statistics import median
+
+from forerun.control.base import Capacity, Plan, RequestState
+from forerun.drafters.draft_model import DraftModel
+from forerun.engine.auto_drafts import COPIER, fitting_models
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.errors import ForerunError, InvalidRequest
+from forerun.measure.bench.compare import MIN_TOKENS
+from forerun.models.architecture import Runner, WeightFormat
+from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
+from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import Interval, bootstrap
+from forerun.theory.record import Json, StepRecord
+from forerun.theory.speedup import constant_acceptance_length
+from forerun.theory.splitmix import INCREMENT, MASK, finalise
+from forerun.theory.text import first_repeat
+
+DEPTHS = (0, 1, 2, 3, 4, 6, 8)
+"""The K that are tried; 0 is a plain step."""
+MOST_CACHED = 3
+"""Models of the local Hugging Face cache that are tried."""
+LEAST_GAIN = 1.05
+"""A draft whose speedup is at least this, and surely above 1, is recommended."""
+LEAST_PROMPTS = 4
+"""Prompts that are tried even beyond the time."""
+LEAST_STEPS = 8
+"""Steps with a K without which nothing is said about it."""
+TRAINED_SHARE = 0.06
+"""Share of the target's weights that a pass of a distilled draft reads."""
+TRAINED_ALPHAS = (0.6, 0.7, 0.8)
+"""Shares of accepted tokens for which the gain of an untrained draft is computed."""
+WARM_UP_TOKENS = 12
+NUM_RESAMPLES = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecommendConfig:
+    """Settings of a recommendation.
+
+    Attributes:
+        drafts: by their names; empty takes those at hand, see `drafts_at_hand`.
+        max_tokens: of every text.
+        budget_s: seconds of plain decoding after which no further prompt is taken; a draft is then
+            tried on the same prompts, which takes about as long.
+    """
+
+    target: str
+    drafts: tuple[str, ...] = ()
+    temperature: float = 0.0
+    max_tokens: int = 128
+    budget_s: float = 10.0
+    dtype: str = "auto"
+    device: str = "auto"
+    runner: Runner = "auto"
+    weights: WeightFormat = "auto"
+    draft_weights: WeightFormat = "auto"
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthFigures:
+    """What drafting with one K gives.
+
+    Attributes:
+        num_speculative_tokens: K.
+        acceptance_length: tokens per step.
+        step_s: seconds of a step, the median over its numbers of drafted tokens.
+        speedup: tokens per second over those of plain steps, prefill left out.
+    """
+
+    num_speculative_tokens: int
+    acceptance_length: float
+    step_s: float
+    speedup: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTrial:
+    """One draft as it was tried.
+
+    Attributes:
+        draft: its name.
+        method: how it drafts; None if it could not be loaded.
+        num_parameters: of a draft model; None for drafters without one.
+        depths: figures of every K that was reached in enough steps.
+        failure: why the draft cannot be used; None if it can.
+    """
+
+    draft: str
+    method: str | None = None
+    num_parameters: int | None = None
+    depths: tuple[DepthFigures, ...] = ()
+    failure: str | None = None
+
+    @property
+    def best(self) -> DepthFigures | None:
+        """The K with the highest speedup."""
+        return max(self.depths, key=lambda depth: depth.speedup.estimate, default=None)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the best K is faster than plain decoding, by its interval."""
+        best = self.best
+        return best is not None and (
+            best.speedup.is_above(1.0) and best.speedup.estimate >= LEAST_GAIN
+        )
+
+    def to_dict(self) -> dict[str, Json]:
+        return {**asdict(self), "pays": self.pays}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The drafts that were tried on a target, the fastest first.
+
+    Attributes:
+        plain_step_s: median seconds of a plain step.
+        trained: predicted speedup of a draft that reads TRAINED_SHARE of the target's weights, by
+            the share of its tokens that is accepted; empty if nothing was measured.
+    """
+
+    target: str
+    temperature: float
+    num_prompts: int
+    plain_step_s: float
+    trials: tuple[DraftTrial, ...]
+    trained: Mapping[float, float]
+
+    @property
+    def chosen(self) -> DraftTrial | None:
+        """The fastest draft that pays; None recommends plain decoding."""
+        return next((trial for trial in self.trials if trial.pays), None)
+
+    def to_dict(self) -> dict[str, Json]:
+        chosen = self.chosen
+        return {
+            "target": self.target,
+            "temperature": self.temperature,
+            "num_prompts": self.num_prompts,
+            "plain_step_s": self.plain_step_s,
+            "recommended": None if chosen is None else chosen.draft,
+            "trials": [trial.to_dict() for trial in self.trials],
+            "trained": {str(alpha): gain for alpha, gain in self.trained.items()},
+        }
+
+
+class _DepthsInTurn:
+    """A controller that plans every K of a list once before any of them again.
+
+    Attributes:
+        records: those of all steps since they were last taken.
+    """
+
+    def __init__(self, depths: Sequence[int]) -> None:
+        self.depths = depths
+        self.method = ""
+        self.records: list[StepRecord] = []
+        self._num_rounds = 0
+        self._left: list[int] = []
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        if not self._left:
+            keys = [finalise((self._num_rounds * 64 + k) * INCREMENT & MASK) for k in self.depths]
+            self._left = [k for _, k in sorted(zip(keys, self.depths, strict=True))]
+            self._num_rounds += 1
+        return [Plan.chain(self.method, self._left.pop())] * len(states)
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        self.records += records
+
+    def taken(self) -> list[StepRecord]:
+        """Return the records of the last request from its second draft on.
+
+        The first draft reads the whole prompt, which later ones need not.
+        """
+        found, self.records = self.records, []
+        drafts = [at for at, record in enumerate(found) if record.num_drafted]
+        begin = drafts[0] + 1 if drafts else 1
+        return [record for record in found[begin:] if not record.num_prefill_rows]
+
+
+def drafts_at_hand(target: str, device: str) -> tuple[str, ...]:
+    """Return what can be tried on a target without training or fetching anything.
+
+    These are shipped drafts of a shipped target, or models of the local Hugging Face cache with a
+    fitting tokenizer; copying from the text; token recycling; and the target's weights in 4 bits.
+
+    Raises:
+        InvalidModel: there is no such target.
+    """
+    if target.startswith(PREFIX):
+        size = target.rpartition("-")[2]
+        found = [ZOO_DRAFTS[target]] if target in ZOO_DRAFTS else []
+        found += [PREFIX + name for name in ZOO if name.endswith(f"-for-{size}")]
+    else:
+        found = [str(m.folder) for m in islice(fitting_models(target, device), MOST_CACHED)]
+    return tuple(dict.fromkeys((*found, COPIER, "recycling", "self:int4")))
+
+
+def recommend(
+    config: RecommendConfig,
+    prompts: Sequence[str],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    notify: Callable[[str, float], None],
+) -> Recommendation:
+    """Try every draft on the prompts, and order the drafts by predicted speedup.
+
+    Args:
+        config: what to try, and how.
+        prompts: texts to continue; their ends, where they are too long.
+        clock: a monotonic clock in seconds.
+        notify: receives what is being done and the share that is done.
+
+    Raises:
+        InvalidModel: the target cannot be loaded.
+        InvalidRequest: no prompt can be used, or a setting is out of range.
+    """
+    drafts = config.drafts or drafts_at_hand(config.target, config.device)
+    notify(f"loading {config.target}", 0.0)
+    target = _loaded(config)
+    notify("decoding plainly", 0.0)
+    tasks = _usable(target, prompts, config, clock)
+    trials: list[DraftTrial] = []
+    steps: list[StepRecord] = []
+    for index, draft in enumerate(drafts):
+
+        def report(share: float, draft: str = draft, index: int = index) -> None:
+            notify(f"trying {draft}", (index + share) / len(drafts))
+
+        report(0.0)
+        try:
+            trial, records = _try(target, draft, tasks, config, report)
+        except ForerunError as error:
+            if draft in config.drafts:
+                trials.append(DraftTrial(draft=draft, failure=str(error)))
+            continue
+        trials.append(trial)
+        steps += records
+        gc.collect()  # a draft's weights and KV go before the next is loaded
+    trials.sort(key=lambda trial: 0.0 if trial.best is None else -trial.best.speedup.estimate)
+    plain = [_seconds(record) for record in steps if not record.num_drafted]
+    return Recommendation(
+        target=config.target,
+        temperature=config.temperature,
+        num_prompts=len(tasks),
+        plain_step_s=median(plain) if plain else math.nan,
+        trials=tuple(trials),
+        trained=_gain_of_training(steps),
+    )
+
+
+def _loaded(config: RecommendConfig) -> Engine:
+    return Engine.load(
+        config.target,
+        dtype=config.dtype,
+        device=config.device,
+        config=EngineConfig(
+            num_speculative_tokens=DEPTHS[-1],
+            max_batch=1,
+            runner=config.runner,
+            weights=config.weights,
+            draft_weights=config.draft_weights,
+            num_threads=config.num_threads,
+        ),
+    )
+
+
+def _usable(
+    target: Engine, prompts: Sequence[str], config: RecommendConfig, clock: Callable[[], float]
+) -> list[tuple[list[int], SamplingParams]]:
+    """Return prompts for the time there is, as token ids, cut at the front where too long.
+
+    Greedy texts end before they begin to loop: a loop is easier to draft than what users read.
+    """
+    room = target.max_context - config.max_tokens - DEPTHS[-1] - 1
+    if room < 1:
+        raise InvalidRequest(
+            f"the context of the target holds {target.max_context} tokens: {config.max_tokens} new "
+            "ones leave no room for a prompt; choose fewer"
+        )
+    params = SamplingParams(
+        temperature=config.temperature, max_tokens=config.max_tokens, ignore_eos=True
+    )
+    tasks: list[tuple[list[int], SamplingParams]] = []
+    began_s = clock()
+    for prompt in prompts:
+        if not (ids := target.tokenizer.encode(prompt)[-room:]):
+            continue
+        [text] = target.generate([ids], params)
+        length = first_repeat(text.token_ids) if config.temperature == 0.0 else config.max_tokens
+        if length >= MIN_TOKENS:
+            tasks.append((ids, replace(params, max_tokens=length)))
+        if clock() - began_s > config.budget_s and len(tasks) >= LEAST_PROMPTS:
+            break
+    if not tasks:
+        raise InvalidRequest(
+            f"none of {len(prompts)} prompts is continued by {MIN_TOKENS} tokens or more without a "
+            "loop; give other prompts, more tokens, or a temperature"
+        )
+    return tasks
+
+
+def _try(
+    target: Engine,
+    draft: str,
+    tasks: Sequence[tuple[list[int], SamplingParams]],
+    config: RecommendConfig,
+    report: Callable[[float], None],
+) -> tuple[DraftTrial, list[StepRecord]]:
+    """Continue the prompts with a draft; return its figures, and the records of all steps."""
+    controller = _DepthsInTurn(DEPTHS)
+    engine = target.with_draft(draft, dtype=config.dtype, controller=controller)
+    drafter = engine.drafter
+    assert drafter is not None
+    controller.method = drafter.method
+    first, params = tasks[0]
+    engine.generate([first], replace(params, max_tokens=WARM_UP_TOKENS))
+    controller.taken()
+    by_prompt: list[list[StepRecord]] = []
+    for num_done, (prompt, params) in enumerate(tasks, start=1):
+        engine.generate([prompt], params)
+        by_prompt.append(controller.taken())
+        report(num_done / len(tasks))
+    trial = DraftTrial(
+        draft=draft,
+        method=drafter.method,
+        num_parameters=_parameters(drafter, target),
+        depths=tuple(_figures(by_prompt)),
+    )
+    return trial, [record for records in by_prompt for record in records]
+
+
+def _parameters(drafter: object, target: Engine) -> int | None:
+    """Return the parameters of a draft model; None for a drafter that reads the target's own."""
+    model = drafter.model if isinstance(drafter, DraftModel) else None
+    return None if model is None or model is target.target else model.num_parameters
+
+
+def _figures(by_prompt: Sequence[Sequence[StepRecord]]) -> Iterable[DepthFigures]:
+    """Yield the figures of every K; intervals are over prompts."""
+    records = [record for prompt in by_prompt for record in prompt]
+    for k in DEPTHS[1:]:
+        if sum(record.k_budget == k for record in records) < LEAST_STEPS:
+            continue
+
+        def speedup(groups: Sequence[Sequence[int]], k: int = k) -> float:
+            drawn = [record for index in groups[0] for record in by_prompt[index]]
+            tokens, step_s = _tokens_and_seconds(drawn, k)
+            return tokens * _tokens_and_seconds(drawn, 0)[1] / step_s if step_s > 0.0 else 0.0
+
+        tokens, step_s = _tokens_and_seconds(records, k)
+        interval = bootstrap(speedup, [len(by_prompt)], seed=k, num_resamples=NUM_RESAMPLES)
+        yield DepthFigures(
+            num_speculative_tokens=k, acceptance_length=tokens, step_s=step_s, speedup=interval
+        )
+
+
+def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, float]:
+    """Return tokens per step with K, and seconds of such a step.
+
+    A position counts as accepted or not in every step whose K reached it, also where the drafter
+    proposed less: the tokens per step are 1 + the sum of these shares. Seconds are the medians by
+    number of drafted tokens, weighted by how often a step with this K drafts so many.
+    """
+    tokens = 1.0
+    for position in range(1, k + 1):
+        reached = [r.num_accepted >= position for r in records if r.k_budget >= position]
+        tokens += sum(reached) / len(reached) if reached else 0.0
+    times: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        times[record.num_drafted].append(_seconds(record))
+    counts = [record.num_drafted for record in records if record.k_budget == k]
+    middle = {num: median(times[num]) for num in set(counts)}
+    return tokens, sum(middle[num] for num in counts) / len(counts) if counts else 0.0
+
+
+def _seconds(record: StepRecord) -> float:
+    return record.draft_s + record.verify_s + record.other_s
+
+
+def _gain_of_training(steps: Sequence[StepRecord]) -> dict[float, float]:
+    """Return the speedup of a draft that is still to be trained, by the acceptance it may reach.
+
+    Passes of the target cost what they cost in the trials; one of the draft is taken to cost its
+    share of the target's weights.
+    """
+    passes: dict[int, list[float]] = defaultdict(list)
+    for record in steps:
+        passes[record.num_drafted].append(record.verify_s)
+    measured = {k: median(s) for k, s in passes.items() if k in DEPTHS and len(s) >= LEAST_STEPS}
+    plain = measured.get(0)
+    if not plain or len(measured) < 3:
+        return {}
+    plain_step_s = median(_seconds(r) for r in steps if not r.num_drafted)
+    host_s = plain_step_s - plain
+    return {
+        alpha: max(
+            constant_acceptance_length(alpha, k)
+            * plain_step_s
+            / (pass_s + host_s + k * TRAINED_SHARE * plain)
+            for k, pass_s in measured.items()
+        )
+        for alpha in TRAINED_ALPHAS
+    }

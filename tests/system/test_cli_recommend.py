@@ -1,0 +1,174 @@
+"""`forerun recommend`: its figures follow from the steps, and its advice from the figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+from tests.records import STEP
+
+from forerun.cli.main import main
+from forerun.cli.recommend import RecommendOptions, show
+from forerun.control.base import Capacity, RequestState
+from forerun.measure.recommend import (
+    DEPTHS,
+    DepthFigures,
+    DraftTrial,
+    Recommendation,
+    _DepthsInTurn,
+    _figures,
+    _gain_of_training,
+    drafts_at_hand,
+)
+from forerun.theory.intervals import Interval
+
+STATE = RequestState(request_id="r", num_committed=9, max_new=9, temperature=0.0)
+ROOM = Capacity(max_rows=99)
+
+
+def step(k, *, drafted=None, accepted=0, seconds=0.01, prefill=0):
+    drafted = k if drafted is None else drafted
+    return replace(
+        STEP,
+        k_budget=k,
+        num_drafted=drafted,
+        depth_drafted=drafted,
+        num_accepted=accepted,
+        num_emitted=accepted + 1,
+        draft_s=0.0,
+        verify_s=seconds,
+        other_s=0.0,
+        num_prefill_rows=prefill,
+    )
+
+
+def test_every_depth_comes_once_before_any_comes_again():
+    controller = _DepthsInTurn(DEPTHS)
+    controller.method = "suffix"
+    rounds = [
+        [controller.decide([STATE], ROOM)[0].num_speculative_tokens for _ in DEPTHS]
+        for _ in range(6)
+    ]
+    assert all(sorted(found) == sorted(DEPTHS) for found in rounds)
+    assert len({tuple(found) for found in rounds}) > 1  # in another order each time
+
+
+def test_the_steps_that_read_a_prompt_are_left_out():
+    controller = _DepthsInTurn(DEPTHS)
+    first, later = step(0, prefill=9), [step(0), step(2, accepted=1)]
+    controller.observe([first, step(3), *later])
+    assert controller.taken() == later
+    assert controller.taken() == []
+
+
+def test_figures_follow_from_the_steps():
+    """A step with K=2 takes 15 ms and accepts both tokens every second time: 2 tokens."""
+    steps = [step(0) for _ in range(20)]
+    steps += [step(2, accepted=2 * (i % 2), seconds=0.015) for i in range(20)]
+    [found] = _figures([steps] * 3)
+    assert found.num_speculative_tokens == 2
+    assert found.acceptance_length == pytest.approx(2.0)
+    assert found.speedup.estimate == pytest.approx(2.0 / 1.5)
+    assert found.speedup.low == pytest.approx(found.speedup.high)  # all prompts are alike
+
+
+def test_a_drafter_without_a_match_counts_as_a_rejection_and_a_cheap_step():
+    """Of ten steps with K=4, two draft: 4 tokens each, all accepted, in twice the time."""
+    steps = [step(0) for _ in range(20)]
+    steps += [step(4, drafted=0) for _ in range(16)]
+    steps += [step(4, accepted=4, seconds=0.02) for _ in range(4)]
+    [found] = _figures([steps] * 2)
+    assert found.acceptance_length == pytest.approx(1.8)
+    assert found.step_s == pytest.approx(0.012)
+    assert found.speedup.estimate == pytest.approx(1.8 / 1.2)
+
+
+def test_the_gain_of_a_draft_to_be_trained_uses_the_measured_passes():
+    steps = [step(0) for _ in range(10)] + [step(k, seconds=0.011) for k in (2, 4)] * 10
+    gains = _gain_of_training(steps)
+    four = sum(0.8**i for i in range(5)) / (1.1 + 4 * 0.06)
+    two = sum(0.8**i for i in range(3)) / (1.1 + 2 * 0.06)
+    assert gains[0.8] == pytest.approx(max(two, four))
+    assert list(gains.values()) == sorted(gains.values())
+    assert _gain_of_training(steps[:12]) == {}  # too few passes with drafts
+
+
+def figures(k, estimate, low):
+    interval = Interval(estimate=estimate, low=low, high=2 * estimate - low)
+    return DepthFigures(
+        num_speculative_tokens=k, acceptance_length=2.0, step_s=0.01, speedup=interval
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "said"),
+    [
+        (1.1, "recommended: a, which is expected to decode 1.30 times as fast with K=4"),
+        (0.9, "recommended: plain decoding"),
+    ],
+)
+def test_only_a_draft_that_is_surely_faster_is_recommended(low, said, capsys):
+    trials = (
+        DraftTrial(
+            draft="a", method="draft_model", depths=(figures(2, 1.2, 1.1), figures(4, 1.3, low))
+        ),
+        DraftTrial(draft="b", failure="there is no such folder"),
+    )
+    found = Recommendation(
+        target="t",
+        temperature=0.0,
+        num_prompts=4,
+        plain_step_s=0.01,
+        trials=trials,
+        trained={0.6: 1.2},
+    )
+    show(found, RecommendOptions(target="t"))
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "b cannot be used: there is no such folder" in printed
+    assert ("forerun align --target t" in printed) == (low < 1.0)
+
+
+def test_drafts_of_a_tiny_pair_are_tried(tiny_pair, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def f(x):\n---\nimport os\n---\nfor i in\n---\nclass A:")
+    arguments = [
+        "recommend",
+        str(tiny_pair.target),
+        "--prompts",
+        str(prompts),
+        "--temperature",
+        "1",
+    ]
+    arguments += ["--max-tokens", "48", "--budget-s", "0.5", "--device", "cpu", "--json"]
+    arguments += ["--drafts", str(tiny_pair.draft), "suffix", str(tmp_path / "missing")]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_draft = {trial["draft"]: trial for trial in found["trials"]}
+    assert {
+        depth["num_speculative_tokens"] for depth in by_draft[str(tiny_pair.draft)]["depths"]
+    } <= {*DEPTHS}
+    assert by_draft[str(tiny_pair.draft)]["num_parameters"] > 0
+    assert by_draft["suffix"]["num_parameters"] is None
+    assert "missing" in by_draft[str(tmp_path / "missing")]["failure"]
+    assert found["plain_step_s"] > 0
+
+
+def test_shipped_drafts_of_a_shipped_target_are_at_hand():
+    assert drafts_at_hand("zoo:code-40m", "cpu") == (
+        "zoo:code-2m-for-40m",
+        "zoo:eagle3-for-40m",
+        "suffix",
+        "recycling",
+        "self:int4",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [("--budget-s", "0", "above 0"), ("--max-tokens", "99999", "choose fewer")],
+)
+def test_bad_values_are_refused(tiny_pair, flag, value, message, capsys):
+    assert main(["recommend", str(tiny_pair.target), flag, value]) == 2
+    assert message in capsys.readouterr().err
