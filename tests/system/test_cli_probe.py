@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -46,15 +47,30 @@ def test_a_table_for_people(models, prompts, capsys):
         assert words in text
 
 
-def test_a_pair_of_two_tokenizers_is_a_finding(tiny_pair, prompts, tmp_path, capsys):
+def test_a_draft_whose_tokens_cannot_be_matched_is_a_finding(tiny_pair, prompts, tmp_path, capsys):
+    lossy = tmp_path / "lossy"
+    shutil.copytree(tiny_pair.stranger, lossy)
+    file = lossy / "tokenizer.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}})
+    )
     out = tmp_path / "facts.json"
-    pair = ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.stranger)]
+    pair = ["--target", str(tiny_pair.target), "--draft", str(lossy)]
     assert main(["probe", *pair, *prompts, *FEW, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["facts"]["vocabularies_differ"]["value"] is True
     assert main(["diagnose", str(out), "--json"]) == 3
     text = capsys.readouterr().out
     found = json.loads(text[text.index('{"verdict"') :])
     assert found["causes"][0]["label"] == "tokenizer_mismatch"
+
+
+def test_a_draft_with_another_tokenizer_is_no_finding(tiny_pair, prompts, tmp_path):
+    out = tmp_path / "facts.json"
+    pair = ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.stranger)]
+    assert main(["probe", *pair, *prompts, *FEW, "--once", "--out", str(out)]) == 0
+    facts = json.loads(out.read_text())["facts"]
+    assert facts["vocabularies_differ"]["value"] is False
+    assert facts["output_differs"]["value"] is False
 
 
 @pytest.mark.parametrize(

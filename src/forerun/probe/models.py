@@ -32,14 +32,22 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import wilson_interval
 
 
-def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
-    """Add facts about two model folders; raises InvalidModel if files are missing or damaged."""
+def add_files(evidence: Evidence, target: Path, draft: Path, *, is_foreign: bool) -> None:
+    """Add facts about two model folders; with `is_foreign` their vocabularies may differ.
+
+    Raises:
+        InvalidModel: files are missing or damaged.
+    """
     positions = read_config(read_checkpoint(draft))[1].max_positions
     evidence.add("draft_max_context", positions, f"{draft.name}: positions of the configuration")
-    _add_vocabularies(evidence, target, draft)
+    if is_foreign:
+        words = "the drafter matches the tokens of both vocabularies"
+        evidence.add("vocabularies_differ", False, words)
+    else:
+        _add_vocabularies(evidence, target, draft)
     card = read_card(draft)
     if card is not None:
-        _add_card(evidence, card, target)
+        _add_card(evidence, card, target, is_foreign=is_foreign)
     elif template_hash(draft) == template_hash(target):
         evidence.add("template_differs", False, "both folders have one chat template")
     add_weights(evidence, read_checkpoint(draft).weight_files)
@@ -49,7 +57,7 @@ def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:
     """Add facts about the folders of a target and of a head on its hidden states."""
     card = read_card(head)
     if card is not None:
-        _add_card(evidence, card, target)
+        _add_card(evidence, card, target, is_foreign=False)
     add_weights(evidence, sorted(head.glob("*.safetensors")))
 
 
@@ -63,12 +71,12 @@ def _add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
         evidence.add("vocabularies_differ", False, "both folders' tokenizers compared id by id")
 
 
-def _add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
+def _add_card(evidence: Evidence, card: DraftCard, target: Path, *, is_foreign: bool) -> None:
     changed = card.made_for.differences(identify(target))
     words = f"the card names {card.target}; not the same: {', '.join(changed) or 'nothing'}"
     evidence.add("draft_of_other_target", "weights" in changed, words)
     evidence.add("template_differs", "chat template" in changed, words)
-    if "tokenizer" in changed:
+    if "tokenizer" in changed and not is_foreign:
         evidence.add("vocabularies_differ", True, words)
 
 

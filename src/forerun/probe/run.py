@@ -19,6 +19,7 @@ from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.trace import METHODS
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.foreign import OwnTokenDraft, TextDraft
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
@@ -127,8 +128,12 @@ def probe_engine(
     _add_acceptance(evidence, sampled.records if served else greedy.records, probed.engine)
     _add_both(evidence, greedy, sampled, reads_features=probed.reads_features)
     if probed.target_folder is not None and probed.draft_folder is not None:
-        add = add_head_files if probed.reads_features else add_files
-        add(evidence, probed.target_folder, probed.draft_folder)
+        folders = probed.target_folder, probed.draft_folder
+        if probed.reads_features:
+            add_head_files(evidence, *folders)
+        else:
+            is_foreign = isinstance(probed.engine.drafter, OwnTokenDraft | TextDraft)
+            add_files(evidence, *folders, is_foreign=is_foreign)
         found = ((asked[0].temperature, sampled.alphas), (0.0, greedy.alphas))
         means = [(temperature, fmean(alphas)) for temperature, alphas in found if alphas]
         add_card_ratio(evidence, probed.draft_folder, means)

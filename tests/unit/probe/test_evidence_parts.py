@@ -118,7 +118,7 @@ def copied(tmp_path):
 
 def test_files_that_belong_together():
     evidence = Evidence()
-    add_files(evidence, zoo_path("code-11m"), zoo_path("code-2m"))
+    add_files(evidence, zoo_path("code-11m"), zoo_path("code-2m"), is_foreign=False)
     assert evidence.flag("draft_of_other_target") is False
     assert evidence.flag("template_differs") is False
     assert evidence.number("draft_max_context") == 1024
@@ -127,7 +127,7 @@ def test_files_that_belong_together():
 
 def test_a_card_of_another_target_is_found():
     evidence = Evidence()
-    add_files(evidence, zoo_path("books-1m"), zoo_path("code-2m"))
+    add_files(evidence, zoo_path("books-1m"), zoo_path("code-2m"), is_foreign=False)
     assert evidence.flag("draft_of_other_target") is True
 
 
@@ -138,7 +138,7 @@ def test_weights_that_are_no_weights_are_found(copied):
     tensors[name][0, 0] = float("nan")
     save_file(tensors, path)
     evidence = Evidence()
-    add_files(evidence, zoo_path("code-11m"), copied)
+    add_files(evidence, zoo_path("code-11m"), copied, is_foreign=False)
     assert evidence.flag("weights_incomplete") is True
     assert name in evidence.facts["weights_incomplete"].source
 

@@ -85,7 +85,7 @@ def beside(folder: Path, change: str, text: str) -> Evidence:
     (folder / change).write_text(text)
     evidence = Evidence()
     evidence.add("alpha_1", 0.5, "planted")
-    add_files(evidence, folder, zoo_path("code-2m"))
+    add_files(evidence, folder, zoo_path("code-2m"), is_foreign=False)
     return evidence
 
 
