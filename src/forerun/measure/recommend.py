@@ -25,11 +25,11 @@ from forerun.measure.bench.compare import MIN_TOKENS
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import first_repeat
 from forerun.theory.intervals import Interval, bootstrap
 from forerun.theory.record import Json, StepRecord
 from forerun.theory.speedup import constant_acceptance_length
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
-from forerun.theory.text import first_repeat
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 """The K that are tried; 0 is a plain step."""
