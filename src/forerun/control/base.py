@@ -173,6 +173,18 @@ class Controller(Protocol):
 
 
 @runtime_checkable
+class HoldingController(Controller, Protocol):
+    """A controller that can say how long its plans stay."""
+
+    def num_held(self) -> int:
+        """Return for how many further steps `decide` returns the last plans again.
+
+        That is while the same requests run and each may emit more tokens than it drafts; more is
+        computed ahead in vain, never wrong.
+        """
+
+
+@runtime_checkable
 class RestingController(Controller, Protocol):
     """A controller that can leave the engine alone while nothing is drafted."""
 

@@ -154,6 +154,12 @@ class GoodputController:
         if active.steps_left == 0:
             self._learn()
 
+    def num_held(self) -> int:
+        """Return for how many steps the plans are reused, 0 with time limits."""
+        active = self._active
+        is_limited = active is None or any(limit_s is not None for limit_s in active.limits_s)
+        return 0 if active is None or is_limited else active.steps_left
+
     def rest(self) -> int:
         """Return how many steps stay plain: at most until the next probe, 0 with time limits."""
         active = self._active

@@ -31,6 +31,10 @@ class FixedController:
         shape = replace(self.shape, num_nodes=num_nodes) if cut else self.shape
         return [Plan(method=self.method, shape=shape)] * len(states)
 
+    def num_held(self) -> int:
+        """Return more steps than a text has tokens."""
+        return 1 << 31
+
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Ignore the records: a fixed controller estimates nothing."""
 

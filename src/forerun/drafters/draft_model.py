@@ -36,6 +36,7 @@ from forerun.models.base import (
     Span,
     pack,
 )
+from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import Choice
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
@@ -87,6 +88,23 @@ class DraftModel:
                 names = [sequence.name for sequence in group]
                 proposals |= zip(names, draft(group), strict=True)
         return [proposals.get(request.request_id) for request in requests]
+
+    def state_of(self, request_id: str) -> DraftSequence | None:
+        """Return the state of a request that was drafted for, if the kernels can go on."""
+        model = self.model
+        if type(model) is not NativeModel or model.vocab_size < self.vocab_size:
+            return None
+        return self._sequences.get(request_id)
+
+    def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
+        """Note a chain of K tokens that the kernels drafted, with `num_levels` passes."""
+        sequence = self._sequences[request_id]
+        num_rows = sequence.note_chain(plan.shape.num_nodes, num_levels)
+        context = sequence.context
+        context.store.claim(context.slot, context.num_cached, num_rows)
+        return Proposal(
+            tokens=tokens, tree=TokenTree.chain(sequence.budget), choice=sequence.choice
+        )
 
     def _sequence(self, request: DraftRequest) -> DraftSequence:
         sequence = self._sequences.get(request.request_id)

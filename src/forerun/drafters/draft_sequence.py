@@ -144,6 +144,14 @@ class DraftSequence:
         self.tree_rows = {}
         return self.context.span(self.num_chain)
 
+    def note_chain(self, num_tokens: int, num_levels: int) -> int:
+        """Note a chain that was drafted elsewhere; returns the rows that it staged."""
+        self.budget, self.stop_reason = num_tokens, "budget"
+        self.stop, self.stop_values = None, None
+        self.num_chain, self.num_fed = self.context.num_pending, num_levels - 1
+        self.tree_rows = {}
+        return self.num_chain + self.num_fed
+
     def next_span(self) -> Span:
         span = self.context.span(1, num_staged=self.num_chain + self.num_fed)
         self.num_fed += 1

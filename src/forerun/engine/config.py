@@ -49,6 +49,7 @@ RANGES = (
     Range("max_waiting", 0, integer=True),
     Range("max_kv_tokens", 1, integer=True, optional=True),
     Range("num_kept", 0, integer=True),
+    Range("cycles_per_call", 1, 8, integer=True),
     Range("num_threads", 1, MAX_THREADS, integer=True, optional=True),
 )
 TERM_RANGES = (
@@ -90,6 +91,8 @@ class EngineConfig:
         runner: the implementation of the passes of target and draft; "auto": the fastest available.
         num_threads: of the native CPU runner, whose threads all models of a process share; None: as
             many as torch uses. torch itself is set to one thread beside it.
+        cycles_per_call: most cycles that the native runner computes in one call, within 20 ms, for
+            requests that need nothing from Python between them; 1 takes every step by itself.
         weights: bits of the target's weight matrices on the native runner: "int8", "int4", or
             "int4-int8" with an output layer of 8 bits. "auto": as they are stored.
         draft_weights: the same of draft models.
@@ -113,6 +116,7 @@ class EngineConfig:
     num_kept: int = 0
     runner: Runner = "auto"
     num_threads: int | None = None
+    cycles_per_call: int = 8
     weights: WeightFormat = "auto"
     draft_weights: WeightFormat = "auto"
 

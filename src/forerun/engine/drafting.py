@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.control.base import Tree
 from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TopTokensDrafter
+from forerun.drafters.draft_model import DraftModel
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
@@ -63,6 +64,13 @@ class GuardedDrafter:
             logger.info("drafter failed on a batch of %d, retrying singly: %s", len(wanted), error)
             for entry in wanted:
                 self._propose_singly(entry)
+
+    def note_chain(self, entry: ScheduledSequence, tokens: Tensor, num_levels: int) -> None:
+        """Give an entry a chain that the kernels drafted; see `DraftModel.note_chain`."""
+        assert isinstance(self.drafter, DraftModel)
+        sequence = entry.sequence
+        sequence.draft.num_observed = entry.num_cached
+        entry.draft(self.drafter.note_chain(sequence.key, entry.plan, tokens, num_levels))
 
     def _propose_singly(self, entry: ScheduledSequence) -> None:
         self.forget(entry.sequence)  # the failed attempt may have left half a state

@@ -397,7 +397,7 @@ class Engine:
     def _step(self) -> None:
         running: list[Sequence] = []
         try:
-            if self.scheduler.may_change_batch:
+            if self.scheduler.may_change_batch and not self._is_ahead:
                 self._arrange()
             running = list(self.scheduler.running)
             if not running:
@@ -414,6 +414,11 @@ class Engine:
             for sequence in self.scheduler.drop_finished():
                 self._release(sequence)
             self._emit([s for s in running if s.num_output > s.num_streamed])
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the batch may stay for the next step, which has been computed."""
+        return self.config.max_kv_tokens is None and self.stepper.is_ahead
 
     def _emit(self, gained: Seq[Sequence]) -> None:
         """Pass new tokens of sequences to the caller of `step` and to open streams."""

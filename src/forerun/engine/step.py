@@ -22,12 +22,14 @@ from forerun.control.base import (
     Capacity,
     Chain,
     Controller,
+    HoldingController,
     Plan,
     RequestState,
     RestingController,
     Tree,
 )
 from forerun.engine.config import EngineConfig
+from forerun.engine.cycles import AheadTimes, CycleRunner
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.observing import ObservedStep, StepObserver
 from forerun.engine.scheduler import PLAIN, ScheduledSequence, Scheduler
@@ -55,6 +57,8 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.started_s = time.monotonic()
         self._is_cuda = device.type == "cuda"
+        self._begun_s = self.started_s
+        self._cycle: AheadTimes | None = None
         self._readings: dict[StepEvent, float | torch.cuda.Event] = {}
 
     def mark(self, moment: StepEvent) -> None:
@@ -66,8 +70,15 @@ class StepClock:
         else:
             self._readings[moment] = time.monotonic()
 
+    def take(self, cycle: AheadTimes) -> None:
+        """Count the times of a cycle that was computed ahead as those of this step."""
+        self.started_s, self._cycle = cycle.started_s, cycle
+
     def durations(self) -> tuple[float, float, float]:
         """Seconds of drafting, of the target pass, and of the rest of the step so far."""
+        if (cycle := self._cycle) is not None:
+            own_s = max(0.0, time.monotonic() - self._begun_s - cycle.call_s)
+            return cycle.draft_s, cycle.verify_s, cycle.other_s + own_s
         total_s = max(0.0, time.monotonic() - self.started_s)
         draft_s = self._between("draft_start", "draft_end")
         verify_s = self._between("pass_start", "pass_end")
@@ -119,6 +130,8 @@ class Stepper:
         self.verify: Verify = verify
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
         self.resting = controller if isinstance(controller, RestingController) else None
+        self.holding = controller if isinstance(controller, HoldingController) else None
+        self.cycles = CycleRunner.over(target, drafter, config)
         self._is_resting = False
         self._rest_left = 0
         self._rest_of: list[Sequence] = []
@@ -127,6 +140,11 @@ class Stepper:
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_emitted = 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether cycles have been computed ahead for the running sequences."""
+        return self.cycles is not None and self.cycles.is_ahead_of(self.scheduler.running)
 
     def run(self) -> None:
         """Advance every running sequence once.
@@ -140,18 +158,43 @@ class Stepper:
         """
         clock = self.new_clock(self.target.device)
         scheduled = [ScheduledSequence.of(sequence) for sequence in self.scheduler.running]
-        self._draft(scheduled, clock)
+        self._plan(scheduled, clock.started_s)
+        cycle = self._cycle(scheduled)
+        if cycle is None:
+            self._draft(scheduled, clock)
+        else:
+            clock.take(cycle)
         fed = self.scheduler.assign_rows(scheduled)
         emitting = [entry for entry in fed if entry.completes]
-        self._forward_and_verify(fed, emitting, clock)
+        if cycle is None:
+            self._forward_and_verify(fed, emitting, clock)
         records = self._commit(fed, emitting, clock)
         self._notify_observers(fed, emitting, records)
 
-    def _draft(self, scheduled: Seq[ScheduledSequence], clock: StepClock) -> None:
-        """Let the controller plan for sequences that may draft, and the drafter propose."""
+    def _plan(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
+        """Let the controller plan for sequences that may draft."""
         self._is_resting = self._continues_rest(scheduled)
         if self.drafter is not None and not self._is_resting:
-            self._decide_plans(scheduled, clock.started_s)
+            self._decide_plans(scheduled, now_s)
+
+    def _cycle(self, scheduled: Seq[ScheduledSequence]) -> AheadTimes | None:
+        """Take this step from the cycles computed ahead; None if it is to be run by itself."""
+        if self.cycles is None or self.verify is not verify or self.new_clock is not StepClock:
+            return None
+        if any(observer.wants_logits for observer in self.observers):
+            return None
+        return self.cycles.take(scheduled, self._num_same())
+
+    def _num_same(self) -> int:
+        """Return for how many steps the present plans stay, this step included."""
+        if self.drafter is None:
+            return 1 << 31
+        if self._rest_left or self._is_resting:
+            return 1 + self._rest_left
+        return 1 if self.holding is None else 1 + self.holding.num_held()
+
+    def _draft(self, scheduled: Seq[ScheduledSequence], clock: StepClock) -> None:
+        """Let the drafter propose."""
         clock.mark("draft_start")
         drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
         if self.drafter is not None and drafting:

@@ -12,7 +12,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_bool,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+)
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -204,6 +214,20 @@ class StopsStruct(Structure):
     _fields_ = tuple((name, c_void_p) for name in ("measures", "thresholds", "values"))
 
 
+class CyclesStruct(Structure):
+    """ctypes struct of cycles to run, `ForerunCycles` in kernels/interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("target", "draft", "store", "draft_store")),
+        *((name, c_void_p) for name in ("members", "unread", "logits", "draft_probs")),
+        *((name, c_void_p) for name in ("drafted", "matches", "outcomes", "times")),
+        ("budget_s", c_double),
+        *((name, c_int32) for name in ("num_layers", "num_draft_layers", "vocab_size")),
+        *((name, c_int32) for name in ("draft_context", "num_members", "max_cycles")),
+        *((name, c_int32) for name in ("depth", "by_race")),
+    )
+
+
 class VectorKind(IntEnum):
     """Kinds of weight vectors, `ForerunVector` in kernels/interface.h."""
 
@@ -299,6 +323,7 @@ SIGNATURES = {
     "forerun_chain_weights": (None, (POINTER(ChainProbsStruct), c_void_p, c_void_p)),
     "forerun_verify_trees": (None, (c_void_p, c_int64, c_int64, c_void_p)),
     "forerun_tree_weights": (None, (c_void_p, c_void_p, c_void_p)),
+    "forerun_cycles": (c_int32, (POINTER(CyclesStruct),)),
 }
 
 
@@ -328,8 +353,9 @@ def open_library(folder: Path | None = None) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     expected = 0
-    for structure in (Sizes, PassStruct, StoreStruct, ChainProbsStruct, StopsStruct):
-        expected = 1000 * expected + ctypes.sizeof(structure)
+    structures = (Sizes, PassStruct, StoreStruct, ChainProbsStruct, StopsStruct, CyclesStruct)
+    for structure in structures:
+        expected = (1000 * expected + ctypes.sizeof(structure)) % (1 << 64)
     if library.forerun_interface() != expected:
         raise RunnerUnavailable("the compiled kernels and their declarations in Python disagree")
     return library

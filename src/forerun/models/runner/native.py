@@ -73,7 +73,7 @@ class NativeModel(StoredModel):
         self.weights = weights
         self.num_parameters = num_parameters
         keys, _ = store.layer(0)
-        self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
+        self.store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         self._check_features(batch.feature_layers)
@@ -86,7 +86,7 @@ class NativeModel(StoredModel):
         self._call(
             batch,
             lambda rows: self.weights.kernels.library.forerun_decoder_forward(
-                self.weights.handle, rows, byref(self._store_struct), logits.data_ptr()
+                self.weights.handle, rows, byref(self.store_struct), logits.data_ptr()
             ),
             features,
         )
@@ -121,7 +121,7 @@ class NativeModel(StoredModel):
             lambda rows: self.weights.kernels.library.forerun_decoder_greedy_chain(
                 self.weights.handle,
                 rows,
-                byref(self._store_struct),
+                byref(self.store_struct),
                 num_tokens,
                 most,
                 drafted.data_ptr(),
@@ -152,7 +152,7 @@ class NativeModel(StoredModel):
             lambda rows: self.weights.kernels.library.forerun_decoder_sampled_chain(
                 self.weights.handle,
                 rows,
-                byref(self._store_struct),
+                byref(self.store_struct),
                 num_tokens,
                 vocab_size,
                 temperatures.data_ptr(),
@@ -186,7 +186,7 @@ class NativeModel(StoredModel):
             lambda rows: self.weights.kernels.library.forerun_decoder_likely_trees(
                 self.weights.handle,
                 rows,
-                byref(self._store_struct),
+                byref(self.store_struct),
                 vocab_size,
                 limits.buffer_info()[0],
                 heats.buffer_info()[0],

@@ -254,4 +254,51 @@ struct ForerunTreeProbs {
 
 void forerun_tree_weights(const ForerunTreeProbs* given, double* accept, double* weights);
 
+// ------------------------------------------------------------------------------------------ cycles
+
+// How a member is verified: by the argmax, by the target's own draws, or as forerun_verify_chains does.
+enum ForerunRule { kGreedyRule, kWalkRule, kBlockRule, kTokenRule };
+
+// A sequence of forerun_cycles: what is committed of it, and how it goes on.
+struct ForerunMember {
+    int64_t noise_key, num_committed;  // the last committed token has no row in the target's slot
+    int64_t num_left;                  // tokens that it may still emit
+    int64_t slot, draft_slot, num_draft_rows;
+    int64_t num_unread;   // committed tokens without a row in the draft's slot; 1 where nothing is drafted
+    int64_t num_drafted;  // per cycle; 0: decoded plainly
+    int64_t rule, is_coupled;  // coupled: drafted with the target's noise
+    const int64_t* ends;  // [num_ends] tokens that may end it
+    int64_t num_ends;
+    double temperature, draft_temperature;
+};
+
+// final_token follows the accepted ones. Of kWalkRule the expected number follows from the matches.
+struct ForerunOutcome {
+    int64_t num_accepted, final_token;
+    double expected_accepted;
+};
+
+struct ForerunCycles {
+    void *target, *draft;
+    const ForerunStore *store, *draft_store;
+    const ForerunMember* members;
+    const int64_t* unread;  // of all members, one after another
+    float* logits;       // room for [rows of a cycle][vocab_size]
+    float* draft_probs;  // room for [depth][num_members][vocab_size]; null: drafts are greedy
+    int64_t* drafted;          // [max_cycles][num_members][depth]
+    double* matches;           // likewise: probabilities that nodes match the target's draws
+    ForerunOutcome* outcomes;  // [max_cycles][num_members]
+    double* times;  // [max_cycles][4] seconds: when it began, of drafting, of the pass, of the rest
+    double budget_s;
+    int32_t num_layers, num_draft_layers, vocab_size, draft_context;
+    int32_t num_members, max_cycles;
+    int32_t depth;  // the most tokens that a member drafts
+    int32_t by_race;
+};
+
+// Runs up to max_cycles cycles and returns how many. It ends after one in which a member may have ended,
+// before one that might not end within the budget, and before one with less room than it needs or without
+// valid distributions.
+int32_t forerun_cycles(const ForerunCycles* asked);
+
 }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "cycles.h"
 #include "growth.h"
 #include "pass.h"
 #include "sampling.h"
@@ -351,14 +352,15 @@ bool within_memory(Work&& work) {
 
 using namespace forerun;
 
-// Python packs these by hand (sampling/kernels.py, models/runner/native.py), as rows of 8-byte numbers.
+// Python packs these by hand (sampling/kernels.py, models/runner/native.py, engine/cycles.py), as rows of 8-byte numbers.
 static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
 static_assert(sizeof(ForerunTreeNode) == 4 * 8);
+static_assert(sizeof(ForerunMember) == 14 * 8 && sizeof(ForerunOutcome) == 3 * 8);
 
 size_t forerun_interface() {
     size_t result = 0;
     for (size_t size : {sizeof(ForerunSizes), sizeof(ForerunPass), sizeof(ForerunStore),
-                        sizeof(ForerunChainProbs), sizeof(ForerunStops)})
+                        sizeof(ForerunChainProbs), sizeof(ForerunStops), sizeof(ForerunCycles)})
         result = 1000 * result + size;
     return result;
 }
@@ -544,4 +546,10 @@ void forerun_tree_weights(const ForerunTreeProbs* given, double* accept, double*
         for (int64_t node = -1; node < num_nodes; ++node)
             tree.weights(node, weights + (index * (num_nodes + 1) + node + 1) * size);
     }
+}
+
+int32_t forerun_cycles(const ForerunCycles* asked) {
+    int32_t num_cycles = 0;
+    within_memory([&] { num_cycles = Cycles(*asked).run(); });
+    return num_cycles;
 }

@@ -1,0 +1,214 @@
+"""Cycles computed ahead by the kernels are those that the steps in Python would have taken."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from msgspec.structs import asdict
+from tests import tiny
+from tests.natives import native_model
+from tests.system.test_engine_identity import REQUESTS
+
+from forerun.engine import cycles
+from forerun.engine.config import RequestTerms
+from forerun.engine.cycles import CycleRunner
+from forerun.engine.loading import default_controller
+from forerun.engine.observing import EmittedRecords
+from forerun.sampling.config import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+TIMES = ("t_s", "draft_s", "verify_s", "other_s", "request_id")
+BASE = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
+RULES = {
+    "greedy": replace(BASE, temperature=0),
+    "coupled": BASE,
+    "warm": replace(BASE, temperature=1.7),
+    "walk": replace(BASE, verification="walk"),
+    "block": replace(BASE, verification="block"),
+    "token": replace(BASE, verification="token"),
+}
+LENGTHS = (24, 7, 1, 16, 24)
+
+
+def model(**changes):
+    dtype = changes.pop("dtype", torch.bfloat16)
+    return native_model(tiny.network(**changes), dtype=dtype, max_context=tiny.MAX_CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return model()
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Steps that were taken from cycles computed ahead."""
+    found = []
+    take = CycleRunner.take
+
+    def counted(self, scheduled, num_same):
+        cycle = take(self, scheduled, num_same)
+        if cycle is not None:
+            found.append(len(scheduled))
+        return cycle
+
+    monkeypatch.setattr(CycleRunner, "take", counted)
+    return found
+
+
+def run(target, draft, requests, ahead, *, k=3, terms=None, **changes):
+    """Texts, and what the records say beside times, with cycles ahead or without."""
+    drafter = None if draft is None else tiny.drafting(draft)
+    engine = tiny.engine_over(target, drafter, k=k, cycles_per_call=8 if ahead else 1, **changes)
+    records = []
+    engine.observers.append(EmittedRecords(records.append))
+    outputs = engine.generate([p for p, _ in requests], [s for _, s in requests], terms)
+    texts = [(o.text, o.token_ids, o.completions[0].finish_reason) for o in outputs]
+    kept = []
+    for record in records:
+        values = asdict(record)
+        kept.append({name: value for name, value in values.items() if name not in TIMES})
+    return texts, kept
+
+
+def same(target, draft, requests, taken, **options):
+    expected = run(target, draft, requests, ahead=False, **options)
+    assert not taken
+    found = run(target, draft, requests, ahead=True, **options)
+    assert found[0] == expected[0]
+    assert found[1] == expected[1]
+    return len(taken)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("draft", [None, "cousin", "itself"])
+def test_texts_and_records_are_those_of_single_steps(target, taken, draft, rule, k):
+    changes = {} if draft == "itself" else {"jitter": 0.02}
+    loaded = None if draft is None else model(**changes)
+    requests = [
+        (prompt, replace(RULES[rule], max_tokens=length))
+        for prompt, length in zip((*tiny.PROMPTS, *tiny.PROMPTS)[:5], LENGTHS, strict=True)
+    ]
+    assert same(target, loaded, requests, taken, k=k) > 3
+
+
+def test_in_fp32_too(taken):
+    requests = [(prompt, BASE) for prompt in tiny.PROMPTS]
+    network = {"dtype": torch.float32}
+    assert same(model(**network), model(**network, jitter=0.02), requests, taken) > 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_batch": 1}, {"prefill_chunk": 2}, {"max_kv_tokens": 110}, {"max_context": 40}],
+    ids=str,
+)
+def test_batches_that_change_and_requests_of_every_kind(target, taken, changes):
+    """Among them are penalties, masks, stop tokens and log-probabilities."""
+    requests = [*REQUESTS, *((prompt, BASE) for prompt in tiny.PROMPTS)]
+    requests += [(tiny.PROMPTS[0], replace(BASE, logprobs=2))]
+    same(target, model(jitter=0.02), requests, taken, **changes)
+
+
+def test_a_text_ends_within_cycles_at_tokens_and_strings(target, taken):
+    [(_, ids, _)], _ = run(target, None, [(tiny.PROMPTS[0], BASE)], ahead=False)
+    text = tiny.tokenizer().decode(list(ids))
+    stops = [
+        replace(BASE, stop_token_ids=(ids[9],)),
+        replace(BASE, stop=(text[12:15],)),
+        replace(BASE, stop_token_ids=(ids[5],), min_tokens=8),
+    ]
+    for params in stops:
+        taken.clear()
+        found = same(target, model(jitter=0.02), [(tiny.PROMPTS[0], params)], taken)
+        assert found or params.min_tokens
+
+
+@pytest.mark.parametrize("controller", ["fixed", "auto"])
+def test_under_controllers_the_text_is_the_same(target, taken, controller):
+    requests = [(prompt, replace(RULES["coupled"], max_tokens=60)) for prompt in tiny.PROMPTS]
+    expected, _ = run(target, None, requests, ahead=False)
+    drafter = tiny.drafting(model(jitter=0.02))
+    config = replace(tiny.settings(4), controller=controller)
+    engine = tiny.engine_over(target, drafter, controller=default_controller(config, drafter, {}))
+    outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+    assert [o.token_ids for o in outputs] == [ids for _, ids, _ in expected]
+    assert taken
+
+
+def test_speculation_off_beside_requests_that_draft(target, taken):
+    terms = RequestTerms(speculation="off")
+    same(target, model(jitter=0.02), [(tiny.PROMPTS[0], BASE)] * 2, taken, terms=terms)
+
+
+def test_requests_that_come_and_go_between_cycles(target):
+    """A request added or aborted between two steps drops what was computed ahead."""
+
+    def texts(ahead):
+        drafter = tiny.drafting(model(jitter=0.02))
+        engine = tiny.engine_over(target, drafter, cycles_per_call=8 if ahead else 1)
+        ids = [engine.add_request(tiny.PROMPTS[0], BASE), engine.add_request("x", BASE)]
+        for at in range(12):
+            if at == 3:
+                ids.append(engine.add_request(tiny.PROMPTS[1], BASE))
+            if at == 5:
+                engine.abort(ids[1])
+            engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        return [engine.take_output(ids[at]).token_ids for at in (0, 2)]
+
+    assert texts(ahead=True) == texts(ahead=False)
+
+
+def test_a_stream_has_the_same_chunks(target):
+    def chunks(ahead):
+        drafter = tiny.drafting(model(jitter=0.02))
+        engine = tiny.engine_over(target, drafter, cycles_per_call=8 if ahead else 1)
+        return [(c.text, c.token_ids) for c in engine.stream(tiny.PROMPTS[0], BASE)]
+
+    assert chunks(ahead=True) == chunks(ahead=False)
+
+
+def test_an_interrupt_between_cycles_leaves_the_engine_whole(target, monkeypatch):
+    engine = tiny.engine_over(target, tiny.drafting(model(jitter=0.02)), cycles_per_call=8)
+    expected = engine.generate([tiny.PROMPTS[0]], BASE)[0].token_ids
+    take, calls = CycleRunner.take, []
+
+    def interrupted(self, scheduled, num_same):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return take(self, scheduled, num_same)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CycleRunner, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([tiny.PROMPTS[0]], BASE)
+    assert engine.generate([tiny.PROMPTS[0]], BASE)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("field", [0, 1, 5, 9])
+def test_a_member_that_is_described_wrongly_is_noticed(target, taken, monkeypatch, field):
+    """Noise key, committed length, rows of the draft, coupling: each changes texts or records."""
+    member = cycles.MEMBER
+
+    class Wrong:
+        size = member.size
+
+        @staticmethod
+        def pack(*values):
+            changed = [*values]
+            changed[field] = values[field] - 1 if field != 9 else 1 - values[field]
+            return member.pack(*changed)
+
+    requests = [(tiny.PROMPTS[0], BASE)]
+    expected = run(target, model(jitter=0.02), requests, ahead=False)
+    monkeypatch.setattr(cycles, "MEMBER", Wrong)
+    assert run(target, model(jitter=0.02), requests, ahead=True) != expected
+    assert taken
