@@ -46,9 +46,7 @@ def run_natively(
 
     model = build_native_model(decoder, read, geometry, load_kernels(num_threads), weights)
     # Nothing may be read that has not been written.
-    for layer in range(geometry.num_layers):
-        for plane in model.store.layer(layer):
-            plane.fill_(float("nan"))
+    model.store.data.fill_(float("nan"))
     return model
 
 

@@ -13,14 +13,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.tabular import TokenStore
+from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.kv_store import ContiguousKVStore, KVPrefix, KVStore
-from forerun.models.memory import KVGeometry
+from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore, KVPrefix, KVStore
+from forerun.models.memory import BLOCK_ROWS, KVGeometry
 from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
 
 NUM_SLOTS = 3
-CAPACITY = 12
+CAPACITY = 20
 MAX_STAGED_ROWS = 4
 NUM_BEGINNING = 24
 
@@ -62,6 +63,47 @@ class Contiguous:
         values = held[0, 0, 0, :, 0]
         assert torch.equal(held, values.view(1, 1, 1, -1, 1).expand(held.shape))
         return [int(value) for value in values]
+
+
+class Blocked:
+    """The same in the layout of the C++ kernels, written and read one element at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        geometry = KVGeometry(
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=3,
+            num_slots=NUM_SLOTS,
+            capacity=capacity,
+            max_staged_rows=MAX_STAGED_ROWS,
+            dtype=torch.float32,
+        )
+        self.store = BlockedKVStore(geometry, torch.device("cpu"))
+
+    def places(self, slot: int, row: int) -> list[tuple[Tensor, int]]:
+        """Every element of a row: its head of its plane, flat, and its place there."""
+        block, lane = divmod(row, BLOCK_ROWS)
+        found = []
+        for plane, heads in enumerate(self.store.data[:, slot]):
+            for head in heads:
+                for i in range(3):
+                    key = (3 * block + i) * BLOCK_ROWS + lane
+                    found.append((head.view(-1), 3 * row + i if plane % 2 else key))
+        return found
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        self.store.claim(slot, start, len(values))
+        for row, value in enumerate(values, start):
+            for offset, (head, place) in enumerate(self.places(slot, row)):
+                head[place] = value + offset / 32
+
+    def read(self, slot: int, end: int) -> list[int]:
+        rows = []
+        for row in range(end):
+            held = [head[at] - i / 32 for i, (head, at) in enumerate(self.places(slot, row))]
+            assert len({value.item() for value in held}) == 1
+            rows.append(int(held[0]))
+        return rows
 
 
 class Tokens:
@@ -114,7 +156,7 @@ class History(RuleBasedStateMachine):
             self.store.reserve()
 
     @precondition(lambda self: self.slots)
-    @rule(data=st.data(), num_rows=st.integers(1, 6))
+    @rule(data=st.data(), num_rows=st.integers(1, 9))
     def stage(self, data: st.DataObject, num_rows: int) -> None:
         slot, naive = self.pick(data)
         kept = data.draw(st.integers(0, len(naive.staged)), label="staged rows kept")
@@ -138,7 +180,7 @@ class History(RuleBasedStateMachine):
         else:
             rows = sorted(data.draw(st.sets(st.sampled_from(range(size))) if size else st.just([])))
         if len(naive.committed) + len(rows) > CAPACITY:
-            with pytest.raises(NotEnoughMemory, match="capacity is 12"):
+            with pytest.raises(NotEnoughMemory, match="capacity is 20"):
                 self.store.commit(slot, rows)
             return
         self.store.commit(slot, rows)
@@ -253,6 +295,10 @@ class ContiguousHistory(History):
     make = Contiguous
 
 
+class BlockedHistory(History):
+    make = Blocked
+
+
 class TokenHistory(History):
     make = Tokens
 
@@ -264,12 +310,20 @@ class ContiguousBeginnings(Beginnings):
     make = Contiguous
 
 
+class BlockedBeginnings(Beginnings):
+    make = Blocked
+
+
 class TokenBeginnings(Beginnings):
     make = Tokens
 
 
 TestContiguousBeginnings = ContiguousBeginnings.TestCase
 TestContiguousBeginnings.settings = HISTORIES
+TestBlockedBeginnings = BlockedBeginnings.TestCase
+TestBlockedBeginnings.settings = HISTORIES
+TestBlockedKVStore = BlockedHistory.TestCase
+TestBlockedKVStore.settings = HISTORIES
 TestTokenBeginnings = TokenBeginnings.TestCase
 TestTokenBeginnings.settings = HISTORIES
 TestContiguousKVStore = ContiguousHistory.TestCase

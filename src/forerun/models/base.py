@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture, WeightFormat
-from forerun.models.kv_store import ContiguousKVStore, KVStore
+from forerun.models.kv_store import KVStore, TensorKVStore
 from forerun.models.slots import Prefix, common_length
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
@@ -186,7 +186,7 @@ class QuantisableModel(LanguageModel, Protocol):
 class StoredModel(ABC):
     """A LanguageModel whose sizes, device and dtype follow from its architecture and its store."""
 
-    def __init__(self, architecture: Architecture, store: ContiguousKVStore) -> None:
+    def __init__(self, architecture: Architecture, store: TensorKVStore) -> None:
         self.architecture = architecture
         self.store = store
         self.vocab_size = architecture.vocab_size

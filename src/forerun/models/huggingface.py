@@ -103,6 +103,8 @@ LOGITS_MULTIPLIED = ("HyperCLOVAXForCausalLM",)
 class HuggingFaceModel(StoredModel):
     """A LanguageModel over a transformers model that attends through `packed_attention`."""
 
+    store: ContiguousKVStore
+
     def __init__(
         self, *, network: nn.Module, store: ContiguousKVStore, architecture: Architecture
     ) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.memory import KVGeometry, available_bytes, bytes_needed, readable
+from forerun.models.memory import BLOCK_ROWS, KVGeometry, available_bytes, bytes_needed, readable
 from forerun.models.slots import Prefix, SlotTable, num_in_place
 
 
@@ -281,17 +281,71 @@ def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=geometry.dtype).view(geometry.shape)
 
 
-class ContiguousKVStore(KVStore):
-    """A KVStore in one tensor, so that one call commits or copies rows for all layers."""
+class TensorKVStore(KVStore):
+    """A KVStore in one tensor, so that one call commits or copies rows for all layers.
+
+    Attributes:
+        data: keys of layer l at 2l, values at 2l + 1, each [slots, kv_heads, width, head_dim].
+    """
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry.num_slots, geometry.capacity, geometry.max_staged_rows)
         self.geometry = geometry
-        self._data = zeros(geometry, device)
+        self.data = zeros(geometry, device)
 
     @property
     def device(self) -> torch.device:
-        return self._data.device
+        return self.data.device
+
+    @abstractmethod
+    def _take(self, slot: int, rows: Tensor) -> Tensor:
+        """Return a copy of rows of a slot, [2 * layers, kv_heads, rows, head_dim]."""
+
+    @abstractmethod
+    def _put(self, slot: int, rows: Tensor, content: Tensor) -> None:
+        """Write rows of a slot, given as `_take` returns them."""
+
+    def _places(self, rows: Iterable[int]) -> Tensor:
+        return torch.tensor([*rows], dtype=torch.int64, device=self.device)
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        """Commit staged rows; no data move when they are a prefix of what is staged."""
+        start = self._commit(slot, rows)
+        num_placed = num_in_place(rows)
+        if num_placed == len(rows):
+            return
+        kept = self._take(slot, self._places(start + row for row in rows[num_placed:]))
+        self._put(slot, self._places(range(start + num_placed, start + len(rows))), kept)
+
+    def fork(self, slot: int, num_tokens: int | None = None) -> int:
+        length = self._slots.length(slot) if num_tokens is None else num_tokens
+        self._slots.check_prefix(slot, length)
+        copy = self._slots.reserve()
+        self._slots.fill(copy, length)
+        if self._features is not None:
+            self._features.copy(slot, copy, length)
+        num_rows = -(-length // BLOCK_ROWS) * BLOCK_ROWS
+        self.data[:, copy, :, :num_rows] = self.data[:, slot, :, :num_rows]
+        return copy
+
+    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
+        self._slots.check_prefix(slot, num_tokens)
+        content = self._take(slot, self._places(range(num_tokens)))
+        return self._exported(slot, num_tokens, content)
+
+    def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
+        content = self._fill(slot, prefix)
+        self._put(slot, self._places(range(prefix.num_tokens)), content)
+
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        geometry = self.geometry
+        if layers and not geometry.hidden_size:
+            raise ValueError("a store without hidden_size in its geometry cannot keep features")
+        self._renew_features(layers, geometry.hidden_size, geometry.dtype, self.device)
+
+
+class ContiguousKVStore(TensorKVStore):
+    """A KV store whose rows lie one after another, which torch reads as views."""
 
     def stage(self, slot: int, start: int, num_rows: int) -> tuple[torch.Tensor, ...]:
         """Stage rows and return views to write their keys and values to.
@@ -306,42 +360,40 @@ class ContiguousKVStore(KVStore):
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, [slots, kv_heads, width, head_dim] each, as views."""
-        return self._data[2 * index], self._data[2 * index + 1]
+        return self.data[2 * index], self.data[2 * index + 1]
 
     def window(self, slot: int, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Rows [start, end) of a slot in every layer, as views laid out like those of `stage`."""
-        return self._data[:, slot : slot + 1, :, start:end].unbind(0)
+        return self.data[:, slot : slot + 1, :, start:end].unbind(0)
 
-    def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit staged rows; no data move when they are a prefix of what is staged."""
-        start = self._commit(slot, rows)
-        num_placed = num_in_place(rows)
-        if num_placed == len(rows):
-            return
-        moved = torch.tensor([start + row for row in rows[num_placed:]], device=self._data.device)
-        sequence = self._data[:, slot]
-        kept = sequence.index_select(2, moved)
-        sequence[:, :, start + num_placed : start + len(rows)] = kept
+    def _take(self, slot: int, rows: Tensor) -> Tensor:
+        return self.data[:, slot].index_select(2, rows)
 
-    def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        length = self._slots.length(slot) if num_tokens is None else num_tokens
-        self._slots.check_prefix(slot, length)
-        copy = self._slots.reserve()
-        self._slots.fill(copy, length)
-        if self._features is not None:
-            self._features.copy(slot, copy, length)
-        self._data[:, copy, :, :length] = self._data[:, slot, :, :length]
-        return copy
+    def _put(self, slot: int, rows: Tensor, content: Tensor) -> None:
+        self.data[:, slot].index_copy_(2, rows, content)
 
-    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        self._slots.check_prefix(slot, num_tokens)
-        return self._exported(slot, num_tokens, self._data[:, slot, :, :num_tokens].clone())
 
-    def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
-        self._data[:, slot, :, : prefix.num_tokens] = self._fill(slot, prefix)
+class BlockedKVStore(TensorKVStore):
+    """The KV store of the C++ kernels, which keeps keys in the order in which they are multiplied.
 
-    def keep_features(self, layers: tuple[int, ...]) -> None:
-        geometry = self.geometry
-        if layers and not geometry.hidden_size:
-            raise ValueError("a store without hidden_size in its geometry cannot keep features")
-        self._renew_features(layers, geometry.hidden_size, geometry.dtype, self.device)
+    Values lie row after row. The keys of every 16 rows share a block: the first four bytes of each,
+    then the next four.
+    """
+
+    def _take(self, slot: int, rows: Tensor) -> Tensor:
+        keys = self._keys(slot)[:, :, rows // BLOCK_ROWS, rows % BLOCK_ROWS].flatten(-2)
+        return torch.stack((keys, self.data[1::2, slot][:, :, rows]), 1).flatten(0, 1)
+
+    def _put(self, slot: int, rows: Tensor, content: Tensor) -> None:
+        keys = self._keys(slot)
+        given = content[0::2].reshape(*content[0::2].shape[:3], *keys.shape[-2:])
+        keys[:, :, rows // BLOCK_ROWS, rows % BLOCK_ROWS] = given
+        self.data[1::2, slot].index_copy_(2, rows, content[1::2])
+
+    def _keys(self, slot: int) -> Tensor:
+        """Keys of a slot, [layers, kv_heads, blocks, rows of a block, words, values of a word]."""
+        keys = self.data[0::2, slot]
+        num_layers, num_heads, width, head_dim = keys.shape
+        depth = 4 // keys.itemsize
+        shape = (width // BLOCK_ROWS, head_dim // depth, BLOCK_ROWS, depth)
+        return keys.view(num_layers, num_heads, *shape).transpose(3, 4)

@@ -13,6 +13,9 @@ import torch
 from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import QUANTISED, Architecture, WeightFormat
 
+BLOCK_ROWS = 16
+"""Rows of a slot whose keys the C++ kernels read together; a slot has room for whole blocks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
@@ -48,7 +51,8 @@ class KVGeometry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the one tensor: keys of layer l at 2l, values at 2l + 1; then slots."""
-        width = self.capacity + self.max_staged_rows
+        num_blocks = -(-(self.capacity + self.max_staged_rows) // BLOCK_ROWS)
+        width = num_blocks * BLOCK_ROWS
         return (2 * self.num_layers, self.num_slots, self.num_kv_heads, width, self.head_dim)
 
 

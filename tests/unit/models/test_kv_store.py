@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore
 from forerun.models.memory import KVGeometry, bytes_needed
 
 GEOMETRY = KVGeometry(
@@ -25,7 +25,7 @@ def store() -> ContiguousKVStore:
 
 
 def test_bytes_needed():
-    assert bytes_needed(GEOMETRY) == 2 * 3 * 2 * 2 * 15 * 4 * 2
+    assert bytes_needed(GEOMETRY) == 2 * 3 * 2 * 2 * 16 * 4 * 2
 
 
 def test_stage_gives_a_place_per_layer_for_keys_and_values(store):
@@ -91,3 +91,15 @@ def test_only_rows_out_of_place_are_copied(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "index_select", noted)
     store.commit(slot, [0, 1, 3, 5])
     assert copied == [[3, 5]]
+
+
+def test_the_layout_of_the_kernels_keeps_pairs_of_bf16_together():
+    store = BlockedKVStore(GEOMETRY, torch.device("cpu"))
+    slot = store.reserve()
+    store.claim(slot, 0, 15)
+    pairs = store.data[0, slot, 1].view(2, 16, 2)  # one block: words of the head, rows, pair
+    pairs.copy_(torch.arange(64).view(16, 2, 2).transpose(0, 1))
+    store.commit(slot, [0, 2, 11])
+    keys = store.export_prefix(slot, 3).tensors[0][0, 1]
+    assert keys.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11], [44, 45, 46, 47]]
+    assert pairs[:, 1].tolist() == [[8, 9], [10, 11]]

@@ -27,8 +27,7 @@ from forerun.drafters.eagle3.formats import Eagle3Config
 from forerun.drafters.eagle3.head import rotary_sizes
 from forerun.errors import DrafterError
 from forerun.models.base import Context, LanguageModel, RowBatch, Span
-from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.memory import geometry_of
+from forerun.models.memory import KVGeometry, geometry_of
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
@@ -54,16 +53,15 @@ class HeadBatch(RowBatch):
         )
 
 
-def store_for(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -> ContiguousKVStore:
-    """Return an empty KV store with as many slots as the target's."""
-    geometry = geometry_of(
+def store_sizes(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -> KVGeometry:
+    """Return the sizes of a head's KV store, with as many slots as the target's."""
+    return geometry_of(
         rotary_sizes(config)[0],
         num_slots=target.store.num_free,
         capacity=target.max_context,
         max_staged_rows=MAX_STAGED_ROWS,
         dtype=dtype,
     )
-    return ContiguousKVStore(geometry, target.device)
 
 
 class RowStates:

@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.drafters.eagle3.drafter import RowStates, store_for
+from forerun.drafters.eagle3.drafter import RowStates, store_sizes
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
 from forerun.errors import RunnerUnavailable
 from forerun.models.architecture import Architecture
 from forerun.models.attention import attend_blocks, plan_pass
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
 from forerun.models.decoder import Decoder, LayerWeights
+from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore
 from forerun.models.runner.native import NativeModel
 from forerun.models.runner.packed import PackedWeights, new_decoder
 from forerun.native.library import MatrixKind, PassStruct, VectorKind
@@ -25,9 +26,12 @@ from forerun.native.library import MatrixKind, PassStruct, VectorKind
 class Eagle3Model(StoredModel):
     """A LanguageModel over an EAGLE-3 head; logits of tokens it cannot draft are -inf."""
 
+    store: ContiguousKVStore
+
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
         config, dtype = head.config, head.fc.weight.dtype
-        super().__init__(rotary_sizes(config)[0], store_for(config, target, dtype))
+        store = ContiguousKVStore(store_sizes(config, target, dtype), target.device)
+        super().__init__(rotary_sizes(config)[0], store)
         self.vocab_size = config.target_vocab_size
         self.network = head
         self.target = target
@@ -88,7 +92,7 @@ class NativeEagle3Model(NativeModel):
         weights, num_parameters = packed(head, target)
         super().__init__(
             weights=weights,
-            store=store_for(config, target, target.dtype),
+            store=BlockedKVStore(store_sizes(config, target, target.dtype), target.device),
             architecture=rotary_sizes(config)[0],
             num_parameters=num_parameters,
         )

@@ -34,7 +34,7 @@ from forerun.models.decoder import (
     read_ends,
     read_layer,
 )
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import BlockedKVStore
 from forerun.models.memory import KVGeometry, available_bytes, readable, weights_bytes
 from forerun.models.runner.packed import PackedWeights, matrix_formats, new_decoder
 from forerun.native.library import (
@@ -61,19 +61,21 @@ class NativeModel(StoredModel):
         num_parameters: size of the model, tied parameters counted once.
     """
 
+    store: BlockedKVStore
+
     def __init__(
         self,
         *,
         weights: PackedWeights,
-        store: ContiguousKVStore,
+        store: BlockedKVStore,
         architecture: Architecture,
         num_parameters: int,
     ) -> None:
         super().__init__(architecture, store)
         self.weights = weights
         self.num_parameters = num_parameters
-        keys, _ = store.layer(0)
-        self.store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
+        _, num_slots, _, width, _ = store.data.shape
+        self.store_struct = StoreStruct(store.data.data_ptr(), num_slots, width)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         self._check_features(batch.feature_layers)
@@ -370,7 +372,7 @@ def build_native_model(
         weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)
     return NativeModel(
         weights=weights,
-        store=ContiguousKVStore(geometry, torch.device("cpu")),
+        store=BlockedKVStore(geometry, torch.device("cpu")),
         architecture=decoder.architecture,
         num_parameters=num_parameters,
     )

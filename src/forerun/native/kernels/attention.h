@@ -37,58 +37,53 @@ struct Query {
     T* out;            // [dim]
 };
 
-constexpr int kTileQueries = 6;
+constexpr int kTileQueries = kMaxRows;
 constexpr int kBlockKeys = kLanes;
-constexpr int kGroupBlocks = 4;  // with 6 queries: 24 sums, 4 words of keys and a broadcast
+constexpr int kGroupBlocks = 4;  // of the prefix, scored for all queries while they are in the cache
 constexpr int kMaxHeadDim = 256;
 
-// One word of each of sixteen keys, word after word: what a query's words are multiplied with.
+// A slot holds keys in blocks of sixteen, as they are read: word 0 of all of them, then word 1. Returns
+// where word 0 of a key lies; its words are kBlockKeys apart. Values lie row after row.
+inline size_t key_place(int index, int num_words) {
+    return size_t(index / kBlockKeys) * num_words * kBlockKeys + index % kBlockKeys;
+}
+
 template <class T>
-struct KeyBlock {
-    Words words[kMaxHeadDim / kDepth<T>];
-
-    // key(i) points to the i-th key of the block; there are `num_keys`, the rest count as zeros.
-    template <class Key>
-    void gather(Key&& key, int num_keys, int num_words) {
-        int first = 0;
-        for (; first + kLanes <= num_words; first += kLanes) weave<kLanes>(key, num_keys, first);
-        if (first < num_words) weave<kLanes / 2>(key, num_keys, first);
+void put_key(T* keys, int index, const float* key, int dim) {
+    char* to = reinterpret_cast<char*>(keys) + key_place(index, dim / kDepth<T>) * 4;
+    for (int i = 0; i < dim; i += kLanes) {
+        T rounded[kLanes];
+        store(rounded, load(key + i));
+        for (int j = 0; j < kLanes; j += kDepth<T>, to += kBlockKeys * 4)
+            std::memcpy(to, rounded + j, 4);
     }
-
-  private:
-    // Words [first, first + kCount): heads are whole vectors, so bf16 may leave half a vector.
-    template <int kCount, class Key>
-    void weave(Key&& key, int num_keys, int first) {
-        Words rows[kLanes]{};
-        for (int i = 0; i < num_keys; ++i)
-            std::memcpy(&rows[i], key(i) + size_t(first) * kDepth<T>, kCount * 4);
-        transpose(rows);
-        for (int u = 0; u < kCount; ++u) words[first + u] = rows[u];
-    }
-};
+}
 
 // Scores of some queries over some blocks of keys. A score is one chain of multiply-adds, and chains
 // wait for themselves: few queries need several blocks at once to keep the processor busy.
 template <class T, int kQueries, int kBlocks>
-void score_blocks(const Query<T>* queries, const KeyBlock<T>* blocks, int num_words, int place,
+void score_blocks(const Query<T>* queries, const uint32_t* blocks, int num_words, int place,
                   float scale, float cap) {
-    Floats sums[kBlocks][kQueries]{};
+    constexpr int kWidth = kBlocks * kParts;
+    Sums sums[kQueries][kWidth]{};
     for (int u = 0; u < num_words; ++u) {
-        Words keys[kBlocks];
-        for (int b = 0; b < kBlocks; ++b) {
-            keys[b] = blocks[b].words[u];
-            keep_in_register(keys[b]);
+        Factors<T> keys[kWidth];
+        for (int v = 0; v < kWidth; ++v) {
+            const size_t block = size_t(v / kParts) * num_words + u;
+            keys[v] = factors_of(blocks + block * kBlockKeys + v % kParts * kNative, queries[0].head);
         }
         for (int q = 0; q < kQueries; ++q) {
-            uint32_t word;
-            std::memcpy(&word, queries[q].head + size_t(u) * kDepth<T>, 4);
-            for (int b = 0; b < kBlocks; ++b)
-                sums[b][q] = multiply_add(sums[b][q], keys[b], word, queries[q].head);
+            const auto query = spread(queries[q].head + size_t(u) * kDepth<T>);
+            for (int v = 0; v < kWidth; ++v) sums[q][v] = multiply_add(sums[q][v], keys[v], query);
         }
     }
-    for (int b = 0; b < kBlocks; ++b)
-        for (int q = 0; q < kQueries; ++q)
-            store(queries[q].scores + place + b * kBlockKeys, capped(sums[b][q] * splat(scale), cap));
+    for (int q = 0; q < kQueries; ++q) {
+        float* scores = queries[q].scores + place;
+        for (int v = 0; v < kWidth; ++v)
+            store_sums(scores + v * kNative, sums[q][v] * (scale - Sums{}));
+        for (int i = 0; cap != 0 && i < kBlocks * kBlockKeys; i += kLanes)
+            store(scores + i, capped(load(scores + i), cap));
+    }
 }
 
 // Adds the sum over `num_keys` keys of weight times value, for some vectors of some queries. Weights
@@ -96,19 +91,18 @@ void score_blocks(const Query<T>* queries, const KeyBlock<T>* blocks, int num_wo
 template <class T, int kQueries, int kWidth>
 void weigh(const Query<T>* queries, const T* values, int dim, int place, int num_keys,
            Floats (*result)[kWidth]) {
-    Floats sums[kQueries][kWidth];
-    for (int q = 0; q < kQueries; ++q)
-        for (int v = 0; v < kWidth; ++v) sums[q][v] = result[q][v];
+    constexpr int kSums = kWidth * kParts;
+    Sums sums[kQueries][kSums];
+    for (int q = 0; q < kQueries; ++q) std::memcpy(sums[q], result[q], sizeof sums[q]);
     for (int k = 0; k < num_keys; ++k) {
-        Floats value[kWidth];
-        for (int v = 0; v < kWidth; ++v) value[v] = load(values + size_t(k) * dim + v * kLanes);
+        Sums value[kSums];
+        for (int v = 0; v < kSums; ++v) value[v] = load_sums(values + size_t(k) * dim + v * kNative);
         for (int q = 0; q < kQueries; ++q) {
-            const Floats weight = splat(queries[q].scores[place + k]);
-            for (int v = 0; v < kWidth; ++v) sums[q][v] += weight * value[v];
+            const Sums weight = queries[q].scores[place + k] - Sums{};
+            for (int v = 0; v < kSums; ++v) sums[q][v] += weight * value[v];
         }
     }
-    for (int q = 0; q < kQueries; ++q)
-        for (int v = 0; v < kWidth; ++v) result[q][v] = sums[q][v];
+    for (int q = 0; q < kQueries; ++q) std::memcpy(result[q], sums[q], sizeof sums[q]);
 }
 
 // Scores to weights; returns their total. Lanes past the last score become 0.
@@ -127,14 +121,14 @@ inline float softmax(float* scores, int num_scores) {
     return sum(total);
 }
 
-// Attention of queries that share a key/value head and a slot. Rows of keys and values lie `dim`
-// values apart. Scores are products of a query and a key times `scale`, capped at `cap`.
+// Attention of queries that share a key/value head and a slot. Scores are products of a query and a
+// key times `scale`, capped at `cap`.
 template <class T>
 class Attention {
   public:
     Attention(const T* keys, const T* values, int dim, float scale, float cap)
-        : keys_(keys), values_(values), dim_(dim), num_words_(dim / kDepth<T>), scale_(scale),
-          cap_(cap) {}
+        : keys_(reinterpret_cast<const uint32_t*>(keys)), values_(values), dim_(dim),
+          num_words_(dim / kDepth<T>), scale_(scale), cap_(cap) {}
 
     void attend(const Query<T>* queries, int num_queries) const {
         int first = queries[0].seen.first, end = 0;
@@ -142,53 +136,61 @@ class Attention {
             first = std::min(first, queries[q].seen.first);
             end = std::max(end, queries[q].seen.end);
         }
-        score(queries, num_queries, end - first, 0, [&](int key) { return first + key; });
-        for (int q = 0; q < num_queries; ++q) {  // what lies in trees, over what was too much
-            const Seen& seen = queries[q].seen;
-            score(queries + q, 1, seen.num_others, seen.end - first,
-                  [&](int key) { return seen.others[key]; });
-        }
+        const int first_block = first / kBlockKeys;
+        first = first_block * kBlockKeys;  // scores begin with a whole block
+        score_range(queries, num_queries, first_block, (end + kBlockKeys - 1) / kBlockKeys);
+        for (int q = 0; q < num_queries; ++q)  // what lies in trees, over what was too much
+            score_others(queries[q], queries[q].seen.end - first);
         for (int q = 0; q < num_queries; q += kTileQueries)
             mean(queries + q, std::min(kTileQueries, num_queries - q), first);
     }
 
   private:
-    // Scores of keys index(0), ..., stored from `place` on.
-    template <class Index>
-    void score(const Query<T>* queries, int num_queries, int num_keys, int place,
-               Index&& index) const {
-        KeyBlock<T> blocks[kGroupBlocks];
-        for (int first = 0; first < num_keys; first += kGroupBlocks * kBlockKeys) {
-            int num_blocks = 0;
-            for (; num_blocks < kGroupBlocks; ++num_blocks) {
-                const int begin = first + num_blocks * kBlockKeys;
-                if (begin >= num_keys) break;
-                blocks[num_blocks].gather(
-                    [&](int i) { return keys_ + size_t(index(begin + i)) * dim_; },
-                    std::min(kBlockKeys, num_keys - begin), num_words_);
-            }
+    // Keys outside of what a query sees may hold anything; their scores are overwritten or not read.
+    void score_range(const Query<T>* queries, int num_queries, int begin, int end) const {
+        for (int first = begin; first < end; first += kGroupBlocks) {
+            const int num_here = std::min(kGroupBlocks, end - first);
             for (int q = 0; q < num_queries; q += kTileQueries)
-                score_group(queries + q, std::min(kTileQueries, num_queries - q), blocks,
-                            num_blocks, place + first);
+                score_group(queries + q, std::min(kTileQueries, num_queries - q),
+                            block_at(keys_, first), num_here, (first - begin) * kBlockKeys);
         }
     }
 
-    void score_group(const Query<T>* queries, int num_queries, const KeyBlock<T>* blocks,
+    // Scores of the rows in a tree, stored from `place` on.
+    void score_others(const Query<T>& query, int place) const {
+        const Seen& seen = query.seen;
+        for (int first = 0; first < seen.num_others; first += kBlockKeys) {
+            uint32_t block[kMaxHeadDim / kDepth<T> * kBlockKeys];
+            std::fill_n(block, num_words_ * kBlockKeys, 0u);
+            const int num_keys = std::min(kBlockKeys, seen.num_others - first);
+            for (int i = 0; i < num_keys; ++i) {
+                const uint32_t* key = keys_ + key_place(seen.others[first + i], num_words_);
+                for (int u = 0; u < num_words_ * kBlockKeys; u += kBlockKeys) block[u + i] = key[u];
+            }
+            score_group(&query, 1, block, 1, place + first);
+        }
+    }
+
+    void score_group(const Query<T>* queries, int num_queries, const uint32_t* blocks,
                      int num_blocks, int place) const {
-        static constexpr decltype(&score_blocks<T, 1, 1>) kOne[kTileQueries] = {
+        static constexpr decltype(&score_blocks<T, 1, 1>) kOne[] = {
             score_blocks<T, 1, 1>, score_blocks<T, 2, 1>, score_blocks<T, 3, 1>,
             score_blocks<T, 4, 1>, score_blocks<T, 5, 1>, score_blocks<T, 6, 1>};
-        static constexpr decltype(&score_blocks<T, 1, 1>) kGroup[kTileQueries] = {
-            score_blocks<T, 1, kGroupBlocks>, score_blocks<T, 2, kGroupBlocks>,
-            score_blocks<T, 3, kGroupBlocks>, score_blocks<T, 4, kGroupBlocks>,
-            score_blocks<T, 5, kGroupBlocks>, score_blocks<T, 6, kGroupBlocks>};
-        if (num_blocks == kGroupBlocks) {
-            kGroup[num_queries - 1](queries, blocks, num_words_, place, scale_, cap_);
-            return;
+        static constexpr decltype(&score_blocks<T, 1, 1>) kSeveral[] = {
+            score_blocks<T, 1, vectors_beside(1)>, score_blocks<T, 2, vectors_beside(2)>,
+            score_blocks<T, 3, vectors_beside(3)>, score_blocks<T, 4, vectors_beside(4)>,
+            score_blocks<T, 5, vectors_beside(5)>, score_blocks<T, 6, vectors_beside(6)>};
+        const int several = vectors_beside(num_queries);
+        for (int b = 0; b < num_blocks;) {
+            const bool is_one = b + several > num_blocks;
+            (is_one ? kOne : kSeveral)[num_queries - 1](queries, block_at(blocks, b), num_words_,
+                                                        place + b * kBlockKeys, scale_, cap_);
+            b += is_one ? 1 : several;
         }
-        for (int b = 0; b < num_blocks; ++b)
-            kOne[num_queries - 1](queries, blocks + b, num_words_, place + b * kBlockKeys, scale_,
-                                  cap_);
+    }
+
+    const uint32_t* block_at(const uint32_t* blocks, int index) const {
+        return blocks + size_t(index) * num_words_ * kBlockKeys;
     }
 
     // Keys [begin, end) that all of some queries see; scores begin with the key `first`.
@@ -205,9 +207,13 @@ class Attention {
             common.begin = std::max(common.begin, seen.first);
             common.end = std::min(common.end, seen.end);
         }
-        int v = 0;
-        for (; v + 4 <= dim_ / kLanes; v += 4) mean_part<4>(queries, num_queries, common, v, totals);
-        for (; v < dim_ / kLanes; ++v) mean_part<1>(queries, num_queries, common, v, totals);
+        const int width = vectors_beside(num_queries);
+        for (int v = 0; v < dim_ / kLanes;) {
+            const int fits = std::min(width, dim_ / kLanes - v);
+            if (fits >= 4) mean_part<4>(queries, num_queries, common, v, totals), v += 4;
+            else if (fits >= 2) mean_part<2>(queries, num_queries, common, v, totals), v += 2;
+            else mean_part<1>(queries, num_queries, common, v, totals), v += 1;
+        }
     }
 
     // Vectors [vector, vector + kWidth) of the means: of every query the keys before those that all
@@ -246,7 +252,7 @@ class Attention {
         }
     }
 
-    const T* const keys_;
+    const uint32_t* const keys_;
     const T* const values_;
     const int dim_, num_words_;
     const float scale_, cap_;

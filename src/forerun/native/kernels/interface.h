@@ -77,7 +77,8 @@ struct ForerunPass {
     float* fed_back;  // [num_wanted][hidden_size], states of the rows behind those wanted, or null
 };
 
-// Keys of layer l at 2l, values at 2l + 1: [2 num_layers][num_slots][num_kv_heads][width][head_dim].
+// Keys of layer l at 2l, values at 2l + 1: [2 num_layers][num_slots][num_kv_heads][width][head_dim], where
+// keys lie in blocks of 16 rows, [width / 16][words of a head][16], and a word has four bytes.
 struct ForerunStore {
     void* data;
     int64_t num_slots, width;

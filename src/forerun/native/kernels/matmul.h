@@ -14,8 +14,8 @@ namespace forerun {
 
 constexpr int kPanel = 64;
 constexpr int kVectors = kPanel / kLanes;
-constexpr int kMaxTile = 6;      // rows: 6 x 4 sums, 4 weights and a broadcast fill 32 registers
-constexpr int kBlockWords = 1024;  // inner words per visit: a block of a panel stays in L2
+// Inner words per visit of a panel: they stay in L2, or in L1 where several tiles share a panel's width.
+constexpr int kBlockWords = vectors_beside(kMaxRows) == kVectors ? 1024 : 128;
 constexpr int kLine = 64;
 // From so many rows on there is enough to compute per word to fetch ahead meanwhile. With fewer the
 // processor's own prefetching keeps up, and ours only gets in its way.
@@ -51,26 +51,30 @@ inline void fetch(const Ahead& ahead, int word) {
 template <class T, int kRows>
 inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_words, float* sums,
                  bool is_first, const Ahead& ahead) {
-    Floats acc[kRows][kVectors];
+    constexpr int kWidth = vectors_beside(kRows) * kParts;
+    Sums acc[kRows][kWidth];
     for (int r = 0; r < kRows; ++r)
-        for (int v = 0; v < kVectors; ++v)
-            acc[r][v] = is_first ? Floats{} : load(sums + r * kPanel + v * kLanes);
+        for (int v = 0; v < kWidth; ++v)
+            acc[r][v] = is_first ? Sums{} : load_sums(sums + r * kPanel + v * kNative);
     for (int u = 0; u < num_words; ++u) {
         if (kRows >= kFetchRows && ahead.num_lines) fetch(ahead, u);
-        Words w[kVectors];
-        for (int v = 0; v < kVectors; ++v) {
-            w[v] = reinterpret_cast<const Words*>(weights + size_t(u) * kPanel)[v];
-            keep_in_register(w[v]);
-        }
+        Factors<T> w[kWidth];
+        for (int v = 0; v < kWidth; ++v)
+            w[v] = factors_of(weights + size_t(u) * kPanel + v * kNative, x);
         for (int r = 0; r < kRows; ++r) {
-            uint32_t activation;
-            std::memcpy(&activation, x + r * stride + size_t(u) * kDepth<T>, 4);
-            for (int v = 0; v < kVectors; ++v)
-                acc[r][v] = multiply_add(acc[r][v], w[v], activation, x);
+            const auto activation = spread(x + r * stride + size_t(u) * kDepth<T>);
+            for (int v = 0; v < kWidth; ++v) acc[r][v] = multiply_add(acc[r][v], w[v], activation);
         }
     }
     for (int r = 0; r < kRows; ++r)
-        for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, acc[r][v]);
+        for (int v = 0; v < kWidth; ++v) store_sums(sums + r * kPanel + v * kNative, acc[r][v]);
+}
+
+template <class T, int kRows>
+void tiles(const T* x, size_t stride, const uint32_t* weights, int num_words, float* sums,
+           bool is_first, const Ahead& ahead) {
+    for (int v = 0; v < kPanel; v += vectors_beside(kRows) * kLanes)
+        tile<T, kRows>(x, stride, weights + v, num_words, sums + v, is_first, v ? Ahead{} : ahead);
 }
 
 template <class T>
@@ -87,9 +91,9 @@ inline Ahead lines_of(const uint32_t* next, int index, int num_tiles) {
 template <class T>
 void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
                     int next_panel, float* sums) {
-    static constexpr Tile<T> kTiles[kMaxTile] = {tile<T, 1>, tile<T, 2>, tile<T, 3>,
-                                                 tile<T, 4>, tile<T, 5>, tile<T, 6>};
-    const int num_tiles = (num_rows + kMaxTile - 1) / kMaxTile;
+    static constexpr Tile<T> kTiles[] = {tiles<T, 1>, tiles<T, 2>, tiles<T, 3>,
+                                         tiles<T, 4>, tiles<T, 5>, tiles<T, 6>};
+    const int num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
     const uint32_t* weights = matrix.panel(panel);
     for (int first = 0; first < matrix.num_words; first += kBlockWords) {
         const int num_words = std::min(kBlockWords, matrix.num_words - first);

@@ -482,12 +482,9 @@ class Pass {
             store(&s_.queries[size_t(row) * w_.query_rows + i], load(qkv + i));
         for (int h = 0; h < w_.sizes.num_kv_heads; ++h, key += dim) {
             rotate(key, index, row);
-            T* to_key = cached(2 * index, s_.slots[row], h, s_.indices[row]);
-            T* to_value = cached(2 * index + 1, s_.slots[row], h, s_.indices[row]);
-            for (int i = 0; i < dim; i += kLanes) {
-                store(to_key + i, load(key + i));
-                store(to_value + i, load(key + w_.kv_rows + i));
-            }
+            put_key(cached(2 * index, s_.slots[row], h), s_.indices[row], key, dim);
+            T* value = cached(2 * index + 1, s_.slots[row], h) + size_t(s_.indices[row]) * dim;
+            for (int i = 0; i < dim; i += kLanes) store(value + i, load(key + w_.kv_rows + i));
         }
     }
 
@@ -508,10 +505,10 @@ class Pass {
             for (int i = 0; i < num_pairs; ++i) turn(i, head[i], head[num_pairs + i]);
     }
 
-    T* cached(int plane, int slot, int kv_head, int index) {
+    T* cached(int plane, int slot, int kv_head) {
         const int64_t heads = w_.sizes.num_kv_heads;
         const int64_t row = ((plane * store_.num_slots + slot) * heads + kv_head) * store_.width;
-        return static_cast<T*>(store_.data) + (row + index) * w_.sizes.head_dim;
+        return static_cast<T*>(store_.data) + row * w_.sizes.head_dim;
     }
 
     // Rounded up to whole blocks behind a full prefix and behind what lies in trees.
@@ -532,8 +529,8 @@ class Pass {
                 ++num_queries;
             }
         }
-        const Attention<T> attention(cached(2 * index, slot, kv_head, 0),
-                                     cached(2 * index + 1, slot, kv_head, 0), dim,
+        const Attention<T> attention(cached(2 * index, slot, kv_head),
+                                     cached(2 * index + 1, slot, kv_head), dim,
                                      w_.sizes.score_scale, w_.sizes.score_cap);
         attention.attend(queries, num_queries);
     }

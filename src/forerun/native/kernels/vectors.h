@@ -123,33 +123,48 @@ inline Floats capped(Floats x, float cap) {
     return cap == 0 ? x : hyperbolic_tangent(x / splat(cap)) * splat(cap);
 }
 
-#if defined(__clang__)
-#define FORERUN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FORERUN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
-#endif
+// ------------------------------------------------------------------------------ loops that multiply
 
-// Sixteen vectors to their transpose. A step interleaves vector i with vector i + 8, which moves the
-// top bit of an element's row to the bottom of its column and the top bit of its column to the
-// bottom of its row; four steps exchange row and column.
-inline void transpose(Words (&rows)[kLanes]) {
-    for (int step = 0; step < 4; ++step) {
-        Words woven[kLanes];
-        for (int i = 0; i < kLanes / 2; ++i) {
-            const Words a = rows[i], b = rows[i + kLanes / 2];
-            woven[2 * i] =
-                FORERUN_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            woven[2 * i + 1] =
-                FORERUN_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-        for (int i = 0; i < kLanes; ++i) rows[i] = woven[i];
-    }
+// What a loop adds to must stay in registers, and compilers keep vectors that are wider than a register
+// in memory: so these loops have vectors of the processor's own width, kParts to a vector of 16.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX2__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+constexpr int kParts = kLanes / kNative;
+
+typedef float Sums __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
+typedef uint32_t SumWords __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
+typedef uint16_t SumHalves __attribute__((vector_size(kNative * 2), aligned(2), may_alias));
+
+// At most so many rows share what is read, and so many vectors of 16 beside them: with 32 registers
+// 6 x 4 sums, 4 vectors and a broadcast, with 16 registers half as wide 6 x 2, 2 and 2.
+constexpr int kMaxRows = 6;
+constexpr int vectors_beside(int num_rows) { return kNative == 16 ? 4 : num_rows <= 2 ? 2 : 1; }
+
+inline Sums load_sums(const float* from) { return *reinterpret_cast<const Sums*>(from); }
+
+inline Sums load_sums(const bf16* from) {
+#if defined(__AVX512F__)
+    return load(from);
+#else
+    const SumHalves halves = *reinterpret_cast<const SumHalves*>(from);
+    return (Sums)(__builtin_convertvector(halves, SumWords) << 16);
+#endif
 }
 
-// Compilers like to load a value again where it is used; in inner loops that is the bottleneck.
-inline void keep_in_register(Words& words) {
+inline void store_sums(float* to, Sums value) { *reinterpret_cast<Sums*>(to) = value; }
+
+// Compilers like to load a value again where it is used, or to compute on it before it is broadcast; in
+// inner loops that is the bottleneck.
+inline void keep_in_register(SumWords& words) {
 #if defined(__AVX512F__)
     asm("" : "+v"(words));
+#elif defined(__AVX2__)
+    asm("" : "+x"(words));
 #else
     (void)words;
 #endif
@@ -160,19 +175,49 @@ inline void keep_in_register(Words& words) {
 template <class T>
 constexpr int kDepth = 4 / sizeof(T);
 
-inline Floats multiply_add(Floats sum, Words weights, uint32_t activation, const float*) {
-    return sum + (Floats)weights * (Floats)splat(activation);
+inline Sums factors(SumWords words, const float*) { return (Sums)words; }
+
+inline Sums multiply_add(Sums sum, Sums a, Sums b) { return sum + a * b; }
+
+#if defined(__AVX512BF16__)
+inline SumWords factors(SumWords words, const bf16*) { return words; }
+
+inline Sums multiply_add(Sums sum, SumWords a, SumWords b) {
+    return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+struct SumPairs {
+    Sums even, odd;
+};
+
+inline SumPairs factors(SumWords words, const bf16*) {
+    return {(Sums)(words << 16), (Sums)(words & 0xffff0000u)};
 }
 
-inline Floats multiply_add(Floats sum, Words weights, uint32_t activation, const bf16*) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights,
-                                    (__m512bh)_mm512_set1_epi32(int(activation)));
-#else
-    const Words pair = splat(activation);
-    sum += (Floats)(weights << 16) * (Floats)(pair << 16);
-    return sum + (Floats)(weights & 0xffff0000u) * (Floats)(pair & 0xffff0000u);
-#endif
+inline Sums multiply_add(Sums sum, SumPairs a, SumPairs b) {
+    sum += a.even * b.even;
+    return sum + a.odd * b.odd;
 }
+#endif
+
+// What words in memory are multiplied with, and one word of a row for all lanes.
+template <class T>
+inline auto factors_of(const uint32_t* words, const T* type) {
+    SumWords found = *reinterpret_cast<const SumWords*>(words);
+    keep_in_register(found);
+    return factors(found, type);
+}
+
+template <class T>
+inline auto spread(const T* word) {
+    uint32_t one;
+    std::memcpy(&one, word, 4);
+    SumWords all = one - SumWords{};
+    keep_in_register(all);
+    return factors(all, word);
+}
+
+template <class T>
+using Factors = decltype(factors(SumWords{}, static_cast<const T*>(nullptr)));
 
 }  // namespace forerun

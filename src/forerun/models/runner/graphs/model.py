@@ -158,6 +158,8 @@ class TorchModel(StoredModel):
         programs: recorded passes; None where the device records nothing.
     """
 
+    store: ContiguousKVStore
+
     def __init__(
         self, *, weights: Weights, store: ContiguousKVStore, programs: Programs | None
     ) -> None:
