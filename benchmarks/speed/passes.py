@@ -1,9 +1,9 @@
-"""Time of one pass of two source trees by batch and context, in turns.
+"""Time of one pass of two source trees by batch, context and rows, in turns.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/speed/passes.py --before /tmp/before
 
-Every sequence of a batch feeds one row (`--rows`: more) behind a context of the same length. Each
+Every sequence of a batch feeds the same number of rows behind a context of the same length. Each
 tree runs in a process of its own, which waits while the other is measured; a figure is the median
 over rounds of the median of `REPEATS` passes, a ratio the geometric mean over rounds with its
 bootstrap interval (95%).
@@ -23,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are scripts
 from paused import PausedProcess, mean_ratio
 
 HERE = Path(__file__).resolve().parents[2]
-REPEATS = 7
-CELLS = ((1, 64), (1, 192), (1, 512), (8, 64), (8, 192), (8, 512))  # sequences, context
+REPEATS = 5
+CELLS = ((1, 64), (1, 512), (8, 64), (8, 512))  # sequences, context
+ROWS = (1, 2, 5, 8)  # of every sequence
+CHUNK = 64  # rows of a prompt in one pass
 
 
 def worker(job: dict[str, Any]) -> None:
@@ -38,27 +40,34 @@ def worker(job: dict[str, Any]) -> None:
         job["model"], max_context=640, num_threads=job["threads"], weights=job["weights"]
     )
     generator = torch.Generator().manual_seed(0)
+    ids = torch.empty(640, dtype=torch.int64)
+    ids.random_(model.vocab_size, generator=generator)
+    held: tuple[int, int] | None = None
+    sequences: list[Context] = []
     print("ready", flush=True)
     for line in sys.stdin:
         num_sequences, context, num_rows = json.loads(line)
-        ids = torch.empty(context + num_rows, dtype=torch.int64)
-        ids.random_(model.vocab_size, generator=generator)
-        sequences = [Context(model.store, ids.tolist()) for _ in range(num_sequences)]
-        for sequence in sequences:
-            span = sequence.span(context)
-            model.forward(pack([span], ids[:context], [0], model.device))
-            sequence.commit(range(context))
+        if held != (num_sequences, context):
+            held = num_sequences, context
+            for sequence in sequences:
+                sequence.close()
+            text = ids[: context + max(ROWS)].tolist()
+            sequences = [Context(model.store, text) for _ in range(num_sequences)]
+            for sequence in sequences:
+                for chunk in ids[:context].split(CHUNK):
+                    span = sequence.span(len(chunk))
+                    model.forward(pack([span], chunk, [0], model.device))
+                    sequence.commit(range(len(chunk)))
         spans = [sequence.span(num_rows) for sequence in sequences]
         rows = range(num_rows * num_sequences)
-        batch = pack(spans, ids[context:].repeat(num_sequences), rows, model.device)
+        fed = ids[context : context + num_rows].repeat(num_sequences)
+        batch = pack(spans, fed, rows, model.device)
         model.forward(batch)
         times = []
         for _ in range(REPEATS):
             started_s = time.perf_counter()
             model.forward(batch)
             times.append(time.perf_counter() - started_s)
-        for sequence in sequences:
-            sequence.close()
         print(json.dumps(1e3 * statistics.median(times)), flush=True)
 
 
@@ -69,8 +78,7 @@ def main() -> None:
     parser.add_argument("--model", default="zoo:code-40m")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=1, help="per sequence")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--worker", type=json.loads)
     options = parser.parse_args()
     if options.worker is not None:
@@ -79,17 +87,19 @@ def main() -> None:
     job = {"model": options.model, "weights": options.weights, "threads": options.threads}
     trees = [PausedProcess(__file__, tree, job) for tree in (options.before, options.after)]
     for cell in CELLS:
-        found: tuple[list[float], list[float]] = ([], [])
+        found: dict[int, tuple[list[float], list[float]]] = {rows: ([], []) for rows in ROWS}
         for number in range(options.rounds):
-            for place in (0, 1) if number % 2 else (1, 0):
-                found[place].append(trees[place].tokens_per_s(*cell, options.rows))
-        before, after = map(statistics.median, found)
-        ratio, low, high = mean_ratio(found[1], found[0])
-        print(
-            f"batch {cell[0]}, context {cell[1]}: {before:.2f} -> {after:.2f} ms, "
-            f"{ratio:.3f} ({low:.3f}-{high:.3f})",
-            flush=True,
-        )
+            for num_rows, times in found.items():
+                for place in (0, 1) if number % 2 else (1, 0):
+                    times[place].append(trees[place].tokens_per_s(*cell, num_rows))
+        for num_rows, times in found.items():
+            before, after = map(statistics.median, times)
+            ratio, low, high = mean_ratio(times[1], times[0])
+            print(
+                f"batch {cell[0]}, context {cell[1]}, rows {num_rows}: {before:.2f} -> "
+                f"{after:.2f} ms, {ratio:.3f} ({low:.3f}-{high:.3f})",
+                flush=True,
+            )
     for tree in trees:
         tree.process.kill()
 
