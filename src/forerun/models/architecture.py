@@ -349,6 +349,8 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
     """Return the distinct attention windows of the layers."""
     window = settings.get("sliding_window")
     kinds = settings.get("layer_types")
+    if window is not None and (kinds is None or "sliding_attention" in kinds):
+        checked_size(window, "sliding_window")
     if kinds is None:
         return (window,)
     known: tuple[str, ...] = LAYER_TYPES

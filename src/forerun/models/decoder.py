@@ -423,7 +423,10 @@ def _rotations(
     if by_kind:
         return tuple(int(kind == "sliding_attention") for kind in settings["layer_types"])
     if variant.unrotated == "no_rope_layers":
-        return tuple(0 if rotates else -1 for rotates in settings["no_rope_layers"])
+        listed, num_layers = settings["no_rope_layers"], settings["num_hidden_layers"]
+        if len(listed) != num_layers:
+            raise ValueError(f"no_rope_layers names {len(listed)} of {num_layers} layers")
+        return tuple(0 if rotates else -1 for rotates in listed)
     if variant.unrotated == "full_attention" and settings["sliding_window"] is not None:
         return tuple(0 if kind == "sliding_attention" else -1 for kind in settings["layer_types"])
     return ()

@@ -89,6 +89,19 @@ def test_windows_of_the_layers(name, config, windows):
     assert read_architecture(name, config.to_dict()).windows == windows
 
 
+@pytest.mark.parametrize("window", [0, -4, 8.5])
+def test_windows_that_hide_every_key_are_refused(window):
+    """The native runner would take 0 for no window, and the eager one would see no key at all."""
+    settings = MistralConfig().to_dict() | {"sliding_window": window}
+    with pytest.raises(InvalidModel, match=rf"sliding_window={window}; it must be from 1 to"):
+        read_architecture("MistralForCausalLM", settings)
+    mixed = Gemma3TextConfig().to_dict() | {"sliding_window": window}
+    with pytest.raises(InvalidModel, match="sliding_window"):
+        read_architecture("Gemma3ForCausalLM", mixed)
+    mixed["layer_types"] = ["full_attention"] * len(mixed["layer_types"])
+    assert read_architecture("Gemma3ForCausalLM", mixed).windows == (None,)
+
+
 def test_other_layer_types_are_refused():
     settings = Qwen3Config(num_hidden_layers=2).to_dict()
     settings["layer_types"] = ["full_attention", "chunked_attention"]

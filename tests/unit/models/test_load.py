@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tests import tiny
+from tests.contract.test_more_families import network
 from transformers import AutoModelForCausalLM
 
 from forerun.errors import (
@@ -238,6 +239,16 @@ def test_too_many_layers_are_refused_before_transformers_is_asked(folder, config
     monkeypatch.setattr(load, "understood", lambda _: pytest.fail("transformers was asked"))
     with pytest.raises(InvalidModel, match="num_hidden_layers=30000000; it must be from 1 to 4096"):
         load_model(folder)
+
+
+def test_layers_named_as_unrotated_must_be_those_of_the_model(tmp_path):
+    network("SmolLM3").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    settings = json.loads(config.read_text())
+    settings["no_rope_layers"] = [1, 0] * settings["num_hidden_layers"]
+    config.write_text(json.dumps(settings))
+    with pytest.raises(InvalidModel, match="no_rope_layers names 8 of 4 layers"):
+        load_model(tmp_path, device="cpu", max_context=64, runner="native")
 
 
 @pytest.mark.parametrize("runner", ["native", "eager"])
