@@ -351,6 +351,11 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
     kinds = settings.get("layer_types")
     if window is not None and (kinds is None or "sliding_attention" in kinds):
         checked_size(window, "sliding_window")
+        if name == "SmolLM3ForCausalLM" and kinds and not settings.get("use_sliding_window"):
+            raise InvalidModel(  # transformers' attention functions disagree on what that means
+                f"{name} has layers of type 'sliding_attention' and use_sliding_window=False; "
+                "config.json must say either that they have a window or that they have none"
+            )
     if kinds is None:
         return (window,)
     known: tuple[str, ...] = LAYER_TYPES

@@ -12,6 +12,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from forerun.errors import InvalidModel
@@ -100,6 +101,17 @@ def test_windows_that_hide_every_key_are_refused(window):
         read_architecture("Gemma3ForCausalLM", mixed)
     mixed["layer_types"] = ["full_attention"] * len(mixed["layer_types"])
     assert read_architecture("Gemma3ForCausalLM", mixed).windows == (None,)
+
+
+def test_a_window_that_is_both_on_and_off_is_refused():
+    """transformers' masks follow layer_types, its flash attention use_sliding_window."""
+    config = SmolLM3Config(
+        num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    )
+    with pytest.raises(InvalidModel, match="use_sliding_window=False"):
+        read_architecture("SmolLM3ForCausalLM", config.to_dict())
+    switched_on = config.to_dict() | {"use_sliding_window": True}
+    assert read_architecture("SmolLM3ForCausalLM", switched_on).windows == (8, None)
 
 
 def test_other_layer_types_are_refused():
