@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests import tiny  # noqa: E402 (the tests are no installed package)
 from tests.contract.test_more_families import MORE  # noqa: E402
+from tests.mtp_folders import FAMILIES as WITH_MTP  # noqa: E402
 
 from forerun.models.architecture import LATENT, RECURRENT, ROPE_TYPES, SUPPORTED  # noqa: E402
 from forerun.models.decoder import VARIANTS  # noqa: E402
@@ -31,10 +32,13 @@ Where the column "state" says recurrent, a commit chooses the state after the la
 ([how](architecture.md#model-families)); `forerun align` and `forerun profile` refuse these classes.
 
 The last column names the settings with which `tests/contract` compares text and logits in fp32 with
-transformers' own, on random weights. Written by `python recipes/docs/models.py`.
+transformers' own, on random weights. Where the column "module" has a yes, `--draft mtp` drafts with
+the multi-token-prediction module in the checkpoint
+([which tensors](drafters.md#the-module-that-ships-with-a-model)). Written by
+`python recipes/docs/models.py`.
 
-| class in transformers | runners | state | settings tested |
-|---|---|---|---|
+| class in transformers | runners | state | module | settings tested |
+|---|---|---|---|---|
 """
 
 
@@ -53,7 +57,9 @@ def row(name: str) -> str:
         runners = "native, graphs, eager" if VARIANTS[name].is_plain else "native, eager"
     state = "recurrent" if name in RECURRENT else "latent attention" if name in LATENT else ""
     settings = sorted({key for changes in variants(name) for key in changes})
-    return f"| {name} | {runners} | {state} | {', '.join(settings) or 'defaults'} |\n"
+    module = "yes" if name.removesuffix("ForCausalLM") in WITH_MTP else ""
+    tested = ", ".join(settings) or "defaults"
+    return f"| {name} | {runners} | {state} | {module} | {tested} |\n"
 
 
 def page() -> str:

@@ -160,8 +160,9 @@ class PairFlags(TargetFlags):
     """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
     "recycling", which proposes what the target ranked highest after the same token before;
     "self:N", the target's first N layers; "self:int4" or "self:int8", the target in fewer bits;
-    "none" for plain decoding; "auto" for "suffix" and the shipped draft, or for a target that is
-    not shipped a draft model from the local Hugging Face cache whose tokenizer fits.
+    "mtp", the multi-token-prediction module that ships with some targets; "none" for plain
+    decoding; "auto" for "suffix" and the shipped draft, or for a target that is not shipped its
+    MTP module or a draft model from the local Hugging Face cache whose tokenizer fits.
     Default: the shipped draft for a shipped target.
     With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens

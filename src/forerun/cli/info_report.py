@@ -25,6 +25,7 @@ from forerun.models.load import (
     read_config,
 )
 from forerun.models.memory import MemoryEstimate, geometry_of, readable
+from forerun.models.mtp_layout import find_module
 from forerun.models.tokenizers import compare_vocabularies
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ModelDescription:
         state_bytes: of the recurrent states of all layers after one token.
         num_tokens: entries of the tokenizer; the logits may be wider.
         card: what it was aligned to; None for a model that is no aligned draft.
+        mtp: what the tensors of its multi-token-prediction module begin with; None without one.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ModelDescription:
     stored_types: Mapping[str, float]
     state_bytes: int = 0
     card: DraftCard | None = None
+    mtp: str | None = None
 
     @property
     def kv_bytes_per_slot(self) -> int:
@@ -126,6 +129,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         device=torch.device("cpu"),
         keeps_blocks=dtype == "auto",
     )
+    module = find_module(checkpoint)
     per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
     description = ModelDescription(
         name=name,
@@ -143,6 +147,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         state_bytes=geometry.state_bytes,
         num_tokens=len(tokenizer.vocabulary),
         card=read_card(folder),
+        mtp=None if module is None else module.prefix,
     )
     return description, tokenizer
 
@@ -210,6 +215,8 @@ def print_model(model: ModelDescription) -> None:
     }
     if not model.state_bytes:
         del rows["recurrent states"]
+    if model.mtp is not None:
+        rows["draft"] = f"brings an MTP module ({model.mtp}*), which drafts by --draft mtp"
     if model.card is not None:
         rows["aligned"] = escape("\n".join(story(model.card)))
     _print_sheet(model.name, rows)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from forerun.errors import Range, check_ranges
 
-DrafterName = Literal["suffix", "self", "recycling"]
+DrafterName = Literal["suffix", "self", "recycling", "mtp"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
 

@@ -190,8 +190,15 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
     return SelfDraft(target.first_layers(num_layers), target.vocab_size)
 
 
+def mtp(argument: str, target: LanguageModel) -> Drafter:
+    """Build `mtp:FOLDER`, the module that ships in the target's folder; see `load_mtp`."""
+    from forerun.drafters.mtp import load_mtp  # imports transformers, which takes seconds
+
+    return load_mtp(argument, target)
+
+
 DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = MappingProxyType(
-    {"suffix": suffix, "self": _self_draft, "recycling": recycling}
+    {"suffix": suffix, "self": _self_draft, "recycling": recycling, "mtp": mtp}
 )
 """Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 

@@ -25,11 +25,13 @@ from forerun.models.load import (
     read_config,
 )
 from forerun.models.memory import available_bytes, estimate, geometry_of, readable
+from forerun.models.mtp_layout import find_module
 from forerun.models.tokenizers import compare_vocabularies
 
 logger = logging.getLogger("forerun.loading")
 
 AUTO = "auto"
+MTP = "mtp"
 COPIER = "suffix"
 """Drafts by copying, which takes next to no time beside a pass of a model."""
 MOST_SHARE = 0.25
@@ -61,7 +63,8 @@ def auto_drafts(target: str, device: str = AUTO) -> tuple[str, ...]:
 
     These are the shipped draft of a shipped target, or the best draft model in the local Hugging
     Face cache that fits into the memory of the target's device beside it, with the KV of the
-    default batch and context; and the drafter that copies from the text. No model is fetched or
+    default batch and context, unless the target brings a multi-token-prediction module, which comes
+    first; and the drafter that copies from the text. No model is fetched or
     loaded.
 
     Raises:
@@ -69,6 +72,9 @@ def auto_drafts(target: str, device: str = AUTO) -> tuple[str, ...]:
     """
     if target.startswith(PREFIX):
         return (ZOO_DRAFTS[target], COPIER) if target in ZOO_DRAFTS else (COPIER,)
+    if find_module(read_checkpoint(model_folder(target))) is not None:
+        logger.info("the draft is the MTP module of %s", target)
+        return (f"{MTP}:{target}", COPIER)
     found = next(fitting_models(target, device), None)
     if found is None:
         logger.info("the local Hugging Face cache has no draft model for %s", target)
@@ -78,7 +84,9 @@ def auto_drafts(target: str, device: str = AUTO) -> tuple[str, ...]:
 
 
 def with_auto(drafts: Sequence[Source], target: object, device: str) -> list[Source]:
-    """Return the drafts with those that "auto" stands for in its place."""
+    """Return the drafts with what "auto" stands for, and the target's folder for "mtp"."""
+    if isinstance(target, str | Path):
+        drafts = [f"{MTP}:{target}" if draft == MTP else draft for draft in drafts]
     if AUTO not in drafts:
         return [*drafts]
     if not isinstance(target, str | Path):

@@ -152,8 +152,8 @@ class Engine:
             target: folder, hub name, "zoo:code-40m", or a model that transformers has loaded, whose
                 weights are then shared.
             draft: the same for a draft model, the folder of an EAGLE-3 or Medusa head, "suffix",
-                "recycling", "self:N" or "self:int4" (see `DRAFTERS`), or several of them for the
-                controller to choose from; "auto" finds some (see `auto_drafts`); None decodes
+                "recycling", "mtp", "self:N" or "self:int4" (see `DRAFTERS`), or several of them for
+                the controller to choose from; "auto" finds some (see `auto_drafts`); None decodes
                 plainly.
             tokenizer: of a target that is already loaded: a transformers tokenizer, or a folder or
                 name to read it from. A loaded draft must have been trained with the same one.

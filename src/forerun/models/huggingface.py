@@ -23,6 +23,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
+from forerun.models.tensor_files import without_mtp
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -316,7 +317,7 @@ def read_weights(
     except Exception as error:
         raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
     for problem in ("missing", "unexpected", "mismatched"):
-        names = sorted(str(name) for name in info[f"{problem}_keys"])
+        names = sorted(without_mtp(str(name) for name in info[f"{problem}_keys"]))
         if names:
             raise InvalidModel(
                 f"the weights in {checkpoint.folder} do not fit its configuration: "

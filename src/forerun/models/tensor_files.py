@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,6 +111,7 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
             for name, shape in _shapes_in(path).items()
             if not name.endswith(IGNORED_SUFFIXES)
         }
+        found = {name: found[name] for name in without_mtp(found)}
     tied_head = {HEAD} if HEAD not in expected else set()
     misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
     problems = {
@@ -124,6 +125,17 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
                 f"the weights in {checkpoint.folder} do not fit its configuration: "
                 f"{len(names)} {problem}, the first {min(names)}"
             )
+
+
+def without_mtp(names: Iterable[str]) -> list[str]:
+    """Return the names of tensors that are not those of a multi-token-prediction module.
+
+    Such a module is called `mtp`, or it is a further layer with a projection of its own.
+    """
+    given, projection = [*names], "eh_proj.weight"
+    owners = [name.removesuffix(projection) for name in given if name.endswith(f".{projection}")]
+    modules = ("mtp.", "model.mtp.", "model.mtp_layers.", *owners)
+    return [name for name in given if not name.startswith(modules)]
 
 
 def check_tensors(

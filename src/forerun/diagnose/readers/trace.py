@@ -162,7 +162,7 @@ def checked(table: pa.Table, where: str) -> Iterator[Piece]:
 
 METHODS = {
     **{"draft_model": "draft_model", "suffix": "ngram", "recycling": "ngram"},
-    **{"eagle3": "eagle", "medusa": "mtp"},
+    **{"eagle3": "eagle", "medusa": "mtp", "mtp": "mtp"},
 }
 """Ours under the names of the vocabulary."""
 MIN_PROMPT_TOKENS = 200

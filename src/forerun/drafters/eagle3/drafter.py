@@ -23,9 +23,8 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel
 from forerun.drafters.draft_sequence import DraftSequence
-from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.head import rotary_sizes
 from forerun.errors import DrafterError
+from forerun.models.architecture import Architecture
 from forerun.models.base import Context, LanguageModel, RowBatch, Span
 from forerun.models.memory import KVGeometry, geometry_of
 from forerun.sampling.proposal import Proposal
@@ -53,10 +52,12 @@ class HeadBatch(RowBatch):
         )
 
 
-def store_sizes(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -> KVGeometry:
+def store_sizes(
+    architecture: Architecture, target: LanguageModel, dtype: torch.dtype
+) -> KVGeometry:
     """Return the sizes of a head's KV store, with as many slots as the target's."""
     return geometry_of(
-        rotary_sizes(config)[0],
+        architecture,
         num_slots=target.store.num_free,
         capacity=target.max_context,
         max_staged_rows=MAX_STAGED_ROWS,
@@ -220,7 +221,7 @@ class Eagle3Drafter(DraftModel):
 
     def through(self, model: LanguageModel) -> Eagle3Drafter:
         """Return a drafter with the same head whose passes go through a wrapper of its model."""
-        drafter = Eagle3Drafter(self.attached, self.feature_layers, self.vocab_size)
+        drafter = type(self)(self.attached, self.feature_layers, self.vocab_size)
         drafter.use(model)
         return drafter
 
@@ -289,7 +290,8 @@ class Eagle3Drafter(DraftModel):
             self._warned = True
             logger.warning(
                 "request %s decodes plainly: the target gave no features of layers %s, which the "
-                "EAGLE-3 head reads; later requests without features are not reported",
+                "drafter %s reads; later requests without features are not reported",
                 sequence.name,
                 self.required_features,
+                self.method,
             )

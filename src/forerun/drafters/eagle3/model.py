@@ -30,8 +30,9 @@ class Eagle3Model(StoredModel):
 
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
         config, dtype = head.config, head.fc.weight.dtype
-        store = ContiguousKVStore(store_sizes(config, target, dtype), target.device)
-        super().__init__(rotary_sizes(config)[0], store)
+        sizes = rotary_sizes(config)[0]
+        store = ContiguousKVStore(store_sizes(sizes, target, dtype), target.device)
+        super().__init__(sizes, store)
         self.vocab_size = config.target_vocab_size
         self.network = head
         self.target = target
@@ -92,7 +93,9 @@ class NativeEagle3Model(NativeModel):
         weights, num_parameters = packed(head, target)
         super().__init__(
             weights=weights,
-            store=BlockedKVStore(store_sizes(config, target, target.dtype), target.device),
+            store=BlockedKVStore(
+                store_sizes(rotary_sizes(config)[0], target, target.dtype), target.device
+            ),
             architecture=rotary_sizes(config)[0],
             num_parameters=num_parameters,
         )
