@@ -1,4 +1,4 @@
-"""Two steps of chains of an EAGLE-3 head, every draft, acceptance and final token enumerated.
+"""Two steps of chains of attached drafters, every draft, acceptance and final token enumerated.
 
 The drafter itself proposes: its draws are forced to every outcome in turn, and each outcome is
 weighted by the row that the drafter states. A wrong row, a state left behind by a rejected draft,
@@ -21,6 +21,7 @@ from forerun.control.base import Plan
 from forerun.drafters import draft_sequence as levels
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
+from forerun.drafters.mtp import MTPDrafter, MTPModel, MTPModule
 from forerun.sampling.chain import accept_probs, final_weights, num_accepted
 from forerun.sampling.config import SamplingParams
 
@@ -38,12 +39,16 @@ class Steps:
 
     Args:
         target: a table.
-        drafter: of an EAGLE-3 head.
+        drafter: of an EAGLE-3 head or a module for multi-token prediction.
+        drafted: tokens that it can draft.
     """
 
-    def __init__(self, target: TabularModel, drafter: Eagle3Drafter) -> None:
+    def __init__(
+        self, target: TabularModel, drafter: Eagle3Drafter, drafted: tuple[int, ...]
+    ) -> None:
         self.target = target
         self.drafter = drafter
+        self.drafted = drafted
         self.forced: list[int] = []
         self.rows: dict[tuple[tuple[int, ...], ...], Tensor] = {}
         self.names = itertools.count()
@@ -100,7 +105,7 @@ class Steps:
         self, texts: Sequence[tuple[int, ...]], draws: Sequence[tuple[int, ...]]
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], float]]:
         """What the step behind the last text draws and emits, and how likely that is."""
-        for drawn in itertools.product((0, 2), repeat=K):
+        for drawn in itertools.product(self.drafted, repeat=K):
             rows = self.proposal(texts, [*draws, drawn])
             prob = float(rows[range(K), list(drawn)].prod())
             if prob == 0:
@@ -125,9 +130,37 @@ class Steps:
                     yield drawn, emitted, weight * float(final[token] / final.sum())
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+@pytest.fixture(params=["eagle3", "mtp"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Steps:
     target = tiny.tabular(0, vocab_size=VOCAB_SIZE)
+    steps = with_module(target) if request.param == "mtp" else with_head(target)
+    monkeypatch.setattr(levels, "draw", steps.draw)
+    return steps
+
+
+def with_module(target: TabularModel) -> Steps:
+    """A module of one layer over the table's features, with the embedding of a network."""
+    network, layer = (
+        tiny.adapted(
+            tiny.network(
+                "qwen2",
+                hidden_size=target.hidden_size,
+                num_layers=1,
+                vocab_size=VOCAB_SIZE,
+                seed=seed,
+            )
+        )
+        for seed in (0, 1)
+    )
+    module = MTPModule(layer.network.model, hidden_first=True)
+    generator = torch.Generator().manual_seed(2)
+    module.projection.weight.data.normal_(0, 0.6, generator=generator)
+    module.eval().requires_grad_(False)
+    drafter = MTPDrafter(MTPModel(module, layer.architecture, network), LAYERS[:1], VOCAB_SIZE)
+    return Steps(target, drafter, (0, 1, 2))
+
+
+def with_head(target: TabularModel) -> Steps:
     head = heads.eagle3_head(
         target,
         draft_vocab_size=2,
@@ -138,10 +171,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
         scale=0.6,
     )
     head.d2t = torch.tensor([0, 1])  # tokens 0 and 2
-    drafter = heads.eagle3_drafter(target, head)
-    steps = Steps(target, drafter)
-    monkeypatch.setattr(levels, "draw", steps.draw)
-    return steps
+    return Steps(target, heads.eagle3_drafter(target, head), (0, 2))
 
 
 def test_two_steps_keep_the_distribution(steps):

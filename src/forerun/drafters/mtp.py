@@ -194,10 +194,10 @@ def _empty_module(
         for name, value in ONE_LAYER.items():
             if hasattr(config, name):
                 setattr(config, name, value)
-        model_class: Any = getattr(transformers, checkpoint.architecture)
+        text_class: Any = transformers.AutoModelForCausalLM
         register()
         with no_init_weights():
-            network = model_class._from_config(
+            network = text_class.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME
             )
             decoder = network.get_decoder()
@@ -207,7 +207,7 @@ def _empty_module(
         raise InvalidModel(
             f"the configuration in {checkpoint.folder} describes no layer of an MTP module: {error}"
         ) from error
-    architecture = read_architecture(checkpoint.architecture, config.to_dict())
+    architecture = read_architecture(type(network).__name__, config.to_dict())
     return module, replace(architecture, recurrent=None, attention_layers=None)
 
 
