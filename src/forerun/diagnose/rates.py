@@ -100,8 +100,18 @@ def _add_constant(evidence: Evidence) -> None:
     k = max(1, round(depth))
     if 1.0 <= tau <= k + 1:
         evidence.note("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
-    if tau <= depth + 1.0:
+    if tau <= depth + 1.0 and is_limit(evidence):
         evidence.note("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
+
+
+def is_limit(evidence: Evidence) -> bool:
+    """Whether K is the limit of most drafts.
+
+    A controller that drafts more in some steps than in most has chosen the K of most. That all of
+    a K chosen by its costs is accepted does not show that it is too small.
+    """
+    steps = {k: num_steps for k, num_steps, _ in evidence.series.get("K", ())}
+    return not steps or max(steps, key=steps.__getitem__) == max(steps)
 
 
 def mean_drafted(evidence: Evidence) -> float | None:

@@ -58,6 +58,33 @@ RUN = [
 ]
 
 
+def test_a_small_k_that_a_controller_chose_is_not_too_small(tmp_path: Path):
+    """Most steps draft one token, which is accepted; larger K were tried and left."""
+    tried = [drafted(index, 2, k_budget=4) for index in range(1, 9)]
+    usual = [
+        drafted(index, 1, k_budget=1, num_drafted=1, depth_drafted=1, batch_rows=2)
+        for index in range(9, 200)
+    ]
+    rest = [undrafted(index) for index in range(200, 230)]
+    fixed = read(tmp_path / "fixed.jsonl", [HEADER, *usual, *rest, REQUEST])
+    chosen = read(tmp_path / "chosen.jsonl", [HEADER, *tried, *usual, *rest, REQUEST])
+    ceilings = ("full_accept_share", "length_over_ceiling")
+    assert all(name in fixed and name not in chosen for name in ceilings)
+    labels = [cause.scored.cause.label for cause in diagnose(chosen).causes]
+    assert diagnose(fixed).causes[0].scored.cause.label == "k_too_small"
+    assert "k_too_small" not in labels[:1]
+
+
+def test_probes_of_a_controller_that_decodes_plainly_are_no_swing(tmp_path: Path):
+    steps = [
+        drafted(index, 0, k_budget=1, num_drafted=1, depth_drafted=1, batch_rows=2)
+        if index % 40 == 0
+        else undrafted(index)
+        for index in range(1, 400)
+    ]
+    assert read(tmp_path / "probes.jsonl", [HEADER, *steps, REQUEST]).number("k_swing") == 0.0
+
+
 def test_figures_by_hand(tmp_path: Path):
     found = read(tmp_path / "trace.jsonl", RUN)
     assert found.number("num_drafts") == 100 and found.number("num_accepted") == 200

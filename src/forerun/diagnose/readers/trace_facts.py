@@ -10,6 +10,7 @@ from statistics import fmean, median
 import numpy as np
 
 from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.rates import is_limit
 from forerun.diagnose.readers.trace_totals import (
     OUTCOMES,
     PAUSES,
@@ -29,6 +30,9 @@ from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord
 from forerun.trace.summary import MIN_PLAIN_STEPS
 
+MIN_CHANGES = 0.2
+"""Share of steps with another K than the one before from which on K swings: probes of a controller
+that decodes plainly are fewer."""
 MIN_RISES = 0.03
 """Of steps, the share with a larger K than the one before, from which on K is being chosen."""
 
@@ -65,9 +69,10 @@ def _add_counts(
     evidence.note("accepted_per_position", counts.accepted_per_position, source)
     evidence.note("drafted_per_position", counts.drafted_per_position, source)
     evidence.note("conditional_acceptance_per_position", counts.conditional_acceptance, source)
-    full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
+    if is_limit(evidence):
+        full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
+        evidence.note("full_accept_share", full / counts.num_steps, source)
     none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
-    evidence.note("full_accept_share", full / counts.num_steps, source)
     evidence.note("zero_accept_share", none / counts.num_steps, source)
     if totals.expected > 0.0:
         ratio = counts.num_accepted / totals.expected
@@ -182,7 +187,8 @@ def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         return
     moved, of = totals.k_swing
     if of:
-        evidence.note("k_swing", moved / of, f"{source}: mean change of K over mean K")
+        swing = moved / of if totals.num_k_changes >= MIN_CHANGES * totals.num_pairs else 0.0
+        evidence.note("k_swing", swing, f"{source}: mean change of K over mean K")
     rises = totals.num_k_rises / totals.num_pairs
     if rises > MIN_RISES:
         evidence.note("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
