@@ -16,11 +16,17 @@ NAMED = {
     "Mistral": "Mistral",
     "Qwen2": "Qwen2",
     "Qwen3": "Qwen3",
-    "Gemma 1 to 4": "Gemma Gemma2 Gemma3 Gemma4",
-    "gpt-oss": "GptOss",
-    "Mixtral": "Mixtral",
+    "Gemma 1 to 3": "Gemma Gemma2 Gemma3",
+    "OLMo 2": "Olmo2",
+    "OLMo 3": "Olmo3",
+    "Phi-3": "Phi3",
+    "SmolLM3": "SmolLM3",
+    "Granite": "Granite",
     "GLM-4": "Glm4",
-    "OLMo": "Olmo Olmo2 Olmo3",
+    "Qwen3-MoE": "Qwen3Moe",
+    "Mixtral": "Mixtral",
+    "Gemma 4": "Gemma4",
+    "gpt-oss": "GptOss",
     "Cohere": "Cohere Cohere2",
     "DeepSeek-V3": "DeepseekV3",
     "Qwen3-Next": "Qwen3Next",
@@ -41,6 +47,21 @@ def test_the_readme_names_supported_models_and_their_number():
     assert {name.removesuffix(" on every runner") for name in names} == NAMED.keys()
     for families in NAMED.values():
         assert {f"{family}ForCausalLM" for family in families.split()} <= set(SUPPORTED)
+
+
+def test_the_readme_and_the_page_agree_on_runners():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    page = (ROOT / "docs" / "models.md").read_text()
+    runners = dict(re.findall(r"^\| (\w+)ForCausalLM \| ([\w, ]+) \|", page, re.MULTILINE))
+    every, native, modules = re.search(
+        r"of transformers: (.*?); on the native (.*?); (other .*?), \[through", readme
+    ).groups()
+    promised = {every: "native, graphs, eager", native: "native, eager", modules: "eager"}
+    for part, expected in promised.items():
+        names = re.split(r", | and | or |such as ", part)
+        names = [name.removesuffix(" on every runner") for name in names]
+        families = [family for name in names for family in NAMED.get(name, "").split()]
+        assert families and {runners[family] for family in families} == {expected}
 
 
 def test_the_page_is_up_to_date():
