@@ -155,6 +155,17 @@ def test_drafts_of_a_tiny_pair_are_tried(tiny_pair, tmp_path, capsys):
     assert found["plain_step_s"] > 0
 
 
+def test_drafts_that_cannot_be_used_are_an_error(tiny_pair, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def f(x):")
+    arguments = ["recommend", str(tiny_pair.target), "--prompts", str(prompts), "--json"]
+    arguments += ["--temperature", "1", "--max-tokens", "48", "--device", "cpu"]
+    assert main([*arguments, "--drafts", str(tmp_path / "missing")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "none of the drafts can be used" in printed.err and "missing" in printed.err
+
+
 def test_shipped_drafts_of_a_shipped_target_are_at_hand():
     assert drafts_at_hand("zoo:code-40m", "cpu") == (
         "zoo:code-2m-for-40m",

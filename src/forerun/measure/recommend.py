@@ -230,7 +230,7 @@ def recommend(
 
     Raises:
         InvalidModel: the target cannot be loaded.
-        InvalidRequest: no prompt can be used, or a setting is out of range.
+        InvalidRequest: no prompt or no draft can be used, or a setting is out of range.
     """
     drafts = config.drafts or drafts_at_hand(config.target, config.device)
     notify(f"loading {config.target}", 0.0)
@@ -254,6 +254,9 @@ def recommend(
         trials.append(trial)
         steps += records
         gc.collect()  # a draft's weights and KV go before the next is loaded
+    if all(trial.failure is not None for trial in trials):
+        reasons = "; ".join(f"{trial.draft}: {trial.failure}" for trial in trials)
+        raise InvalidRequest(f"none of the drafts can be used: {reasons or ', '.join(drafts)}")
     trials.sort(key=lambda trial: 0.0 if trial.best is None else -trial.best.speedup.estimate)
     plain = [_seconds(record) for record in steps if not record.num_drafted]
     return Recommendation(
