@@ -50,10 +50,12 @@ class WatchOptions:
     def check(self) -> None:
         """Refuse unusable options before the first reading."""
         if not 0.0 < self.interval_s <= 3600.0:
-            raise InvalidRequest(f"--interval-s is {self.interval_s}; above 0, at most 3600")
+            raise InvalidRequest(
+                f"--interval-s is {self.interval_s}; it must be above 0 and at most 3600"
+            )
         if self.target_tpot_s is not None and not 0.0 < self.target_tpot_s <= 3600.0:
             raise InvalidRequest(
-                f"--target-tpot-s is {self.target_tpot_s}; seconds above 0, at most 3600"
+                f"--target-tpot-s is {self.target_tpot_s}; it must be above 0 and at most 3600"
             )
         if self.hook is not None and not self.hook.startswith(("http://", "https://")):
             raise InvalidRequest(f"--hook {self.hook!r} must be an http:// or https:// address")
