@@ -15,6 +15,9 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
+FAILURES = (Exception, SystemExit)
+"""What a drafter may raise: a library that it calls may try to end the process."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRequest:

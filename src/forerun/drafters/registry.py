@@ -7,6 +7,7 @@ Only drafters of forerun itself have a name, which is an entry in `DRAFTERS`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import (
+    FAILURES,
     Drafter,
     DraftRequest,
     Pause,
@@ -35,6 +37,11 @@ from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
 from forerun.models.checkpoint import read_object
 from forerun.sampling.proposal import Proposal
 
+logger = logging.getLogger("forerun.drafting")
+
+MAX_FAILED = 4096
+"""Latest failures that are remembered; a bound on memory alone."""
+
 
 class SeveralDrafters:
     """Passes every request on to the drafter that its plan names.
@@ -42,12 +49,15 @@ class SeveralDrafters:
     A plan for a tree may name several, as in "suffix+draft_model": the best nodes of all their
     trees with `Proposal.log_probs` are proposed as one deterministic tree, verified by the walk.
 
-    A pause of one of them is not a pause of all, so it only means that it proposes nothing.
+    A pause of one of them is not a pause of all, so it only means that it proposes nothing. One
+    that fails for a single request is not asked for it again, and the others go on. A failure for a
+    batch is raised, and the engine asks again request by request.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = drafters
         self._proposed: dict[str, Mapping[str, Proposal | None]] = {}
+        self._failed: dict[tuple[str, str], None] = {}  # the engine forgets a request and retries
 
     @property
     def method(self) -> str:
@@ -72,13 +82,25 @@ class SeveralDrafters:
         answers: list[dict[str, Proposal | None]] = [{} for _ in requests]
         named = [self._named(plan) for plan in plans]
         for method in dict.fromkeys(method for methods in named for method in methods):
-            places = [at for at, methods in enumerate(named) if method in methods]
+            places = [
+                at
+                for at, methods in enumerate(named)
+                if method in methods and (requests[at].request_id, method) not in self._failed
+            ]
+            if not places:
+                continue
             # A merged tree is deterministic, and so are its parts.
             asked = [
                 plans[at] if len(named[at]) == 1 else replace(plans[at], verification="walk")
                 for at in places
             ]
-            found = self.drafters[method].propose([requests[at] for at in places], asked)
+            try:
+                found = self.drafters[method].propose([requests[at] for at in places], asked)
+            except FAILURES as error:
+                if len(requests) > 1:
+                    raise
+                self._fail(requests[0].request_id, method, error)
+                continue
             for at, answer in zip(places, found, strict=True):
                 answers[at][method] = None if isinstance(answer, Pause) else answer
         for request, parts in zip(requests, answers, strict=True):
@@ -104,18 +126,29 @@ class SeveralDrafters:
         layers = self.required_features
         for method, drafter in self.drafters.items():
             columns = [layers.index(layer) for layer in drafter.required_features]
-            drafter.observe(
-                [
-                    replace(
-                        outcome,
-                        proposal=own.get(method) if outcome.proposal is not None else None,
-                        features=outcome.features[:, columns]
-                        if columns and outcome.features is not None
-                        else None,
-                    )
-                    for outcome, own in zip(outcomes, parts, strict=True)
-                ]
-            )
+            seen = [
+                replace(
+                    outcome,
+                    proposal=own.get(method) if outcome.proposal is not None else None,
+                    features=outcome.features[:, columns]
+                    if columns and outcome.features is not None
+                    else None,
+                )
+                for outcome, own in zip(outcomes, parts, strict=True)
+                if (outcome.request.request_id, method) not in self._failed
+            ]
+            try:
+                drafter.observe(seen)
+            except FAILURES as error:
+                if len(outcomes) > 1:
+                    raise
+                self._fail(outcomes[0].request.request_id, method, error)
+
+    def _fail(self, request_id: str, method: str, error: BaseException) -> None:
+        if len(self._failed) >= MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+        self._failed[request_id, method] = None
+        logger.warning("request %s drafts without %s, which failed: %s", request_id, method, error)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request in every drafter, even if one of them raises."""

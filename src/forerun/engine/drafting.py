@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Tree
-from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TopTokensDrafter
+from forerun.drafters.base import (
+    FAILURES,
+    Drafter,
+    DraftRequest,
+    Pause,
+    StepOutcome,
+    TopTokensDrafter,
+)
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
@@ -30,8 +37,6 @@ from forerun.theory.tree import TokenTree, expanded
 
 logger = logging.getLogger("forerun.drafting")
 
-FAILURES = (Exception, SystemExit)
-"""What a drafter may raise: a library that it calls may try to end the process."""
 MASS_TOLERANCE = 1e-4
 """Bounds the bias of rows that are off by a factor: fp32 softmax is far below, bf16 (0.4%) not."""
 

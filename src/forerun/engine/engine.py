@@ -181,7 +181,8 @@ class Engine:
             )
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
-        drafts = None if draft is None else with_auto(as_sources(draft), target, device)
+        named = [] if draft is None else as_sources(draft)
+        drafts = None if draft is None else with_auto(named, target, device)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
@@ -190,7 +191,11 @@ class Engine:
             return engine
         for name in drafts:
             check_card(name, target)
-        return engine.with_draft(drafts, dtype=dtype, controller=controller, costs=costs)
+        found = [name for name in drafts if name not in named]
+        drafter = load_drafters(
+            drafts, model, own_tokenizer, dtype=dtype, config=config, optional=found
+        )
+        return engine.with_draft(drafter, controller=controller, costs=costs)
 
     def with_draft(
         self,

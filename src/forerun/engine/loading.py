@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
@@ -25,7 +25,13 @@ from forerun.drafters.registry import (
     tree_methods,
 )
 from forerun.engine.config import EngineConfig
-from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, UnsupportedFeatures
+from forerun.errors import (
+    ForerunError,
+    IncompatibleDraft,
+    InvalidModel,
+    InvalidRequest,
+    UnsupportedFeatures,
+)
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
 from forerun.models.checkpoint import read_checkpoint, read_object
@@ -210,11 +216,23 @@ def load_drafters(
     *,
     dtype: str,
     config: EngineConfig,
+    optional: Collection[Source] = (),
 ) -> Drafter:
-    """Load one drafter per name and combine them into one drafter that plans choose from."""
+    """Load one drafter per name and combine them into one drafter that plans choose from.
+
+    Args:
+        optional: drafts that are left out with a warning if they cannot be loaded.
+    """
     if not drafts:
         raise InvalidRequest("the list of drafts is empty; name one, or None for plain decoding")
-    loaded = [load_drafter(d, target, tokenizer, dtype=dtype, config=config) for d in drafts]
+    loaded: list[Drafter] = []
+    for draft in drafts:
+        try:
+            loaded.append(load_drafter(draft, target, tokenizer, dtype=dtype, config=config))
+        except (ForerunError, OSError) as error:
+            if draft not in optional:
+                raise
+            logger.warning("decoding goes on without the draft %s: %s", draft, error)
     return loaded[0] if len(loaded) == 1 else SeveralDrafters(named_by_method(loaded))
 
 

@@ -56,6 +56,48 @@ def test_drafters_of_one_method_are_numbered():
     assert list(names) == ["draft_model", "suffix", "draft_model-2"]
 
 
+class Failing(SuffixDrafter):
+    """Fails in one of its calls once a request has ten output tokens."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = call
+
+    def propose(self, requests, plans):
+        self.check("propose", requests)
+        return super().propose(requests, plans)
+
+    def observe(self, outcomes):
+        self.check("observe", [outcome.request for outcome in outcomes])
+        super().observe(outcomes)
+
+    def check(self, call, requests):
+        if call == self.call and any(len(r.ids) - r.num_prompt > 10 for r in requests):
+            raise SystemExit("out of order")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("call", ["propose", "observe"])
+def test_the_others_go_on_where_one_fails(call, batch, caplog):
+    target = tiny.tabular(0, vocab_size=300)
+    draft = tiny.drafting(tiny.tabular(0, vocab_size=300))
+    drafters = {"suffix": Failing(call), "draft_model": draft}
+    engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
+    records: list[StepRecord] = []
+    engine.observers[:] = [EmittedRecords(records.append)]
+    prompts = [[1 + at, 2] for at in range(batch)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
+    plain = tiny.engine_over(target).generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(lines) == batch
+    assert all("drafts without suffix" in line for line in lines)
+    late = [r for r in records if r.method == "draft_model" and r.step > 15]
+    assert late
+    assert all(record.num_drafted for record in late[:-batch])
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}], ids=str)
 def test_texts_are_those_of_plain_decoding_with_every_drafter(params):
     target = tiny.adapted(tiny.network())

@@ -11,9 +11,10 @@ import huggingface_hub
 import pytest
 from tests import tiny
 
+from forerun import Engine
 from forerun.engine import auto_drafts as found_drafts
 from forerun.engine.auto_drafts import COPIER, auto_drafts, fitting_models, with_auto
-from forerun.errors import InvalidRequest
+from forerun.errors import ForerunError, InvalidRequest
 from forerun.models.catalog import zoo_path
 
 TARGET = str(zoo_path("zoo:code-40m"))
@@ -81,6 +82,19 @@ def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatc
 def test_auto_stands_beside_named_drafts_and_names_none_twice():
     drafts = with_auto(["suffix", "auto", "recycling"], "zoo:code-40m", "cpu")
     assert drafts == ["suffix", "zoo:code-2m-for-40m", "recycling"]
+
+
+def test_a_draft_that_was_found_and_cannot_be_loaded_is_left_out(monkeypatch, tmp_path, caplog):
+    broken = tmp_path / "broken"
+    shutil.copytree(zoo_path("code-2m-for-40m"), broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.setattr(found_drafts, "auto_drafts", lambda *_: (str(broken), COPIER))
+    engine = Engine.load("zoo:books-1m", draft="auto")
+    assert [choice.method for choice in engine.choices()] == ["plain", COPIER]
+    (line,) = [r.getMessage() for r in caplog.records if "goes on without" in r.getMessage()]
+    assert str(broken) in line
+    with pytest.raises(ForerunError):
+        Engine.load("zoo:books-1m", draft=[str(broken), COPIER])
 
 
 def test_a_loaded_target_has_no_files_to_find_a_draft_for():
