@@ -181,8 +181,8 @@ class Engine:
             )
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
-        named = [] if draft is None else as_sources(draft)
-        drafts = None if draft is None else with_auto(named, target, device)
+        asked = [] if draft is None else as_sources(draft)
+        drafts = None if draft is None else with_auto(asked, target, device)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
@@ -191,7 +191,7 @@ class Engine:
             return engine
         for name in drafts:
             check_card(name, target)
-        found = [name for name in drafts if name not in named]
+        found = [one for one in drafts if one not in asked]
         drafter = load_drafters(
             drafts, model, own_tokenizer, dtype=dtype, config=config, optional=found
         )
