@@ -151,19 +151,16 @@ class Engine:
         Args:
             target: folder, hub name, "zoo:code-40m", or a model that transformers has loaded, whose
                 weights are then shared.
-            draft: the same for a draft model, the folder of an EAGLE-3 or Medusa head, "suffix",
-                "recycling", "mtp", "self:N" or "self:int4" (see `DRAFTERS`), or several of them for
-                the controller to choose from; "auto" finds some (see `auto_drafts`); None decodes
-                plainly.
-            tokenizer: of a target that is already loaded: a transformers tokenizer, or a folder or
-                name to read it from. A loaded draft must have been trained with the same one.
+            draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `DRAFTERS` such
+                as "suffix", or several; "auto" finds some (`auto_drafts`); None decodes plainly.
+            tokenizer: of a loaded target: of transformers, or a folder or name to read it from. A
+                loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
             device: "auto", "cpu", "cuda" or "mps".
             config: engine settings.
             controller: an object that chooses K; None builds the one that `config` names.
             costs: of the drafters by their methods, for controllers that need them.
-            settings: fields of `EngineConfig` by name, which override `config`, as in
-                `num_speculative_tokens=5`.
+            settings: fields of `EngineConfig`, which override `config`: `max_batch=4`.
 
         Raises:
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
