@@ -36,20 +36,23 @@ class Subject(Protocol):
     def read(self, slot: int, end: int) -> list[int]: ...
 
 
+def geometry_for(capacity: int, dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=3,
+        num_slots=NUM_SLOTS,
+        capacity=capacity,
+        max_staged_rows=MAX_STAGED_ROWS,
+        dtype=dtype,
+    )
+
+
 class Contiguous:
     """Every layer, head and channel holds the row's number plus its own offset."""
 
     def __init__(self, capacity: int) -> None:
-        geometry = KVGeometry(
-            num_layers=2,
-            num_kv_heads=2,
-            head_dim=3,
-            num_slots=NUM_SLOTS,
-            capacity=capacity,
-            max_staged_rows=MAX_STAGED_ROWS,
-            dtype=torch.float64,
-        )
-        self.store = ContiguousKVStore(geometry, torch.device("cpu"))
+        self.store = ContiguousKVStore(geometry_for(capacity, torch.float64), torch.device("cpu"))
         self.offsets = torch.arange(24, dtype=torch.float64).view(4, 1, 2, 1, 3) / 32
 
     def write(self, slot: int, start: int, values: list[int]) -> None:
@@ -69,16 +72,7 @@ class Blocked:
     """The same in the layout of the C++ kernels, written and read one element at a time."""
 
     def __init__(self, capacity: int) -> None:
-        geometry = KVGeometry(
-            num_layers=2,
-            num_kv_heads=2,
-            head_dim=3,
-            num_slots=NUM_SLOTS,
-            capacity=capacity,
-            max_staged_rows=MAX_STAGED_ROWS,
-            dtype=torch.float32,
-        )
-        self.store = BlockedKVStore(geometry, torch.device("cpu"))
+        self.store = BlockedKVStore(geometry_for(capacity, torch.float32), torch.device("cpu"))
 
     def places(self, slot: int, row: int) -> list[tuple[Tensor, int]]:
         """Every element of a row: its head of its plane, flat, and its place there."""

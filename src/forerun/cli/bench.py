@@ -17,7 +17,13 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command
-from forerun.cli.flags import TraceFlags, check_plot, check_threads, check_writable
+from forerun.cli.flags import (
+    TraceFlags,
+    check_plot,
+    check_threads,
+    check_writable,
+    prompt_texts,
+)
 from forerun.cli.tables import SafeConsole, progress_bar, status_text, table_of, with_ends
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
@@ -360,10 +366,10 @@ def run(options: BenchOptions) -> int:
     """Run the comparison; an interruption or failure still shows the results before it."""
     options.endpoints.check()
     if options.endpoints.url:
-        return _endpoint_run(options).run(texts_of(options))
+        return _endpoint_run(options).run(prompt_texts(options.prompts))
     config = options.config
     options.check()
-    prompts = texts_of(options)
+    prompts = prompt_texts(options.prompts)
 
     from forerun.measure.bench.compare import MIN_TOKENS
     from forerun.measure.bench.comparison import BenchComparison
@@ -424,16 +430,6 @@ def _endpoint_run(options: BenchOptions) -> EndpointRun:
         json_output=options.json,
         out=options.out,
     )
-
-
-def texts_of(options: BenchOptions) -> list[str]:
-    from forerun.measure.bench.comparison import neighbours_apart, read_prompts
-
-    if options.prompts is not None:
-        return read_prompts(options.prompts)
-    from forerun.models.catalog import held_out_prompts
-
-    return neighbours_apart([prompt.text for prompt in held_out_prompts()])
 
 
 def costs_of(

@@ -12,7 +12,7 @@ from rich.table import Column
 from tyro.conf import Positional, UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_threads
+from forerun.cli.flags import check_threads, prompt_texts
 from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
 from forerun.errors import InvalidRequest
 from forerun.models.architecture import Runner, WeightFormat
@@ -39,9 +39,9 @@ class RecommendOptions:
     prompts: Path | None = None
     """Texts to continue, as for `forerun bench`. Default: the shipped prompts, Python code."""
     temperature: float = 0.0
-    """Of the texts."""
+    """Sampling temperature of the texts; 0 is greedy."""
     max_tokens: int = 128
-    """Of every text."""
+    """Longest text."""
     budget_s: float = 10.0
     """About so many seconds of decoding per draft, loading not counted."""
     dtype: str = "auto"
@@ -80,7 +80,7 @@ def run(options: RecommendOptions) -> int:
         draft_weights=options.draft_weights,
         num_threads=options.threads,
     )
-    texts = _texts(options.prompts)
+    texts = prompt_texts(options.prompts)[:NUM_PROMPTS]
     with progress_bar("starting", 1.0) as report:
         found = recommend(config, texts, notify=report)
     if options.json:
@@ -88,15 +88,6 @@ def run(options: RecommendOptions) -> int:
     else:
         show(found, options)
     return 0
-
-
-def _texts(prompts: Path | None) -> list[str]:
-    from forerun.measure.bench.comparison import neighbours_apart, read_prompts
-    from forerun.models.catalog import held_out_prompts
-
-    if prompts is not None:
-        return read_prompts(prompts)[:NUM_PROMPTS]
-    return neighbours_apart([prompt.text for prompt in held_out_prompts()])[:NUM_PROMPTS]
 
 
 def show(found: Recommendation, options: RecommendOptions) -> None:

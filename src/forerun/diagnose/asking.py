@@ -31,15 +31,15 @@ _BASE_RATE = 0.08
 _MINUTES_TO_ANSWER = 20.0
 """What one more question costs, beside the experiment that answers it."""
 _KNOWN_INSIDE = 0.4
-"""Of observations that take a look inside, the share that is known, over that of others."""
+"""How often an observation inside the engine can be answered, relative to others."""
 _OPENING = ("acceptance_low", "slower_than_plain", "output_differs")
 """What is asked first where nothing is known of what the complaint is about."""
 _LEAST = 0.005
 """Nats of information below which a question is not worth asking."""
 _UNSHOWN = 1.5
-"""What a cause loses, in nats, that does not show in what the complaint is about."""
+"""Nats by which a cause counts less if it explains nothing of what is complained about."""
 _SHOWS = 1.0
-"""Weight of an observation, in nats, from which on a cause shows in it."""
+"""Least weight, in nats, with which a cause explains an observation."""
 _TOGETHER = 3
 """Questions whose answers together must be able to change the first cause."""
 _WORDS: Mapping[object, bool | None] = {

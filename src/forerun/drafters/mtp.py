@@ -153,7 +153,7 @@ def load_mtp(argument: str, target: LanguageModel) -> MTPDrafter:
         )
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
     module, architecture = _empty_module(checkpoint, found.layout, dtype)
-    if (architecture.hidden_size, target.hidden_size) != (target.hidden_size,) * 2:
+    if architecture.hidden_size != target.hidden_size:
         raise IncompatibleDraft(
             f"the MTP module in {checkpoint.folder} has the width {architecture.hidden_size}, this "
             f"target has {target.hidden_size}: a module drafts for its own target alone"

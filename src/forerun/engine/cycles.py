@@ -262,8 +262,7 @@ class CycleRunner:
         draft = member.draft = self._draft_of(entry.sequence)
         if draft is None or not self._drafts_as_planned(entry, member):
             return False
-        params = entry.sequence.params
-        member.rule = GREEDY if params.greedy else RULES[resolve_verification(params, draft.choice)]
+        member.rule = _rule_of(entry.sequence.params, draft.choice)
         member.is_coupled = draft.choice is Choice.COUPLED
         return draft.context.num_pending <= PREFILL_CHUNK
 
@@ -359,9 +358,9 @@ def _member_of(entry: ScheduledSequence) -> _Member | None:
         sequence=sequence,
         context=entry.context,
         ends=array("q", sequence.stops.eos | sequence.stops.stop_ids),
-        plain_rule=_plain_rule(params),
+        plain_rule=_rule_of(params, Choice.SAMPLED),
     )
 
 
-def _plain_rule(params: SamplingParams) -> int:
-    return GREEDY if params.greedy else RULES[resolve_verification(params, Choice.SAMPLED)]
+def _rule_of(params: SamplingParams, choice: Choice) -> int:
+    return GREEDY if params.greedy else RULES[resolve_verification(params, choice)]

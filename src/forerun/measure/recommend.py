@@ -40,7 +40,7 @@ LEAST_GAIN = 1.05
 LEAST_PROMPTS = 4
 """Prompts that are tried even beyond the time."""
 LEAST_STEPS = 8
-"""Steps with a K without which nothing is said about it."""
+"""A K that was tried in fewer steps is left out of the figures."""
 TRAINED_SHARE = 0.06
 """Share of the target's weights that a pass of a distilled draft reads."""
 TRAINED_ALPHAS = (0.6, 0.7, 0.8)

@@ -250,7 +250,7 @@ class Decoder:
 
     Attributes:
         inv_freq: rotation per position of each pair, in radians, fp32.
-        rope_scale: factor on sine and cosine (1 for every rotation supported so far).
+        rope_scale: factor on sine and cosine.
         windows: per layer, how many positions a row sees, its own included; None: all. Empty: every
             layer sees all.
         sliding_rotation: of layers whose rotation is 1 in `rotations`.

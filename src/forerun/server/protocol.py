@@ -247,7 +247,7 @@ class GenerationRequest(Body):
             max_tokens=self.longest,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
-            structured_outputs=self._form(call_grammar),  # type: ignore[arg-type]
+            structured_outputs=self._form(call_grammar),  # type: ignore[arg-type]  # checked there
         )
 
     def plan(self, capabilities: Capabilities, config: EngineConfig) -> Plan | None:

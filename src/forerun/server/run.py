@@ -44,7 +44,7 @@ class ServedConnection(H11Protocol):
     A client may close its side once it has sent a request; it still gets the answer.
     """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         """Start to wait for a request; of too many connections the oldest idle one is closed."""
         super().connection_made(transport)
         self.idle_since_s = self.loop.time()
@@ -87,7 +87,7 @@ class ServedConnection(H11Protocol):
         if self.is_idle and not self.transport.is_closing():
             self.transport.close()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's returns None
         """Return whether the connection stays open for the answer to a request that is complete."""
         if self.is_idle or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return False

@@ -1,11 +1,11 @@
 // Query heads over the keys of one sequence: scores, softmax, weighted sum of values.
 //
 // A row sees a prefix of its slot and, in a token tree, some of the rows after it; in a layer with a
-// window only the last of these. Rows that share a
-// key/value head are computed together, so that keys and values are read once for all of them; yet
-// what a row computes, and in which order, depends on nothing but what it sees. What it sees is
-// walked in order and without gaps: the result is the same to the bit alone or among others, and
-// whether its ancestors lie among other branches or, after a commit, next to each other.
+// window only the last of these. Rows that share a key/value head are computed together, so that keys
+// and values are read once for all of them; yet what a row computes, and in which order, depends on
+// nothing but what it sees. What it sees is walked in order and without gaps: the result is the same
+// to the bit alone or among others, and whether its ancestors lie among other branches or, after a
+// commit, next to each other.
 #pragma once
 
 #include <algorithm>

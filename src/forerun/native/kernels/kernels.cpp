@@ -352,7 +352,8 @@ bool within_memory(Work&& work) {
 
 using namespace forerun;
 
-// Python packs these by hand (sampling/kernels.py, models/runner/native.py, engine/cycles.py), as rows of 8-byte numbers.
+// Python packs these by hand, as rows of 8-byte numbers (sampling/kernels.py, models/runner/native.py,
+// engine/cycles.py).
 static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
 static_assert(sizeof(ForerunTreeNode) == 4 * 8);
 static_assert(sizeof(ForerunMember) == 14 * 8 && sizeof(ForerunOutcome) == 3 * 8);

@@ -332,8 +332,9 @@ class Pass {
                          layer.feed_forward_norm);
     }
 
-    // In place of the feed-forward. Routed rows are copies of the rows, one for every expert of each, so that those of an expert lie
-    // together and its weights are read once. A row's experts are summed in the order of its choices.
+    // In place of the feed-forward. Routed rows are copies of the rows, one for every expert of each, so
+    // that those of an expert lie together and its weights are read once. A row's experts are summed in
+    // the order of its choices.
     void mix_experts(Walker& walker, const Layer& layer, std::vector<UsedExpert>& used) {
         const FeedForward& any = layer.experts.front();
         const int num_rows = rows_.num_rows, per_row = w_.sizes.experts_per_row;
