@@ -158,7 +158,10 @@ def dequantised(path: Path) -> dict[str, Tensor]:
 
 
 def write_tiny_folder(place: Path) -> Path:
-    """Write a Llama of one layer whose tokens are the 256 bytes, a few kB in all."""
+    """Write a Llama of one layer whose tokens are 255 bytes and a pair, a few kB in all.
+
+    gguf writes no empty list of merges, and transformers needs one in the file.
+    """
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=32,
@@ -172,8 +175,9 @@ def write_tiny_folder(place: Path) -> Path:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     LlamaForCausalLM(config).save_pretrained(place)
-    alphabet = sorted(ByteLevel.alphabet())
-    tokenizer = Backend(BPE(vocab={token: at for at, token in enumerate(alphabet)}, merges=[]))
+    tokens = [*sorted(ByteLevel.alphabet())[:-1], "th"]
+    vocab = {token: at for at, token in enumerate(tokens)}
+    tokenizer = Backend(BPE(vocab=vocab, merges=[("t", "h")]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(place / "tokenizer.json"))

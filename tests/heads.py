@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
-from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from forerun.drafters.eagle3.load import model_of
 from forerun.models.base import LanguageModel
 

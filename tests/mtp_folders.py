@@ -28,6 +28,7 @@ FAMILIES = {
         *(f"{MIMO}.final_layernorm", MIMO),
     ),
     "Glm4Moe": NUMBERED,
+    "Glm4MoeLite": NUMBERED,
     "DeepseekV3": NUMBERED,
     "Qwen3Next": NEXT,
     "Qwen3_5": NEXT,
@@ -36,6 +37,7 @@ FAMILIES = {
 CHANGES = {
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
+    "mlp_layer_types": ["sparse"],
     "decoder_sparse_step": 1,
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],

@@ -6,7 +6,7 @@ import json
 
 from tests.records import HEADER
 
-from forerun.measure.profile.profile import Profile, ProfileSetup, ReadLimit
+from forerun.measure.profile import Profile, ProfileSetup, ReadLimit
 from forerun.theory.cost import CostTable
 
 SETUP = ProfileSetup(

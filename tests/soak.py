@@ -39,6 +39,7 @@ from forerun.engine.results import RequestOutput
 from forerun.engine.sequence import Sequence as Sample
 from forerun.errors import QueueFull
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.processors import _without_history
 from forerun.theory.record import StepRecord
 
 VOCAB_SIZE = 12
@@ -331,6 +332,7 @@ class Soak:
         assert not draft._sequences
         assert draft.model.store.num_free == engine.config.max_batch
         self.report.drafter_failures = drafter.num_failures
+        _without_history.cache_clear()  # bounded, but it grows with the parameters of requests
         gc.collect()
         self.report.objects.append(num_living())
         self.report.resident_bytes.append(resident_bytes())

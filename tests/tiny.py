@@ -21,7 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import TokenStops
 from forerun.engine.scheduler import PLAIN, ScheduledSequence
 from forerun.engine.sequence import Sequence
-from forerun.models.base import Context
+from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.huggingface import HuggingFaceModel, adapt
 from forerun.models.tokenizers import Detokenizer, Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
@@ -179,6 +179,15 @@ def adapted(model: PreTrainedModel, num_slots: int = 4) -> HuggingFaceModel:
     """The network as a LanguageModel, the original left as it was."""
     max_context = model.config.max_position_embeddings
     return adapt(copy.deepcopy(model), num_slots=num_slots, max_context=max_context)
+
+
+def logits_of(model: LanguageModel, ids: list[int]) -> torch.Tensor:
+    """Logits of a pass over a sequence from its beginning."""
+    context = Context(model.store, ids)
+    batch = pack([context.span(len(ids))], torch.tensor(ids), range(len(ids)), model.device)
+    logits = model.forward(batch).logits.clone()
+    context.close()
+    return logits
 
 
 def settings(k: int = 3, **changes: Any) -> EngineConfig:

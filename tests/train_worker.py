@@ -24,8 +24,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
 from forerun.align.draft import TrainedDraft
-from forerun.align.progress import MetricsLog, StepMetrics
 from forerun.align.trainer import configure_sharding
+from forerun.align.workspace import MetricsLog, StepMetrics
 
 METRICS = "metrics.jsonl"
 

@@ -28,8 +28,7 @@ from forerun.align.objectives import (
     objective_of,
 )
 from forerun.align.samples import PackedBatch, Packing, Sample
-from forerun.align.teachers.hidden import OnlineFeatures
-from forerun.align.teachers.target import load_target
+from forerun.align.teachers import OnlineFeatures, load_target
 from forerun.align.trainer import Trainer, make_accelerator
 
 WINDOW = 24

@@ -31,15 +31,13 @@ from openings import modules
 from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, TrainingConfig
 from forerun.align.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import make_objective, suited_objective
-from forerun.align.progress import StepMetrics
 from forerun.align.rounds import TeacherSource, make_teacher
 from forerun.align.samples import Packing, Sample
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.trainer import Trainer, make_accelerator
-from forerun.align.workspace import Workspace, read_settings
+from forerun.align.workspace import StepMetrics, Workspace, read_settings
 from forerun.engine.engine import Engine
-from forerun.measure.judge import Judge
-from forerun.measure.judged import DraftFigures
+from forerun.measure.judge import DraftFigures, Judge
 from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash
 

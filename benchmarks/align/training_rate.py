@@ -26,13 +26,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from forerun.align.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.config import ObjectiveConfig, TrainingConfig
-from forerun.align.draft import DraftConfig, DraftLoss, load_draft
+from forerun.align.draft import (
+    CHUNK_ROWS,
+    DraftConfig,
+    DraftHead,
+    DraftLoss,
+    LearnedRows,
+    chunked_loss,
+    load_draft,
+)
 from forerun.align.objectives import DenseDistribution, TargetDistribution, make_objective
-from forerun.align.progress import StepMetrics
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
+from forerun.align.workspace import StepMetrics
 from forerun.models.catalog import held_out_prompts
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.provenance import collect, content_hash

@@ -27,7 +27,7 @@ from typing import Any
 
 from forerun.align.config import Method
 from forerun.align.serving import describe_pair, engines_of
-from forerun.drafters.eagle3.formats import is_eagle3
+from forerun.drafters.eagle3.head import is_eagle3
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords

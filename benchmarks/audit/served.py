@@ -1,40 +1,155 @@
-"""An audit over HTTP of zoo:code-40m with its draft, healthy or with a planted fault.
+"""Audits over HTTP of zoo:code-40m with its draft: one with a planted fault, or many without.
 
-python -m benchmarks.audit.served                  # healthy
-python -m benchmarks.audit.served --lenient        # acceptance compares with half the number
+    python -m benchmarks.audit.served one                    # healthy
+    python -m benchmarks.audit.served one --lenient          # acceptance compares with half of u
+    python -m benchmarks.audit.served clean --seeds 0-59     # false alarms of our server
+    python -m benchmarks.audit.served clean --url http://127.0.0.1:8080/v1 --label llama.cpp-f32-K4
+
+"clean" appends a row per audit to results/served.jsonl; seeds that are there are skipped. Our own
+server differs from seed to seed in precision, K, batch and prefix cache. The server behind --url
+has to serve the same weights, and to sample without top-k and min-p by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.lab.audited import Rule, lenient, plant
 from tests.server.conftest import serving
 
+from forerun.audit.config import AuditConfig
+from forerun.audit.endpoint import HttpEndpoint
+from forerun.audit.records import StateFile
+from forerun.audit.reference import ReferenceModel, load_reference
+from forerun.audit.run import Audit
+from forerun.audit.verdict import judge
 from forerun.cli.main import main as forerun
+from forerun.client.connection import ClientConfig
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.models.catalog import held_out_prompts
 
 TARGET, DRAFT = "zoo:code-40m", "zoo:code-2m-for-40m"
+RESULTS = Path(__file__).parent / "results/served.jsonl"
+MAX_CONTEXT = 512
+SETTINGS: tuple[dict[str, Any], ...] = tuple(
+    {"dtype": dtype, "num_speculative_tokens": k, "max_batch": batch, "num_kept": kept}
+    for dtype, k, batch, kept in (
+        ("bfloat16", 4, 4, 0),
+        ("float32", 2, 1, 0),
+        ("bfloat16", 8, 8, 8),
+        ("float32", 4, 4, 8),
+        ("bfloat16", 1, 2, 8),
+        ("float32", 8, 8, 0),
+    )
+)
+"""Settings of our servers; seed n takes the one at n modulo their number."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["one", "clean"])
     parser.add_argument("--lenient", action="store_true")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--seeds", default="0-5")
+    parser.add_argument("--seconds", type=float, default=300.0, help="stop before the next audit")
+    parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--label", default="forerun")
     options = parser.parse_args()
-    config = EngineConfig(
-        num_speculative_tokens=4, max_context=512, max_batch=4, controller="fixed"
-    )
-    engine = Engine.load(TARGET, DRAFT, config=config)
-    if options.lenient:
+    if options.what == "one":
+        one(options.tokens, options.out, is_lenient=options.lenient)
+    else:
+        clean(options)
+
+
+def one(max_tokens: int, out: Path | None, *, is_lenient: bool) -> None:
+    """Audit our server once, as a user does."""
+    engine = loaded(SETTINGS[0])
+    if is_lenient:
         plant(engine, Rule(accepts=lenient))
     with serving(engine) as client:
-        flags = ["--reference", TARGET, "--draft", DRAFT, "--tokens", str(options.tokens)]
-        flags += ["--out", str(options.out)] if options.out else []
+        flags = ["--reference", TARGET, "--draft", DRAFT, "--tokens", str(max_tokens)]
+        flags += ["--out", str(out)] if out else []
         forerun(["audit", str(client.base_url), *flags])
+
+
+def clean(options: argparse.Namespace) -> None:
+    """Audit servers without a fault, and add a row each."""
+    first, last = map(int, options.seeds.split("-"))
+    path = options.out or RESULTS
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {(row["label"], row["seed"]) for row in rows}
+    reference = load_reference(TARGET, DRAFT, max_context=MAX_CONTEXT)
+    started_s = time.monotonic()
+    for seed in range(first, last + 1):
+        is_late = time.monotonic() - started_s > options.seconds
+        if is_late or (options.label, seed) in known:
+            continue
+        with server_of(options.url, seed) as (url, settings):
+            row = {"label": options.label, "seed": seed, "settings": settings}
+            row |= audited(url, reference, seed, options.tokens)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@contextlib.contextmanager
+def server_of(url: str | None, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Address and settings of the server that a seed audits."""
+    if url is not None:
+        yield url, {}
+        return
+    settings = SETTINGS[seed % len(SETTINGS)]
+    with serving(loaded(settings)) as client:
+        yield f"{client.base_url}", settings
+
+
+def loaded(settings: dict[str, Any]) -> Engine:
+    config = EngineConfig(
+        max_context=MAX_CONTEXT,
+        controller="fixed",
+        **{name: value for name, value in settings.items() if name != "dtype"},
+    )
+    return Engine.load(TARGET, DRAFT, dtype=settings["dtype"], config=config)
+
+
+def audited(url: str, reference: ReferenceModel, seed: int, max_tokens: int) -> dict[str, object]:
+    """Run one audit, with prompts of the seed, and return the figures of its row."""
+    config = AuditConfig(max_tokens=max_tokens)
+    endpoint = HttpEndpoint(
+        ClientConfig(url=url),
+        wants_logprobs=False,
+        num_clients=config.num_clients,
+        ids_by_text=reference.ids_by_text,
+    )
+    texts = [prompt.text[: 150 + 10 * (seed % 20)] for prompt in held_out_prompts()]
+    texts = texts[seed % len(texts) :] + texts[: seed % len(texts)]
+    assert reference.tokenizer is not None
+    prompts = [tuple(reference.tokenizer.encode(text)) for text in texts]
+    audit = Audit(config, endpoint, reference, prompts, StateFile(None, {"url": url}))
+    audit.run(lambda what, done: None)
+    endpoint.close()
+    verdict = judge(audit)
+    return {
+        "status": verdict.status,
+        "family": verdict.family,
+        "alarm_tokens": audit.progress.alarm_tokens,
+        "log_e": round(audit.progress.peak_log_e, 2),
+        "num_tokens": audit.progress.spent.num_tokens,
+        "num_judged": sum(audit.ledger.arms["served"].num_tokens.values()),
+        "num_without_ids": audit.progress.num_without_ids,
+        "bound": verdict.bound,
+        "sentence": verdict.sentence,
+        "reasons": list(verdict.reasons),
+        "notes": list(verdict.notes),
+        "wall_s": round(audit.progress.elapsed_s, 1),
+    }
 
 
 if __name__ == "__main__":

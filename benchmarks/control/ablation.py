@@ -31,19 +31,28 @@ from scipy import stats
 
 from forerun.control.base import Controller, Tree
 from forerun.control.named import FixedController
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.config import (
+from forerun.plan.simulation import (
+    CycleTimes,
+    Result,
+    Server,
+    SimulationTally,
+    Times,
+    levels,
+    result_of,
+)
+from forerun.plan.workload import (
     Constant,
     Phase,
+    SimulatedCycle,
+    SimulatedRequest,
     SimulatedServerConfig,
     Slo,
     Uniform,
     Workload,
+    traffic_of,
 )
-from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest, traffic_of
-from forerun.plan.simulation.result import Result, SimulationTally, result_of
-from forerun.plan.simulation.server import CycleTimes, Server, Times, levels
 from forerun.provenance import collect
 from forerun.theory.cost import CostTable
 

@@ -4,12 +4,17 @@
 
 A cell is a target, its drafts, a workload, a temperature and a batch. Its arms generate the same
 prompts in turns, 256 tokens per prompt, prefill included; every round of `auto` is a new engine,
-which knows no cost and no acceptance. One round of a quarter of the tokens with every fixed K
-chooses the two that are measured further. The best in hindsight is the fastest of these and plain
-decoding in the rounds that are reported, which flatters it. The order of the arms changes from
-round to round, so other work on the machine disturbs all of them. A ratio is the total time of one
-arm over that of another, with its bootstrap interval (95%) over rounds. Cells in FILE are not
-measured again, and none is begun after `--seconds`: run the command until all are there.
+which knows no cost and no acceptance, and "auto kept" is one engine for all rounds, the first
+included. Where a cell has one draft at batch 1, `forerun recommend` predicts the speedup of every K
+from other prompts, and the error is that of the speedup over plain decoding after the first token.
+The pair of 292M parameters is left out where `make pairs` has not made it.
+
+One round of a quarter of the tokens with every fixed K chooses the two that are measured further.
+The best in hindsight is the fastest of these and plain decoding in the rounds that are reported,
+which flatters it. The order of the arms changes from round to round, so other work on the machine
+disturbs all of them. A ratio is the total time of one arm over that of another, with its bootstrap
+interval (95%) over rounds. Cells in FILE are not measured again, and none is begun after
+`--seconds`: run the command until all are there.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from idle_drafter import one_layer
 from rich.progress import Progress
 
 from forerun import Engine, EngineConfig, SamplingParams
+from forerun.measure.recommend import RecommendConfig, recommend
 from forerun.models.catalog import edit_prompts, held_out_prompts
 from forerun.provenance import collect
 from forerun.theory.intervals import bootstrap_ratio
@@ -38,8 +44,14 @@ DRAFTS = {
     "zoo:code-40m": ("zoo:code-2m-for-40m", "suffix", "zoo:eagle3-for-40m"),
     "zoo:code-11m": ("zoo:code-2m", "suffix"),
 }
+PAIR = Path("build/pairs/292m")
+if PAIR.exists():
+    DRAFTS[f"{PAIR}/target"] = (f"{PAIR}/draft", "suffix")
 USELESS = "zoo:books-1m"
 SMALL = "one layer of books-1m"
+KEPT = "auto kept"
+AUTO = ("auto", KEPT)
+WHOSE = ("best", "plain")
 CONFIG = EngineConfig(num_threads=2, sharing="none", max_batch=8, max_context=768)
 
 
@@ -68,7 +80,10 @@ def cells() -> list[Cell]:
         for names in sets:
             found += [(target, names, *shape) for shape in shapes]
         found += [(target, drafts[:2], "edits then code", t, 1) for t in (0.0, 1.0)]
-        found += [(target, (USELESS,), "code", t, b) for t in (0.0, 1.0) for b in (1, 8)]
+        if target.startswith("zoo:"):
+            found += [(target, (USELESS,), "code", t, b) for t in (0.0, 1.0) for b in (1, 8)]
+    three = ("zoo:code-2m-for-40m", "self:int4", "suffix")
+    found += [("zoo:code-40m", three, "code", t, 1) for t in (0.0, 1.0)]
     found.append((SMALL, ("random",), "code", 0.0, 1))
     return [Cell(target=a, drafts=b, workload=c, temperature=d, batch=e) for a, b, c, d, e in found]
 
@@ -84,6 +99,7 @@ class Arms:
             target = one_layer(scratch / "target", seed=None)
             self.drafts = [one_layer(scratch / "draft", seed=1)]
         self.plain = Engine.load(target, config=CONFIG)
+        self.kept = self.plain.with_draft(self.drafts)
         fixed = [] if USELESS in cell.drafts or cell.target == SMALL else self.drafts
         self.engines = {"plain": self.plain}
         for draft in fixed:
@@ -98,21 +114,44 @@ class Arms:
                     eos_token_ids=own.eos_token_ids,
                 )
 
-    def seconds(self, arm: str, number: int, num_tokens: int) -> tuple[float, Engine]:
-        """Return what one round of an arm takes, and its engine."""
-        engine = self.plain.with_draft(self.drafts) if arm == "auto" else self.engines[arm]
+    def seconds(self, arm: str, number: int, num_tokens: int) -> tuple[float, float, Engine]:
+        """Return what one round of an arm takes, in all and to first tokens, and its engine."""
+        if arm == "auto":
+            engine = self.plain.with_draft(self.drafts)
+        else:
+            engine = self.kept if arm == KEPT else self.engines[arm]
         cell = self.cell
         params = SamplingParams(
             temperature=cell.temperature, max_tokens=num_tokens, ignore_eos=True
         )
         code, edits = held_out_prompts(), edit_prompts()
         sources = [edits, code] if cell.workload == "edits then code" else [code]
-        started_s = time.perf_counter()
+        started_s, first_s = time.perf_counter(), 0.0
         for source in sources:
             first = number * cell.batch
             texts = [source[(first + at) % len(source)].text for at in range(cell.batch)]
-            engine.generate(texts, params)
-        return time.perf_counter() - started_s, engine
+            done = engine.generate(texts, params)
+            first_s += max(text.ttft_s or 0.0 for each in done for text in each.completions)
+        return time.perf_counter() - started_s, first_s, engine
+
+
+def predicted(cell: Cell, num_rounds: int) -> dict[str, float]:
+    """Return the speedup that is recommended for every K, from prompts that are not timed."""
+    if cell.batch > 1 or len(cell.drafts) > 1 or cell.workload != "code" or cell.target == SMALL:
+        return {}
+    prompts = [prompt.text for prompt in held_out_prompts()[num_rounds:]]
+    config = RecommendConfig(
+        target=cell.target,
+        drafts=cell.drafts,
+        temperature=cell.temperature,
+        budget_s=4.0,
+        num_threads=CONFIG.num_threads,
+    )
+    [trial] = recommend(config, prompts, notify=lambda *_: None).trials
+    name = cell.drafts[0].removeprefix("zoo:")
+    return {
+        f"{name} K={depth.num_speculative_tokens}": depth.speedup.estimate for depth in trial.depths
+    }
 
 
 def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) -> dict[str, Any]:
@@ -120,31 +159,41 @@ def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) ->
     with tempfile.TemporaryDirectory() as scratch:
         arms = Arms(cell, Path(scratch))
         fixed = [name for name in arms.engines if name != "plain"]
-        task = progress.add_task(str(cell), total=len(fixed) + num_rounds * (2 + NUM_FINALISTS))
+        task = progress.add_task(str(cell), total=len(fixed) + num_rounds * (3 + NUM_FINALISTS))
         arms.seconds("auto", 0, 8)
+        recommended = predicted(cell, num_rounds)
         screened = {name: arms.seconds(name, num_rounds, num_tokens // 4)[0] for name in fixed}
-        names = ["auto", "plain", *sorted(fixed, key=screened.__getitem__)[:NUM_FINALISTS]]
+        names = ["auto", KEPT, "plain", *sorted(fixed, key=screened.__getitem__)[:NUM_FINALISTS]]
         progress.advance(task, len(fixed))
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        decoding = dict.fromkeys(names, 0.0)
         choices: list[str] = []
         for number in range(num_rounds):
             turn = number % len(names)
             for name in [*names[turn:], *names[:turn]]:
-                took_s, engine = arms.seconds(name, number, num_tokens)
+                took_s, first_s, engine = arms.seconds(name, number, num_tokens)
                 seconds[name].append(took_s)
+                decoding[name] += took_s - first_s
                 if name == "auto":
                     choices = [*map(str, engine.choices())]
                 progress.advance(task)
-    best = min(seconds, key=lambda name: (name == "auto", sum(seconds[name])))
+    best = min(seconds, key=lambda name: (name in AUTO, sum(seconds[name])))
 
-    def over(name: str) -> dict[str, Any]:
-        return asdict(bootstrap_ratio(seconds[name], seconds["auto"], seed=0))
+    def over(name: str, arm: str) -> dict[str, Any]:
+        return asdict(bootstrap_ratio(seconds[name], seconds[arm], seed=0))
 
     return {
         "cell": str(cell),
         "best": best,
-        "auto_of_best": over(best),
-        "auto_of_plain": over("plain"),
+        "auto_of_best": over(best, "auto"),
+        "auto_of_plain": over("plain", "auto"),
+        "kept_of_best": over(best, KEPT),
+        "kept_of_plain": over("plain", KEPT),
+        "errors_of_predictions": {
+            name: recommended[name] * decoding[name] / decoding["plain"] - 1.0
+            for name in names
+            if name in recommended
+        },
         "choices_of_last_round": choices,
         "screened_s": screened,
         "seconds": seconds,
@@ -154,10 +203,13 @@ def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) ->
 
 def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return the rows of a table, in the order of the cells."""
-    rows = ["| cell | best in hindsight | `auto` of it | `auto` of plain |", "|---|---|---|---|"]
+    names = ["`auto` of it", "`auto` of plain", "kept of the best", "kept of plain", "predictions"]
+    rows = [f"| cell | best in hindsight | {' | '.join(names)} |", "|---" * 7 + "|"]
     for each in found:
-        ratios = [each["auto_of_best"], each["auto_of_plain"]]
+        ratios = [each[f"{arm}_of_{other}"] for arm in ("auto", "kept") for other in WHOSE]
         texts = ["{estimate:.2f} ({low:.2f}–{high:.2f})".format(**ratio) for ratio in ratios]
+        errors = each["errors_of_predictions"].items()
+        texts.append(", ".join(f"{name.split()[-1]} {error:+.0%}" for name, error in errors))
         rows.append(f"| {each['cell']} | {each['best']} | {' | '.join(texts)} |")
     return rows
 

@@ -13,11 +13,8 @@ from served import LOOKAHEADS, Place, fixed_arms, items_of, serve, warm_up
 from texts import edit_texts, halves
 
 from forerun.engine.config import EngineConfig
-from forerun.measure.profile.config import ProfileConfig
-from forerun.measure.profile.measurement import estimates_of, measure_pair
-from forerun.measure.profile.profile import Profile, load_profile, write_profile
-from forerun.measure.profile.rigs import facts_of, load_pair
-from forerun.measure.profile.rounds import widest
+from forerun.measure.profile import Profile, ProfileConfig, load_profile, write_profile
+from forerun.measure.rigs import estimates_of, facts_of, load_pair, measure_pair, widest
 from forerun.plan.costs import DraftCosts, with_draft_cost
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]

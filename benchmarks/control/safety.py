@@ -33,7 +33,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
 from forerun.engine.observing import EmittedRecords
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.models.catalog import held_out_prompts
 from forerun.models.load import model_folder
 from forerun.pictures import picture

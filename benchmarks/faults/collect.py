@@ -21,7 +21,7 @@ from tests.lab.run import FaultRun, run_fault
 from tests.lab.setups import Fault
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.documents import facts_document
+from forerun.diagnose.readers.sources import facts_document
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.run import ProbedEngine, probe_engine
 

@@ -18,7 +18,7 @@ from tests.lab.catalogue import FAULTS
 from tests.lab.setups import Fault
 
 from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.documents import read_facts
+from forerun.diagnose.readers.sources import read_facts
 from forerun.diagnose.readers.trace import read_trace_evidence
 from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
-from forerun.measure.profile.rigs import ModelFacts
+from forerun.measure.rigs import ModelFacts
 from forerun.models.architecture import read_architecture
 from forerun.models.decoder import parameter_shapes, read_decoder
 from forerun.models.huggingface import geometry_of

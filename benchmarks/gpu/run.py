@@ -26,11 +26,8 @@ from random_pair import SHAPES, Room, facts_of, random_model, static_model, toke
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.measure.profile.config import ProfileConfig
-from forerun.measure.profile.measurement import measure_pair
-from forerun.measure.profile.profile import Profile
-from forerun.measure.profile.rigs import LoadedPair
-from forerun.measure.profile.rounds import Stopwatch
+from forerun.measure.profile import Profile, ProfileConfig
+from forerun.measure.rigs import LoadedPair, Stopwatch, measure_pair
 from forerun.models.base import LanguageModel
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.sampling.config import SamplingParams

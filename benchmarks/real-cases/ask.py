@@ -77,8 +77,10 @@ def asked(case: Case, truth: Mapping[str, bool], way: int | None) -> dict[str, o
         )
     truth = {f.name: f.value for f in full if isinstance(f.value, bool)} | dict(truth)
     answers: dict[str, bool | None] = {}
-    while (question := next_question(with_answers(start, answers), answers)) is not None:
-        answers[question.fact] = truth.get(question.fact)
+    num_questions = 0
+    while items := next_question(with_answers(start, answers), answers):
+        num_questions += 1
+        answers |= {item.fact: truth.get(item.fact) for item in items}
     cause = "healthy" if case["cause"] == "no_fault" else str(case["cause"])
     allowed = {cause, *case["alt_causes"]}  # type: ignore[misc]  # a list of labels
     before, after = (
@@ -95,6 +97,7 @@ def asked(case: Case, truth: Mapping[str, bool], way: int | None) -> dict[str, o
         "three_before": bool(allowed & set(before)),
         "first": after[0] in allowed,
         "three": bool(allowed & set(after)),
+        "num_questions": num_questions,
         "asked": answers,
     }
 
@@ -114,8 +117,9 @@ def summary_of(results: Iterable[Mapping[str, object]]) -> dict[str, object]:
     return (
         {"num_runs": len(rows)}
         | found
-        | {"median_asked": median(len(row["asked"]) for row in rows)}
-    )  # type: ignore[arg-type]  # a dict
+        | {"median_questions": median(int(str(row["num_questions"])) for row in rows)}
+        | {"median_observations": median(len(row["asked"]) for row in rows)}  # type: ignore[arg-type]
+    )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.sources import observations_in
-from forerun.diagnose.readers.text import read_text
+from forerun.diagnose.readers.sources import observations_in, read_text
 
 __all__ = ["evidence_of"]
 

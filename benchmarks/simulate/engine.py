@@ -28,11 +28,11 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput, request_records
 from forerun.engine.thread import EngineThread
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.models.catalog import held_out_prompts
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.comparison import ControllerComparison
-from forerun.plan.simulation.config import SimulatedServerConfig, Slo, workload_of
+from forerun.plan.simulation import ControllerComparison
+from forerun.plan.workload import SimulatedServerConfig, Slo, workload_of
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_mean

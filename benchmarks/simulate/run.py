@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.comparison import ControllerComparison
-from forerun.plan.simulation.config import Workload, load_workload
+from forerun.plan.simulation import ControllerComparison
+from forerun.plan.workload import Workload, load_workload
 from forerun.provenance import collect
 
 HERE = Path(__file__).parent

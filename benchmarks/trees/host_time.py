@@ -25,12 +25,12 @@ import torch
 from forerun.control.base import Tree
 from forerun.control.named import FixedController
 from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.tree_builder import Candidates, build_tree
-from forerun.drafters.tree_builder import Path as TreePath
+from forerun.drafters.tree_growth import Candidates, build_tree
+from forerun.drafters.tree_growth import Path as TreePath
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.measure.profile.rounds import Stopwatch, TimedModel, timed
+from forerun.measure.rigs import Stopwatch, TimedModel, timed
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams

@@ -39,7 +39,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.measure.bench.compare import BenchArm, Block, Prompt, run_blocks
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect

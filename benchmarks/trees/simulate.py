@@ -19,10 +19,10 @@ from rich.progress import track
 from rich.table import Table
 
 from forerun.control.named import ControllerInputs, build_controller
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.comparison import METHOD, ControllerComparison, simulate
-from forerun.plan.simulation.config import (
+from forerun.plan.simulation import METHOD, ControllerComparison, simulate
+from forerun.plan.workload import (
     Constant,
     Phase,
     SimulatedServerConfig,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from forerun.diagnose.evidence import FACTS, MAX_LIST, MAX_WORD, FactKind
-from forerun.diagnose.readers import documents
-from forerun.diagnose.readers.documents import FORMAT, KEY
+from forerun.diagnose.readers import sources as documents
+from forerun.diagnose.readers.sources import FORMAT, KEY
 from forerun.theory.record import Json
 
 SCHEMA_PATH = Path(documents.__file__).with_name("facts.schema.json")

@@ -23,7 +23,7 @@ from forerun.models.decoder import VARIANTS  # noqa: E402
 PAGE = ROOT / "docs" / "models.md"
 INTRODUCTION = f"""# Supported models
 
-`forerun generate MODEL "text"` runs any model of the classes below, with `--draft suffix`,
+`forerun generate "text" --model MODEL` runs any model of the classes below, with `--draft suffix`,
 `recycling`, `self:N` or a draft model of any of these classes, in chains and trees. `config.json`
 names the class under `architectures`; other classes are refused before a weight is read. Rotary
 embeddings: {", ".join(ROPE_TYPES)}.

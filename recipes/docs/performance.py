@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forerun.measure.profile.config import Quantity
-from forerun.measure.profile.profile import Profile, load_profile, plot
+from forerun.measure.profile import Profile, Quantity, load_profile, plot
 from forerun.theory.cost import CostLine
 from forerun.theory.intervals import Interval
 

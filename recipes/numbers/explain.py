@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.control.named import FixedController
-from forerun.plan.simulation.comparison import simulate
-from forerun.plan.simulation.config import (
+from forerun.plan.simulation import Times, simulate
+from forerun.plan.workload import (
     Constant,
     Phase,
     SimulatedServerConfig,
     Workload,
+    traffic_of,
 )
-from forerun.plan.simulation.request import traffic_of
-from forerun.plan.simulation.server import Times
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import (
     best_k,

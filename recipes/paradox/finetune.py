@@ -10,9 +10,9 @@ from rich.console import Console
 from forerun.align.config import TrainingConfig
 from forerun.align.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import Objective
-from forerun.align.progress import Phases
 from forerun.align.samples import Packing, Sample, prompt_hash
 from forerun.align.trainer import Trainer, make_accelerator
+from forerun.align.workspace import Phases
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash

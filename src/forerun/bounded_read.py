@@ -163,8 +163,8 @@ class BoundedFile:
         left_s = self.deadline.remaining_s()
         limit = self.limits.max_bytes
         try:
-            if self._waits and not select.select([self._handle], [], [], left_s)[0]:
-                self.deadline.remaining_s()
+            while self._waits and not select.select([self._handle], [], [], left_s)[0]:
+                left_s = self.deadline.remaining_s()
             chunk = os.read(self._handle, min(size, limit + 1 - self.num_bytes))
         except BlockingIOError:  # another reader of the pipe was faster
             return self._read_chunk(size)

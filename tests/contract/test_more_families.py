@@ -57,6 +57,7 @@ MORE: dict[str, dict[str, Any]] = {
     "BitNet": {},
     "Cohere": {"use_qk_norm": True},
     "Cohere2": WINDOW,
+    "Cohere2Moe": WINDOW | {"num_experts": 4, "num_shared_experts": 1},
     "Cwm": WINDOW,
     "DeepseekV2": LATENT | ROUTED | {"n_routed_experts": 4, "first_k_dense_replace": 1},
     "DeepseekV3": LATENT | ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
@@ -88,9 +89,11 @@ MORE: dict[str, dict[str, Any]] = {
     "Glm": {},
     "Glm4": {},
     "Glm4Moe": ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "Glm4MoeLite": LATENT | ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "GptOss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
     "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeSWA": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteSWA": WINDOW,
     "HYV3": ROUTED | {"num_experts": 4, "num_local_experts": 4},
     "Helium": {"attention_bias": True},
@@ -101,9 +104,13 @@ MORE: dict[str, dict[str, Any]] = {
     "Laguna": ROUTED | WINDOW | {"num_experts": 4},
     "Llama4": {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
     "Mellum": ROUTED | WINDOW | {"num_experts": 4},
+    "MiMoV2Flash": ROUTED | WINDOW | {"n_routed_experts": 4, "v_head_dim": 8},
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Ministral": WINDOW,
     "Ministral3": WINDOW | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    "Mistral4": LATENT
+    | ROUTED
+    | {"n_routed_experts": 4, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None},
     "NanoChat": {},
     "Nemotron": {"attention_bias": True},
@@ -167,6 +174,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "Lfm2": CONVOLVED,
     "Lfm2Moe": ROUTED | CONVOLVED | {"num_experts": 4, "num_dense_layers": 1},
+    "Lfm3": WINDOW | {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     "Mamba": {"state_size": 8},
     "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2},
     "NemotronH": {
@@ -183,7 +191,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 MORE |= RECURRENT
 # Networks that with their first seed hardly say more than one token: another seed.
-SEEDS = {"Apertus": 5, "HyperCLOVAX": 3, "Nemotron": 3}
+SEEDS = {"Apertus": 5, "Cohere2Moe": 2, "HyperCLOVAX": 3, "Nemotron": 3}
 # What differs from the others in attention, positions or head; the rest is in the full grid.
 TELLING = (
     "Cohere2",

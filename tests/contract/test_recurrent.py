@@ -123,6 +123,30 @@ def test_a_conversation_goes_on_from_the_kept_state(model, made):
     assert list(third.token_ids) == continued(made, shorter, NUM_TOKENS)
 
 
+SYSTEM = [(7 * place) % 250 + 3 for place in range(41)]
+CHATS = [[*SYSTEM, *ids[:9]] for ids in (*PROMPTS, PROMPTS[0][::-1])]
+
+
+def chats(model: HuggingFaceModel, **changes: Any) -> list[tuple[int | None, list[int]]]:
+    """Return how many tokens of every prompt were found, and the text after it."""
+    engine = tiny.engine_over(model, SuffixDrafter(), k=3, **changes)
+    outputs = [engine.generate([ids], GREEDY)[0] for ids in CHATS]
+    return [(o.completions[0].num_cached_tokens, list(o.token_ids)) for o in outputs]
+
+
+@pytest.mark.parametrize("chunk", [512, 7, 32])
+def test_a_shared_beginning_is_found_from_the_third_text_on(model, made, chunk):
+    """The second text shows where texts part, and keeps the states there."""
+    expected = [continued(made, ids, NUM_TOKENS) for ids in CHATS]
+    for max_batch in (4, 1):
+        found = chats(model, prefill_chunk=chunk, max_batch=max_batch)
+        assert [text for _, text in found] == expected
+        if max_batch == 4:
+            assert [cached for cached, _ in found] == [0, 0] + [32] * (len(CHATS) - 2)
+    together = tiny.engine_over(model, SuffixDrafter(), k=3, max_batch=4, prefill_chunk=chunk)
+    assert [list(output.token_ids) for output in together.generate(CHATS, GREEDY)] == expected
+
+
 def test_states_are_those_of_the_text_read_at_once(model):
     """After rejections, the committed state equals the state of the committed text alone."""
     store, ids = model.store, PROMPTS[0]
@@ -182,7 +206,7 @@ def test_states_that_do_not_fit_are_refused_before_the_weights_are_read(monkeypa
     monkeypatch.setattr(huggingface, "read_weights", None)
     monkeypatch.setattr(memory, "available_bytes", lambda _: 1 << 20)
     # Per layer: 64 channels over 4 inputs, 4 heads of 8 by 8; three layers in fp32.
-    needed = 3 * (64 * 4 + 4 * 8 * 8) * 4 * 8 * (64 + 3) / 2**20
+    needed = 3 * (64 * 4 + 4 * 8 * 8) * 4 * 8 * (64 + 4) / 2**20
     with pytest.raises(NotEnoughMemory, match=rf"recurrent states {needed:.1f} MiB \(6.0 KiB each"):
         load_model(tmp_path, max_context=10)
 
@@ -238,7 +262,7 @@ def convolution_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def state_of_a_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node starts from the state of the node before it in place of its parent's."""
 
-    def schedule(spans: Any) -> Any:
+    def schedule(spans: Any, due: Any) -> Any:
         return [
             [
                 recurrent._Rows(
@@ -249,11 +273,47 @@ def state_of_a_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
                     end=row.end,
                 )
             ]
-            for row in sorted((r for batch in right(spans) for r in batch), key=lambda r: r.first)
+            for row in sorted(
+                (r for batch in right(spans, due) for r in batch), key=lambda r: r.first
+            )
         ]
 
     right = recurrent._schedule
     monkeypatch.setattr(recurrent, "_schedule", schedule)
+
+
+def snapshot_one_row_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot stands for one token more than it was taken after."""
+
+    def commit(self: RecurrentStore, slot: int, rows: Any) -> None:
+        awaited = slot in self.due
+        right(self, slot, rows)
+        if awaited and slot not in self.due:
+            self._held_borders[slot] += 1
+
+    right = RecurrentStore.commit
+    monkeypatch.setattr(RecurrentStore, "commit", commit)
+
+
+def snapshot_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(self: RecurrentStore, slot: int, rows: Any) -> None:
+        awaited = slot in self.due
+        right(self, slot, rows)
+        if awaited and slot not in self.due:
+            self._snapshots[slot] = self._committed[slot]
+
+    right = RecurrentStore.commit
+    monkeypatch.setattr(RecurrentStore, "commit", commit)
+
+
+@pytest.mark.parametrize("plant", [snapshot_one_row_off, snapshot_of_the_last_row])
+def test_wrong_snapshots_would_show(monkeypatch, plant):
+    made = network("Qwen3_5")
+    expected = [continued(made, ids, NUM_TOKENS) for ids in CHATS]
+    plant(monkeypatch)
+    found = chats(tiny.adapted(copy.deepcopy(made)))
+    assert found[2][0]
+    assert [text for _, text in found] != expected
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,31 @@ from rich.console import Console
 
 from forerun.sampling.noise import position_key
 from forerun.sampling.walk import walk
-from forerun.testing.exact import run, walks
-from forerun.testing.exact.chains import ChainVerifier, confident_before, emit_chains
-from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, structured_pairs
-from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, SHAPES, PlantedView, shaped_pairs
+from forerun.testing.exact import run, trees
 from forerun.testing.exact.run import (
+    PLANTED,
+    PLANTED_VIEWS,
+    SHAPES,
     ExactReport,
     PlantedResult,
+    PlantedView,
     VerifierResult,
     render,
     run_enumeration,
+    shaped_pairs,
 )
-from forerun.testing.exact.walks import (
+from forerun.testing.exact.trees import (
+    ChainVerifier,
+    Inexact,
+    ModelPairs,
     Walker,
     compare_with_plain,
+    confident_before,
+    emit_chains,
     emit_walks,
     goodput_k,
+    random_pairs,
+    structured_pairs,
     walk_table,
 )
 from forerun.theory.tree import TokenTree
@@ -252,6 +261,6 @@ def test_coupling_with_keys_of_the_step_differs(monkeypatch: pytest.MonkeyPatch)
     def keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
         return [position_key(request_key, num_committed + 7 * d) for d in (0, *tree.depths)]
 
-    monkeypatch.setattr(walks, "target_keys", keys)
+    monkeypatch.setattr(trees, "target_keys", keys)
     _, different = compare_with_plain(some_pairs(num_pairs=3), TREE, range(3))
     assert different > 0

@@ -8,10 +8,23 @@ import pytest
 import torch
 
 from forerun.sampling.tree_rules import TreeRule
-from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
-from forerun.testing.exact.plants import PLANTED_TREE, PLANTED_TREES, traversal
-from forerun.testing.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of
-from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
+from forerun.testing.exact.run import (
+    MAX_TREE_DEPTH,
+    PLANTED_TREE,
+    PLANTED_TREES,
+    SECOND_TREE,
+    horizon_of,
+    traversal,
+)
+from forerun.testing.exact.trees import (
+    ModelPairs,
+    TreeVerifier,
+    all_trees,
+    emit_trees,
+    kernel_weights,
+    random_pairs,
+    structured_pairs,
+)
 from forerun.theory.tree import TokenTree
 
 RULES = get_args(TreeRule)

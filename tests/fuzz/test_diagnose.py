@@ -12,11 +12,9 @@ from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.page import page_of
 from forerun.diagnose.readers.prometheus import PrometheusText
-from forerun.diagnose.readers.sources import read_source
-from forerun.diagnose.readers.text import read_text
-from forerun.diagnose.words import headline, sections
+from forerun.diagnose.readers.sources import read_source, read_text
+from forerun.diagnose.words import headline, page_of, sections
 from forerun.terminal_text import printable
 from forerun.trace.files import line_of, read_trace
 from forerun.trace.summary import summarise

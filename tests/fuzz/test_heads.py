@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.fuzz.harness import fuzz_test
 
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
-from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.load import GOLDEN_FILE, read_golden
+from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from forerun.drafters.eagle3.load import (
+    GOLDEN_FILE,
+    read_eagle3_head,
+    read_golden,
+    write_eagle3_head,
+)
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
 from forerun.errors import InvalidModel
 

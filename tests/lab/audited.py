@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tests import tiny
 from tests.automaton import Automaton
+from tests.lab.engine import LabStepper
 from tests.tabular import TabularModel, TokenStore
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import ScheduledSequence
-from forerun.engine.verification import verify
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import pack_params, target_probs
@@ -278,16 +278,7 @@ def faulty_engine(
 
 def plant(engine: Engine, rule: Rule) -> None:
     """Replace the verification of an engine."""
-
-    def changed(entries: Sequence[ScheduledSequence], logits: Tensor, fed: Tensor) -> list[Any]:
-        row, found = 0, []
-        for entry, verdict in zip(entries, verify(entries, logits, fed), strict=True):
-            entry.verdict = verdict
-            found.append(rule(entry, logits[row : row + entry.num_logit_rows]))
-            row += entry.num_logit_rows
-        return found
-
-    engine.stepper.verify = changed
+    engine.stepper = LabStepper(engine, rule)
 
 
 class EngineEndpoint:

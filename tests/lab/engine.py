@@ -11,11 +11,11 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import ScheduledSequence
-from forerun.engine.step import StepClock, StepEvent
-from forerun.engine.verification import verify
+from forerun.engine.step import StepClock, StepEvent, Stepper
 from forerun.sampling.proposal import Verdict
+from forerun.theory.record import StepRecord
 
-__all__ = ["VerdictChange", "lab_engine"]
+__all__ = ["LabStepper", "VerdictChange", "lab_engine"]
 
 VerdictChange = Callable[[ScheduledSequence, Tensor], Verdict]
 """From a scheduled sequence with its verdict, and its logits, to the verdict that counts."""
@@ -43,6 +43,52 @@ class DeviceClock(StepClock):
         return spent.draft_s, spent.target_s, spent.host_s
 
 
+class LabStepper(Stepper):
+    """Steps of an engine whose verdicts may be changed before they are committed.
+
+    Args:
+        engine: whose steps these are from now on.
+        change_verdict: returns the verdict that counts; None leaves verdicts as they are.
+        device: whose clock is read; None reads the host's.
+    """
+
+    def __init__(
+        self, engine: Engine, change_verdict: VerdictChange | None, device: Device | None = None
+    ) -> None:
+        super().__init__(
+            target=engine.target,
+            drafter=engine.stepper.drafter,
+            controller=engine.controller,
+            scheduler=engine.scheduler,
+            config=engine.config,
+            observers=engine.observers,
+        )
+        self.cycles = None
+        self.change_verdict = change_verdict
+        self.device = device
+        self._device_clock: StepClock | None = None
+
+    def run(self) -> None:
+        """Note the device's time and run the step."""
+        self._device_clock = None if self.device is None else DeviceClock(self.device)
+        super().run()
+
+    def _keeps_logits(self) -> bool:
+        return self.change_verdict is not None or super()._keeps_logits()
+
+    def _commit(
+        self,
+        fed: Sequence[ScheduledSequence],
+        emitting: Sequence[ScheduledSequence],
+        clock: StepClock,
+    ) -> list[StepRecord]:
+        if self.change_verdict is not None:
+            for entry in emitting:
+                assert entry.logits is not None
+                entry.verdict = self.change_verdict(entry, entry.logits)
+        return super()._commit(fed, emitting, self._device_clock or clock)
+
+
 def lab_engine(*, change_verdict: VerdictChange | None, device: Device, **parts: Any) -> Engine:
     """An engine whose verdicts may be changed before they are committed, with another clock.
 
@@ -52,19 +98,5 @@ def lab_engine(*, change_verdict: VerdictChange | None, device: Device, **parts:
         parts: of the engine.
     """
     engine = Engine(**parts)
-    engine.stepper.new_clock = lambda _: DeviceClock(device)
-    if change_verdict is not None:
-        change = change_verdict
-
-        def changed(
-            entries: Sequence[ScheduledSequence], logits: Tensor, tokens: Tensor
-        ) -> list[Verdict]:
-            row = 0
-            for entry, verdict in zip(entries, verify(entries, logits, tokens), strict=True):
-                entry.verdict = verdict
-                entry.verdict = change(entry, logits[row : row + entry.num_logit_rows])
-                row += entry.num_logit_rows
-            return [entry.verdict for entry in entries if entry.verdict is not None]
-
-        engine.stepper.verify = changed
+    engine.stepper = LabStepper(engine, change_verdict, device)
     return engine

@@ -14,7 +14,7 @@ import pytest
 
 from forerun.diagnose.diagnosis import CAUSES, diagnose, score_causes
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.documents import read_facts
+from forerun.diagnose.readers.sources import read_facts
 
 FACTS = Path(__file__).parents[1] / "unit/diagnose/data/lab-facts.jsonl"
 UNSEEN = {"head reads other layers", "head with a wrong flag"}

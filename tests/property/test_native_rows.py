@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import tiny
 from tests.natives import decoder_of, random_parameters, run_by_torch, run_natively
 from torch import Tensor
 
@@ -295,6 +296,4 @@ def test_logits_are_as_close_to_the_truth_as_those_of_torch(name):
 
 
 def logits_of(model: LanguageModel, ids: list[int]) -> Tensor:
-    context = Context(model.store, ids)
-    batch = pack([context.span(len(ids))], torch.tensor(ids), range(len(ids)), model.device)
-    return model.forward(batch).logits.double()
+    return tiny.logits_of(model, ids).double()

@@ -7,16 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun.control.base import Plan
-from forerun.plan.simulation.comparison import simulate
-from forerun.plan.simulation.config import (
+from forerun.plan.simulation import Times, simulate
+from forerun.plan.workload import (
     Clustered,
     Phase,
     Poisson,
     SimulatedServerConfig,
     Workload,
+    traffic_of,
 )
-from forerun.plan.simulation.request import traffic_of
-from forerun.plan.simulation.server import Times
 from forerun.theory.cost import CostLine, CostTable
 
 TABLE = CostTable(

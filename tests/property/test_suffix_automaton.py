@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import PACKAGE
 
-from forerun.drafters.suffix_automaton import NONE, ROOT, SEPARATOR, StoredMatch, SuffixAutomaton
+from forerun.drafters.suffix import NONE, ROOT, SEPARATOR, StoredMatch, SuffixAutomaton
 
 # Few symbols repeat often; more than 32 suffixes that end at one place take a longer text.
 texts = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n), max_size=30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,30 @@ def tiny_engine(*, with_draft: bool = True, **changes: Any) -> Engine:
     draft = tiny.drafting(tiny.adapted(tiny.network("llama", seed=1), num_slots=NUM_SLOTS))
     settings = {"max_batch": 4, "max_waiting": 12} | changes
     return tiny.engine_over(target, draft if with_draft else None, **settings)
+
+
+class Held:
+    """An observer that holds the engine after its first steps until `go_on` is set."""
+
+    is_required = False
+    wants_logits = False
+
+    def __init__(self, num_steps: int = 3) -> None:
+        self.num_left = num_steps
+        self.go_on = threading.Event()
+
+    def observe(self, step: object) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            assert self.go_on.wait(TIMEOUT_S)
+
+
+def wait_until_idle(engine: Engine) -> None:
+    """Wait until no request is left and every slot is free, which is shortly after."""
+    ends_s = time.monotonic() + TIMEOUT_S
+    while engine.has_unfinished or engine.target.store.num_free < NUM_SLOTS:
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

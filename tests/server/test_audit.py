@@ -12,11 +12,14 @@ import pytest
 from tests.lab.audited import Rule, plant
 from tests.server.conftest import serving
 
-from forerun.audit.config import KINDS
+from forerun.audit.config import KINDS, AuditConfig
 from forerun.audit.endpoint import HttpEndpoint
-from forerun.audit.records import AuditAnswer, Question
+from forerun.audit.records import AuditAnswer, Question, StateFile
+from forerun.audit.reference import ReportedLogprobs, load_reference
+from forerun.audit.run import Audit
+from forerun.audit.verdict import judge
 from forerun.cli.main import main
-from forerun.client.config import ClientConfig
+from forerun.client.connection import ClientConfig
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 
@@ -78,7 +81,9 @@ MODELS = {"data": [{"id": "m"}]}
 
 
 def asked(
-    reply: Callable[[httpx.Request], httpx.Response], question: Question = QUESTION
+    reply: Callable[[httpx.Request], httpx.Response],
+    question: Question = QUESTION,
+    ids_by_text: Mapping[str, int] | None = None,
 ) -> AuditAnswer:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=MODELS) if request.method == "GET" else reply(request)
@@ -87,6 +92,7 @@ def asked(
         ClientConfig(url="http://m"),
         wants_logprobs=True,
         num_clients=1,
+        ids_by_text=ids_by_text,
         transport=httpx.MockTransport(answer),
     )
     kinds = {kind.name: replace(kind) for kind in KINDS}
@@ -124,6 +130,59 @@ def test_a_stream_that_is_cut_keeps_its_tokens_and_is_charged_in_full():
     assert answer.problem is not None
 
 
+def test_a_server_that_sends_more_than_asked_is_cut_off():
+    events = [chunk(n) for n in range(100)]
+    answer = asked(lambda _: stream(*events, chunk(100, finish="length")))
+    assert "more than the 8 tokens" in answer.problem
+    assert answer.num_charged == 9
+
+
+def misbehaving(request: httpx.Request, number: int) -> httpx.Response:
+    """A reply of a server that is busy, cuts streams, sends too much, or leaves out the ids."""
+    wanted = json.loads(request.content)["max_tokens"]
+    whole = [chunk(n % 17) for n in range(wanted)]
+    replies = (
+        lambda: httpx.Response(429, headers={"retry-after": "1"}),
+        lambda: stream(*whole[: wanted // 2], done=False),
+        lambda: stream(*whole, chunk(1), chunk(2), chunk(3)),
+        lambda: stream(*({"choices": [{"text": "abc"}]} for _ in range(4))),
+        lambda: httpx.Response(500, text="no"),
+        lambda: stream(*whole, {"choices": [], "usage": {"completion_tokens": wanted}}),
+    )
+    return replies[number % len(replies)]()
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 900}, {"max_requests": 11}])
+def test_no_limit_is_passed_by_a_server_that_misbehaves_in_every_way(limits):
+    received = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json=MODELS)
+        received.append(json.loads(request.content)["max_tokens"])
+        return misbehaving(request, len(received))
+
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"),
+        wants_logprobs=False,
+        num_clients=1,
+        transport=httpx.MockTransport(answer),
+    )
+    config = AuditConfig(num_tokens=20, num_clients=1, **limits)
+    state = StateFile(None, {"url": "m"})
+    audit = Audit(config, endpoint, ReportedLogprobs(), ["a", "b"], state, wait=lambda s: None)
+    audit.run(lambda what, done: None)
+    verdict = judge(audit)
+    assert verdict.status == "cannot_judge"
+    seen = " ".join(audit.progress.problems)
+    assert "429" in seen and "more than the 20 tokens" in seen
+    assert "answers failed" in " ".join(verdict.notes)
+    assert len(received) <= config.max_requests
+    assert sum(received) <= config.max_tokens
+    assert audit.progress.spent.num_tokens <= config.max_tokens
+    assert audit.progress.spent.num_requests <= config.max_requests
+
+
 def test_every_try_of_a_refusal_counts():
     answer = asked(lambda _: httpx.Response(400, text="no"))
     assert answer.is_refused
@@ -146,3 +205,55 @@ def test_ids_are_taken_from_names_of_tokens():
     answer = asked(lambda _: stream(event))
     assert answer.token_ids == (7,)
     assert answer.top == (((7, -0.1), (9, -3.0)),)
+
+
+# ------------------------------------------------------- llama.cpp: one event per token, few ids
+
+TEXTS = {"a": 7, "b": 8, "ab": 9}
+
+
+def event(text: str, token: int | None = None, **further: object) -> dict[str, object]:
+    """An event of llama.cpp: an accepted draft token comes without its id."""
+    named = {"content": [{"id": token, "token": text, "logprob": -1.0, "top_logprobs": []}]}
+    logprobs = None if token is None else named
+    choice = {"text": text, "logprobs": logprobs, "finish_reason": further.pop("finish", None)}
+    return {"choices": [choice], **further}
+
+
+def ended(num_tokens: int, finish: str = "length") -> dict[str, object]:
+    return event("", finish=finish, usage={"completion_tokens": num_tokens})
+
+
+def test_draft_tokens_without_ids_are_known_by_their_texts():
+    events = [event("a", 7), event("b"), event("ab"), ended(3)]
+    assert asked(lambda _: stream(*events), ids_by_text=TEXTS).token_ids == (7, 8, 9)
+    events[-1] = ended(4, "stop")  # the token that ends the text has none
+    assert asked(lambda _: stream(*events), ids_by_text=TEXTS).token_ids == (7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [event("a", 7), event("ab"), ended(3)],  # two tokens in one event
+        [event("a", 7), event("?"), ended(2)],  # a text that is no token's alone
+        [event("a", 7), event("b")],  # no count
+    ],
+)
+def test_tokens_that_are_not_known_for_sure_are_not_judged(events):
+    answer = asked(lambda _: stream(*events), ids_by_text=TEXTS)
+    assert answer.token_ids is None
+    assert answer.num_charged >= 2
+
+
+def test_log_probabilities_of_a_part_of_the_tokens_are_not_taken_for_all():
+    answer = asked(lambda _: stream(event("a", 7), event("b"), event("a", 7), ended(3)))
+    assert answer.token_ids is None
+    assert answer.num_charged == 3
+
+
+def test_ids_by_text_hold_the_tokens_whose_text_is_theirs_alone():
+    reference = load_reference("zoo:code-2m", None, max_context=64)
+    found = reference.ids_by_text
+    assert len(found) > 2000
+    for text, token in [*found.items()][::97]:
+        assert reference.tokenizer.token_bytes(token).decode() == text

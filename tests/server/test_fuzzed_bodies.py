@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.fuzz.harness import SECONDS
-from tests.server.conftest import NUM_SLOTS, serving
+from tests.server.conftest import serving, wait_until_idle
 from tests.server.test_tools import tool_engine
 
 from forerun.errors import EngineStopped
@@ -255,9 +255,6 @@ def test_no_body_ends_the_server(num_bodies, max_seconds):
         assert client.get("/health").status_code == 200
         body = {"prompt": "x", "max_tokens": 2, "seed": 1}
         assert client.post("/v1/completions", json=body).status_code == 200
-        deadline_s = time.monotonic() + 60
-        while engine.has_unfinished and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        assert engine.target.store.num_free == NUM_SLOTS
+        wait_until_idle(engine)
     statuses = Counter(key.split()[1] for key in counts.elements())
     assert min(statuses["200"], statuses["400"]) > 0.1 * statuses.total(), counts

@@ -14,9 +14,9 @@ from tests import tiny
 from tests.server.conftest import MODEL, serving, tiny_engine
 from tests.unit.align.data.conftest import prompt
 
-from forerun.align.responses import ResponseServer, seed_of
+from forerun.align.texts import ResponseServer, seed_of
 from forerun.client.client import SEED_MASK, Client, Speculation
-from forerun.client.config import ClientConfig
+from forerun.client.connection import ClientConfig
 from forerun.engine.http_backend import HttpBackend
 from forerun.engine.results import Backend
 from forerun.errors import InvalidRequest, ServerUnavailable

@@ -104,10 +104,14 @@ def test_instructions_tools_and_results_reach_the_template(served):
         ({"n": 2}, "n: "),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema"),
+        ({"metadata": {"a": "\ud800"}}, "is no Unicode: surrogates not allowed"),
+        ({"tools": [{"type": "function", "name": "\ud800"}]}, "is no Unicode"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(served, changes, message):
-    answer = served.post("/v1/responses", json=BODY | changes)
+    content = json.dumps(BODY | changes)
+    headers = {"Content-Type": "application/json"}
+    answer = served.post("/v1/responses", content=content, headers=headers)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
 

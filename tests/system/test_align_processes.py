@@ -20,8 +20,8 @@ from tests import training
 from tests.conftest import ROOT
 from tests.train_worker import METRICS, train
 
-from forerun.align.progress import StepMetrics, read_metrics
 from forerun.align.trainer import CHECKPOINT
+from forerun.align.workspace import StepMetrics, read_metrics
 
 NUM_STEPS = 8
 HALF_WAY = 4

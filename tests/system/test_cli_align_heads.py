@@ -10,7 +10,7 @@ from tests.system.conftest import byte_tokenizer, save_model
 
 from forerun.cli.command import Exit
 from forerun.cli.main import main
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head
+from forerun.drafters.eagle3.load import read_eagle3_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords

@@ -83,16 +83,18 @@ def test_a_second_profile_of_a_draft_is_refused(models, profile, capsys):
     assert "second profile" in capsys.readouterr().err
 
 
-def test_layers_of_the_target_need_a_controller_that_needs_no_costs(models, profile, capsys):
-    assert main([*ASKED, *models, "--draft", "self:1", "--profile", profile]) != 0
-    assert "self" in capsys.readouterr().err
+def test_a_self_draft_learns_its_costs_beside_a_draft_with_a_profile(models, profile, capsys):
+    assert main([*ASKED, *models, "--draft", "self:1", "--profile", profile]) == 0
+    alone = [*ASKED, *models[:2], "--draft", "self:1", "--profile", profile]
+    assert main(alone) != 0
+    assert "of a target and a draft model, and the draft is self:1" in capsys.readouterr().err
 
 
 def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(4)))
+    prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(8)))
     pair = ["--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@1,3"]
-    small = ["--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
+    small = ["--blocks", "4", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
     chosen = ["--controller", "auto", "fixed", "--temperatures", "1"]
     assert main(["bench", *pair, "--prompts", str(prompts), *small, *chosen, "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]

@@ -11,8 +11,8 @@ import pytest
 
 from forerun.cli import demo as command
 from forerun.cli.main import main
+from forerun.measure.bench.comparison import Demo
 from forerun.measure.bench.config import DemoConfig, DraftArms
-from forerun.measure.bench.demo import Demo
 from forerun.measure.bench.report import Mismatch
 
 ROW_KEYS = {

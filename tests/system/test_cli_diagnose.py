@@ -151,6 +151,14 @@ def test_binary_and_empty_sources(diagnose, tmp_path):
     assert diagnose(empty)[0] == 4
 
 
+def test_a_text_that_no_engine_wrote_is_refused(diagnose, tmp_path):
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("two eggs\nsome flour\n")
+    code, captured = diagnose(recipe)
+    assert code == 2 and "no line of recipe.txt is understood" in captured.err
+    assert diagnose(recipe, "--k", 4)[0] == 4
+
+
 def test_a_log_that_is_markup_is_printed_as_text(diagnose, log):
     name = "[bold red]x.log"
     code, captured = diagnose(log("[link=http://x]" + BAD, name))

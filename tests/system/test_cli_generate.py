@@ -280,7 +280,7 @@ def test_the_shipped_draft_is_used_for_the_shipped_target_only():
 
 def test_several_drafts_keep_their_order_where_somebody_chooses():
     pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "auto").pair
-    assert pair.draft_names == ("zoo:code-2m-for-40m", "suffix")
+    assert pair.draft_names == ("zoo:code-2m-for-40m", "self:int4", "suffix")
     pair = parse("x", "--draft", "a", "--draft", "b", "--profile", "p", "--profile", "q").pair
     assert pair.draft_names == ("a", "b")
     assert [str(path) for path in pair.profile] == ["p", "q"]
@@ -350,7 +350,8 @@ def test_a_trace_that_cannot_be_written_is_exit_1(tiny_pair, tmp_path, capsys):
 def test_probabilities_in_a_trace_are_those_that_decided(run, tmp_path, options, rule):
     """What was to be expected of a draft follows from the probabilities of its tokens."""
     path = tmp_path / "steps.jsonl"
-    given = ("--trace", str(path), "--trace-probabilities", "--num-speculative-tokens", "3")
+    chains = ("--controller", "fixed", "--num-speculative-tokens", "3")
+    given = ("--trace", str(path), "--trace-probabilities", *chains)
     draft = "suffix" if rule == "walk" else None
     assert run("a b a b a b a b", "--max-tokens", "24", *given, *options, draft=draft)[0] == 0
     steps = [item for item in read_trace(path) if isinstance(item, StepRecord) and item.num_drafted]

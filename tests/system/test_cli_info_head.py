@@ -12,12 +12,10 @@ from tests.profiles import exact_times
 
 from forerun.cli.command import Exit
 from forerun.cli.main import main
-from forerun.drafters.eagle3.checkpoint import write_eagle3_head
-from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.load import write_golden
+from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from forerun.drafters.eagle3.load import write_eagle3_head, write_golden
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.models.base import Span, pack
 from forerun.models.draft_card import identify, write_card
 from forerun.models.load import load_model, model_folder

@@ -11,7 +11,7 @@ from tests.profiles import SETUP, profile_of
 from tests.records import HEADER, REQUEST, steps
 
 from forerun.cli.main import main
-from forerun.measure.profile.profile import write_profile
+from forerun.measure.profile import write_profile
 from forerun.theory.cost import CostLine, CostTable
 from forerun.trace.files import open_trace
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from forerun.cli.main import main
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 
 FEW = ["--rows", "1,2,5", "--batches", "1,2", "--contexts", "8", "--budget-s", "0.001"]
 

@@ -155,7 +155,10 @@ def test_drafts_of_a_tiny_pair_are_tried(tiny_pair, tmp_path, capsys):
     assert found["plain_step_s"] > 0
 
 
-def test_drafts_that_cannot_be_used_are_an_error(tiny_pair, tmp_path, capsys):
+def test_drafts_that_cannot_be_used_are_an_error(tiny_pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "forerun.measure.recommend._loaded", lambda *_: pytest.fail("loaded the target first")
+    )
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):")
     arguments = ["recommend", str(tiny_pair.target), "--prompts", str(prompts), "--json"]

@@ -78,7 +78,7 @@ def test_demo(monkeypatch, capsys):
             configs.append(config)
             raise Stop
 
-    monkeypatch.setattr("forerun.measure.bench.demo.Demo", Demo)
+    monkeypatch.setattr("forerun.measure.bench.comparison.Demo", Demo)
     with pytest.raises(Stop):
         main(["demo", "--runner", "graphs", "--threads", "3"])
     (config,) = configs

@@ -8,7 +8,7 @@ import pytest
 from tests.profiles import profile_of
 
 from forerun.cli.main import main
-from forerun.measure.profile.profile import write_profile
+from forerun.measure.profile import write_profile
 from forerun.theory.cost import CostLine, CostTable
 
 TABLE = CostTable(

@@ -176,3 +176,23 @@ def test_what_cannot_be_done_is_one_line(tmp_path, monkeypatch, capsys, argument
     assert captured.out == ""
     assert message in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
+
+
+def test_the_exercises_are_answered_from_a_recorded_trace(generate, path, capsys):
+    assert generate(*GREEDY, "--controller", "fixed", "--trace", str(path))[0] == 0
+    _, found, _ = records_by_kind(path)
+    drafting = [step for step in found if step.num_drafted]
+    assert main(["explain", str(path), "--quiz"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    asked = max(drafting, key=lambda s: (s.num_drafted - s.num_accepted, -s.step))
+    assert f"Step {asked.step} drafted {asked.num_drafted} tokens" in shown
+    assert f"{asked.num_emitted} tokens with one pass" in shown
+    drafted, accepted = (
+        sum(getattr(step, name) for step in drafting) for name in ("num_drafted", "num_accepted")
+    )
+    assert f"{accepted / drafted:.3f} and {1 + accepted / len(drafting):.3f}" in shown
+    total_s = sum(step.draft_s + step.verify_s + step.other_s for step in found)
+    assert f"of {total_s:.3f} s" in shown
+    best = int(shown.rsplit("K = ", 1)[1].split(":")[0])
+    per_step = sum(min(step.num_accepted, best) + 1 for step in drafting) / len(drafting)
+    assert f"K = {best}: {per_step:.2f} tokens per step" in shown

@@ -12,6 +12,10 @@ from tests import tiny
 from tests.natives import native_model
 from tests.system.test_engine_identity import REQUESTS
 
+from forerun.control.base import Plan
+from forerun.drafters.draft_model import SelfDraft
+from forerun.drafters.registry import SeveralDrafters
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine import cycles
 from forerun.engine.config import RequestTerms
 from forerun.engine.cycles import CycleRunner
@@ -30,6 +34,12 @@ RULES = {
     "walk": replace(BASE, verification="walk"),
     "block": replace(BASE, verification="block"),
     "token": replace(BASE, verification="token"),
+    "greedy nucleus": replace(BASE, temperature=0, top_p=0.5),
+    "nucleus": replace(BASE, top_p=0.8),
+    "truncated": replace(
+        BASE, temperature=1.7, min_p=0.02, top_k=6, top_p=0.9, draft_temperature=1
+    ),
+    "truncated block": replace(BASE, verification="block", top_k=8, top_p=0.9),
 }
 LENGTHS = (24, 7, 1, 16, 24)
 
@@ -60,9 +70,14 @@ def taken(monkeypatch):
     return found
 
 
-def run(target, draft, requests, ahead, *, k=3, terms=None, **changes):
+def run(
+    target, draft, requests, ahead, *, k=3, terms=None, self_draft=False, drafter=None, **changes
+):
     """Texts, and what the records say beside times, with cycles ahead or without."""
-    drafter = None if draft is None else tiny.drafting(draft)
+    if draft is not None:
+        drafter = tiny.drafting(draft)
+    if self_draft:
+        drafter = SelfDraft(draft, draft.vocab_size)
     engine = tiny.engine_over(target, drafter, k=k, cycles_per_call=8 if ahead else 1, **changes)
     records = []
     engine.observers.append(EmittedRecords(records.append))
@@ -95,6 +110,30 @@ def test_texts_and_records_are_those_of_single_steps(target, taken, draft, rule,
         for prompt, length in zip((*tiny.PROMPTS, *tiny.PROMPTS)[:5], LENGTHS, strict=True)
     ]
     assert same(target, loaded, requests, taken, k=k) > 3
+
+
+@pytest.mark.parametrize("rule", ["coupled", "walk", "block", "token"])
+@pytest.mark.parametrize("draft", [None, "cousin"])
+def test_every_row_is_cut_by_the_parameters_of_its_own_request(target, taken, draft, rule):
+    """Requests that ask for nothing, top_p, top_k and min_p share the passes."""
+    cuts = ({}, {"top_p": 0.5}, {"top_k": 3, "temperature": 1.7}, {"min_p": 0.2})
+    params = [replace(RULES[rule], **cut) for cut in cuts]
+    requests = [*zip(tiny.PROMPTS, params, strict=True)]
+    loaded = None if draft is None else model(jitter=0.02)
+    assert same(target, loaded, requests, taken, k=3, sharing="none") > 3
+    assert 4 in taken
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("draft", ["int8", "int4", 1])
+def test_drafts_of_the_targets_own_weights(target, taken, draft, rule, k):
+    loaded = target.first_layers(draft) if draft == 1 else target.in_fewer_bits(draft)
+    requests = [
+        (prompt, replace(RULES[rule], max_tokens=length))
+        for prompt, length in zip((*tiny.PROMPTS, *tiny.PROMPTS)[:5], LENGTHS, strict=True)
+    ]
+    assert same(target, loaded, requests, taken, k=k, self_draft=True) > 3
 
 
 def test_in_fp32_too(taken):
@@ -166,6 +205,69 @@ def test_requests_that_come_and_go_between_cycles(target):
     assert texts(ahead=True) == texts(ahead=False)
 
 
+class Alternating:
+    """Four steps of one drafter and three of the other."""
+
+    def __init__(self):
+        self.num_decided = 0
+
+    def decide(self, states, capacity):
+        self.num_decided += 1
+        self.place = self.num_decided % 7
+        return [Plan.chain("draft_model" if self.place < 4 else "suffix", 3) for _ in states]
+
+    def num_held(self):
+        return 3 - self.place if self.place < 4 else 6 - self.place
+
+    def observe(self, records):
+        pass
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "nucleus"])
+def test_a_draft_model_beside_a_suffix_drafter(target, taken, rule):
+    """Steps in which the latter drafts are steps of Python."""
+    requests = [(prompt, replace(RULES[rule], max_tokens=60)) for prompt in tiny.PROMPTS]
+
+    def found(ahead):
+        both = {"draft_model": tiny.drafting(model(jitter=0.02)), "suffix": SuffixDrafter()}
+        options = {"controller": Alternating(), "ahead": ahead}
+        return run(target, None, requests, drafter=SeveralDrafters(both), **options)
+
+    expected = found(ahead=False)
+    assert not taken
+    assert found(ahead=True) == expected
+    assert 10 < len(taken) < len({record["cycle_id"] for record in expected[1]})
+
+
+class Overstated:
+    """Another K at every step, although the plans are said to stay."""
+
+    def __init__(self):
+        self.num_decided = 0
+
+    def decide(self, states, capacity):
+        self.num_decided += 1
+        return [Plan.chain("draft_model", 1 + self.num_decided % 2) for _ in states]
+
+    def num_held(self):
+        return 7
+
+    def observe(self, records):
+        pass
+
+
+def test_a_request_joins_although_the_plans_change_at_every_step(target, taken):
+    drafter = tiny.drafting(model(jitter=0.02))
+    engine = tiny.engine_over(target, drafter, controller=Overstated(), cycles_per_call=8)
+    engine.add_request("x", replace(BASE, max_tokens=80))
+    for _ in range(3):
+        engine.step()
+    assert taken
+    second = engine.add_request(tiny.PROMPTS[1], replace(BASE, max_tokens=1))
+    emitted = [chunk.request_id for _ in range(4) for chunk in engine.step()]
+    assert second in emitted
+
+
 def test_a_stream_has_the_same_chunks(target):
     def chunks(ahead):
         drafter = tiny.drafting(model(jitter=0.02))
@@ -193,9 +295,13 @@ def test_an_interrupt_between_cycles_leaves_the_engine_whole(target, monkeypatch
     assert engine.generate([tiny.PROMPTS[0]], BASE)[0].token_ids == expected
 
 
-@pytest.mark.parametrize("field", [0, 1, 5, 9])
+@pytest.mark.parametrize("field", [0, 1, 5, 9, 12, 13, 14, 15, 16])
 def test_a_member_that_is_described_wrongly_is_noticed(target, taken, monkeypatch, field):
-    """Noise key, committed length, rows of the draft, coupling: each changes texts or records."""
+    """Each changes texts or records.
+
+    These are noise key, committed length, rows of the draft, coupling, the two temperatures, min_p,
+    top_k and top_p.
+    """
     member = cycles.MEMBER
 
     class Wrong:
@@ -204,10 +310,12 @@ def test_a_member_that_is_described_wrongly_is_noticed(target, taken, monkeypatc
         @staticmethod
         def pack(*values):
             changed = [*values]
-            changed[field] = values[field] - 1 if field != 9 else 1 - values[field]
+            changed[field] = values[field] - 1 if field < 9 else 1 - values[field]
             return member.pack(*changed)
 
-    requests = [(tiny.PROMPTS[0], BASE)]
+    params = {14: {"min_p": 0.05}, 15: {"top_k": 5}, 16: {"top_p": 0.8}, 12: {"temperature": 0.4}}
+    params[13] = params[12]
+    requests = [(tiny.PROMPTS[0], replace(BASE, **params.get(field, {})))]
     expected = run(target, model(jitter=0.02), requests, ahead=False)
     monkeypatch.setattr(cycles, "MEMBER", Wrong)
     assert run(target, model(jitter=0.02), requests, ahead=True) != expected

@@ -25,8 +25,7 @@ from scripted import ScriptedModel, ScriptReader
 import forerun
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
-from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.suffix_automaton import SuffixAutomaton
+from forerun.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
@@ -39,7 +38,7 @@ from forerun.measure.bench.compare import (
     scouted,
     warm_up,
 )
-from forerun.measure.bench.summary import ArmSummary, summarise
+from forerun.measure.bench.report import ArmSummary, summarise
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams

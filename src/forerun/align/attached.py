@@ -29,19 +29,23 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from forerun.align.chunked import DraftHead, LearnedRows, chunked_loss
 from forerun.align.config import AlignConfig, AttachedConfig
+from forerun.align.draft import DraftHead, LearnedRows, chunked_loss
 from forerun.align.objectives import DenseDistribution, Objective
 from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
-from forerun.align.teachers.base import TeacherRows, one_per_row
-from forerun.align.teachers.hidden import FeatureTeacherRows
-from forerun.align.teachers.target import TargetModel, adopt_target, check_layers, embedding_table
+from forerun.align.teachers import (
+    FeatureTeacherRows,
+    TargetModel,
+    TeacherRows,
+    adopt_target,
+    check_layers,
+    embedding_table,
+    one_per_row,
+)
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
-from forerun.drafters.eagle3.formats import Eagle3Config, default_feature_layers
-from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.load import write_golden
+from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
+from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head, write_golden
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture

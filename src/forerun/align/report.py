@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import forerun
 from forerun.align.config import AlignConfig
-from forerun.align.progress import StepMetrics, read_metrics
 from forerun.align.rounds import DraftSelector, Judgement
 from forerun.align.samples import Packing
 from forerun.align.serving import describe_pair, export_draft, push_draft
 from forerun.align.workspace import (
+    StepMetrics,
     Workspace,
     check_hashes,
     data_hash,
     differences,
     from_json,
+    read_metrics,
     settings_of,
     to_json,
     write_json,
 )
 from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
-from forerun.measure.judge import Judge
-from forerun.measure.judged import AcceptanceFigures, DraftFigures, FigureChange, changes
+from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, Judge, changes
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder
 from forerun.pictures import BASELINE, COLOURS, picture

@@ -14,24 +14,39 @@ import torch
 from accelerate import Accelerator
 
 from forerun.align.config import AlignConfig, TeacherConfig, TeacherKind
-from forerun.align.progress import OnProgress, Phases
 from forerun.align.samples import Packing, Sample
-from forerun.align.teachers.base import ALONE, ProcessShare, RowSizes, Teacher, allowed_bytes
-from forerun.align.teachers.cache import CacheFiller, CacheIdentity, RowCache
-from forerun.align.teachers.hidden import (
+from forerun.align.teachers import (
+    ALONE,
     CachedFeatures,
+    CacheFiller,
+    CacheIdentity,
     HiddenTeacher,
     ModelTeacher,
     OnlineFeatures,
+    ProcessShare,
+    RowCache,
+    RowSizes,
+    SampledTeacher,
+    TargetModel,
+    Teacher,
+    TopKTeacher,
+    allowed_bytes,
+    load_sharded,
+    load_target,
 )
-from forerun.align.teachers.sampled import SampledTeacher, TopKTeacher
-from forerun.align.teachers.target import TargetModel, load_sharded, load_target
 from forerun.align.texts import TrainingTexts
 from forerun.align.trainer import from_main
-from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
+from forerun.align.workspace import (
+    HASHES,
+    OnProgress,
+    Phases,
+    Workspace,
+    check_hashes,
+    read_lines,
+    write_lines,
+)
 from forerun.atomic_write import atomic_folder
-from forerun.measure.judge import Judge
-from forerun.measure.judged import DraftFigures
+from forerun.measure.judge import DraftFigures, Judge
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams

@@ -23,7 +23,6 @@ from forerun.align.attached import load_attached
 from forerun.align.config import AlignConfig
 from forerun.align.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.objectives import objective_of
-from forerun.align.progress import MetricsLog, Phases, StepMetrics
 from forerun.align.report import (
     AlignReport,
     DataSummary,
@@ -39,6 +38,9 @@ from forerun.align.serving import check_repo
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
 from forerun.align.trainer import Trainer, from_main, make_accelerator
 from forerun.align.workspace import (
+    MetricsLog,
+    Phases,
+    StepMetrics,
     Workspace,
     check_folder,
     claim_folder,

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.align.config import Export, Method
-from forerun.align.teachers.target import load_target
+from forerun.align.teachers import load_target
 from forerun.atomic_write import atomic_write
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
+from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.architecture import Architecture

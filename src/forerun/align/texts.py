@@ -1,44 +1,453 @@
-"""Texts of an alignment: prompts for training and judging, responses, and replayed traces."""
+"""Texts of an alignment: prompts for training and judging, responses, and replayed traces.
+
+Of a server's answers tokens are exact where the answer has their ids: vLLM sends them on request
+(`return_token_ids`, `return_tokens_as_token_ids`), llama.cpp beside log-probabilities. Any other
+server sends text, which the target's tokenizer turns into tokens; its log-probabilities are not
+used, because several tokens may have the same text.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from forerun.align.config import AlignConfig, DataConfig, Source
-from forerun.align.progress import OnProgress
-from forerun.align.responses import (
-    ResponseOrigin,
-    ResponseServer,
-    ResponseStore,
-    draft_writer,
-    write_responses,
-    write_responses_from,
-)
 from forerun.align.samples import (
     PromptRecord,
     Sample,
+    TopLogprobs,
     mix,
     prompt_hash,
     read_prompts,
     shortened,
     split,
 )
-from forerun.client.client import Client
-from forerun.client.config import ClientConfig
+from forerun.align.workspace import OnProgress, exclusive_access, lock_for
+from forerun.cache import hash_of
+from forerun.client.client import Client, ServerAnswer
+from forerun.client.connection import BrokenReply, ClientConfig
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidRequest
-from forerun.measure.judged import EvaluationPrompt
+from forerun.engine.http_backend import sampling_fields
+from forerun.engine.loading import load_pair_member
+from forerun.errors import CacheTooLarge, InvalidRequest, ServerUnavailable
+from forerun.measure.judge import EvaluationPrompt
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
-from forerun.models.tokenizers import Tokenizer
-from forerun.sampling.config import SamplingParams
+from forerun.models.tokenizers import Tokenizer, check_vocabularies
+from forerun.provenance import content_hash
+from forerun.sampling.config import SamplingParams, draft_params
+from forerun.terminal_text import printable
 from forerun.theory.acceptance import first_repeat
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace.files import Damage, read_trace
+
+FORMAT = 2
+FREE = ("n", "logprobs")
+"""Parameters that decide nothing: every response is a single sample."""
+DEFAULTS = SamplingParams()
+"""Left out of an origin, so that a new parameter does not make an old origin another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOrigin:
+    """All settings that influence responses; responses made with other settings are not reused."""
+
+    source: Source
+    model: str
+    tokenizer_hash: str
+    params: SamplingParams
+
+    @property
+    def header(self) -> str:
+        """The origin as one line of JSON, the same for equal origins."""
+        params = {
+            field.name: value
+            for field in fields(self.params)
+            if field.name not in FREE
+            and (value := getattr(self.params, field.name)) != getattr(DEFAULTS, field.name)
+            and value != {}  # a logit_bias that names no token changes nothing
+        }
+        found = {
+            "format": FORMAT,
+            "source": self.source,
+            "model": self.model,
+            "tokenizer_hash": self.tokenizer_hash,
+            "params": params,
+        }
+        plain = json.loads(json.dumps(found, default=dict))  # keys are text before they are sorted
+        return json.dumps(plain, sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """One response to a prompt."""
+
+    prompt_hash: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    top_logprobs: TopLogprobs | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse token ids below 0, and log-probabilities that are not those of all tokens."""
+        tops = self.top_logprobs
+        if min(self.token_ids, default=0) < 0 or (
+            tops is not None and len(tops) != len(self.token_ids)
+        ):
+            raise ValueError("its token ids or its log-probabilities are damaged")
+
+
+class ResponseStore:
+    """File of the responses of one origin, named by the hash of that origin.
+
+    Lines are written whole, so a killed process loses at most the one it was writing;
+    what is left of that is removed by the next. One process at a time writes, see `writing`.
+    """
+
+    def __init__(self, folder: Path, origin: ResponseOrigin) -> None:
+        self.origin = origin
+        self._header = origin.header
+        self.path = folder / f"{origin.source}-{hash_of(self._header.encode())}.jsonl"
+        self._responses: dict[str, Response] = {}
+        self._lock = lock_for(self.path)
+        self._load()
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def missing(self, prompts: Iterable[PromptRecord]) -> list[PromptRecord]:
+        """Return the prompts without a response."""
+        return [prompt for prompt in prompts if prompt.prompt_hash not in self._responses]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the file's lock during the block, after reading the responses of other processes."""
+        with exclusive_access(self._lock, self.path):
+            self._load()
+            yield
+
+    def add(self, response: Response) -> None:
+        """Write a response, unless the store has one to its prompt."""
+        if response.prompt_hash in self._responses:
+            return
+        try:
+            self._append(json.dumps(asdict(response), separators=(",", ":")))
+        except OSError as error:
+            raise CacheTooLarge(
+                f"{self.path} cannot be written: {error.strerror or error}; {len(self)} responses "
+                "are kept: make room and run again to go on"
+            ) from error
+        self._responses[response.prompt_hash] = response
+
+    def samples(self, prompts: Iterable[PromptRecord]) -> list[Sample]:
+        """Return prompts with their responses as samples; empty responses are left out."""
+        found = ((prompt, self._responses.get(prompt.prompt_hash)) for prompt in prompts)
+        return [
+            response_sample(prompt, response, self.origin.source)
+            for prompt, response in found
+            if response is not None and response.token_ids
+        ]
+
+    def response(self, prompt_hash: str) -> Response | None:
+        """Return one response, None where it is missing."""
+        return self._responses.get(prompt_hash)
+
+    def _append(self, line: str) -> None:
+        """Append a line; if that fails, restore the length of the file."""
+        with self.path.open("ab", buffering=0) as file:
+            end = file.tell()
+            remaining = memoryview(line.encode() + b"\n")
+            try:
+                while remaining:  # a file that is nearly full takes a part, and refuses the next
+                    remaining = remaining[file.write(remaining) or 0 :]
+            except OSError:
+                os.truncate(self.path, end)
+                raise
+
+    def _load(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            whole = self._whole()
+        except OSError as error:
+            raise InvalidRequest(f"responses cannot be kept in {self.path}: {error}") from error
+        first, *lines = whole.splitlines()
+        if first.decode(errors="replace") != self._header:
+            raise InvalidRequest(
+                f"{self.path} holds responses of another model or of other parameters; move it away"
+            )
+        for number, line in enumerate(lines, start=2):
+            self._take(line, number)
+
+    def _whole(self) -> bytes:
+        """Return the lines of the file after repairing an incomplete last line or header."""
+        content = self._content()
+        if content.endswith(b"\n"):
+            return content
+        with exclusive_access(self._lock, self.path):
+            content = self._content()  # the process that wrote it has ended
+            whole = content[: content.rfind(b"\n") + 1]
+            if len(whole) < len(content):
+                os.truncate(self.path, len(whole))
+            if not whole:
+                self._append(self._header)
+            return whole or self._content()
+
+    def _content(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def _take(self, line: bytes, number: int) -> None:
+        try:
+            response = msgspec.convert(json.loads(line), Response)
+        except (msgspec.ValidationError, ValueError, RecursionError):
+            logger.warning("%s:%d is damaged; that response is made again", self.path, number)
+            return
+        self._responses.setdefault(response.prompt_hash, response)
+
+
+def response_sample(prompt: PromptRecord, response: Response, source: Source) -> Sample:
+    length = len(prompt.prompt_ids)
+    return Sample(
+        prompt_hash=prompt.prompt_hash,
+        token_ids=prompt.prompt_ids + response.token_ids,
+        spans=((length, length + len(response.token_ids)),),
+        tag=prompt.tag,
+        source=source,
+        top_logprobs=response.top_logprobs,
+    )
+
+
+SEED_BITS = 63
+
+
+def write_responses(
+    engine: Engine,
+    prompts: Sequence[PromptRecord],
+    store: ResponseStore,
+    on_progress: OnProgress = lambda num_done, num_all: None,
+) -> None:
+    """Generate the responses that the store lacks with an engine.
+
+    Every response has its own seed, from the parameters' seed and its prompt alone: what is
+    generated depends neither on the batch nor on where an earlier run was interrupted.
+    """
+    missing = store.missing(prompts)
+    num_all = len(prompts)
+    waiting = iter(missing)
+    asked: dict[str, PromptRecord] = {}
+    num_done = num_all - len(missing)
+    on_progress(num_done, num_all)
+    try:
+        while True:
+            while len(asked) < engine.config.max_batch and (prompt := next(waiting, None)):
+                asked[ask(engine, prompt, store.origin.params)] = prompt
+            if not asked:
+                return
+            for chunk in engine.step():
+                if chunk.request_id in asked and chunk.finish_reason is not None:
+                    store.add(finished(engine, chunk.request_id, asked.pop(chunk.request_id)))
+                    num_done += 1
+                    on_progress(num_done, num_all)
+    finally:
+        for request_id in asked:
+            engine.abort(request_id)
+
+
+def ask(engine: Engine, prompt: PromptRecord, params: SamplingParams) -> str:
+    seed = seed_of(prompt.prompt_hash, params.seed or 0)
+    own = replace(params, n=1, seed=seed, logprobs=None)
+    try:
+        return engine.add_request(list(prompt.prompt_ids), own)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{prompt.where}: {error}") from error
+
+
+def finished(engine: Engine, request_id: str, prompt: PromptRecord) -> Response:
+    completion = engine.take_output(request_id).completions[0]
+    return Response(
+        prompt_hash=prompt.prompt_hash,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def seed_of(prompt_hash: str, seed: int) -> int:
+    mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
+    return finalise(mixed + INCREMENT) >> 64 - SEED_BITS
+
+
+def draft_writer(
+    draft: str | Path, target: Engine, params: SamplingParams, folder: Path
+) -> tuple[Engine, ResponseStore]:
+    """Load an engine that decodes with the draft alone, and open the store for its responses."""
+    config = replace(target.config, num_speculative_tokens=0)
+    model, tokenizer = load_pair_member(
+        draft, dtype="auto", device=str(target.target.device), config=config
+    )
+    check_vocabularies(target.tokenizer, tokenizer)
+    # Ids beyond the target's own are padding, which the target cannot score.
+    padding = tuple(range(target.target.vocab_size, model.vocab_size))
+    own = draft_params(params)
+    origin = ResponseOrigin(
+        source="draft",
+        model=content_hash(str(draft)),
+        tokenizer_hash=tokenizer_hash(model_folder(draft)),
+        params=replace(own, bad_token_ids=own.bad_token_ids + padding),
+    )
+    engine = Engine(
+        target=model, tokenizer=target.tokenizer, config=config, eos_token_ids=target.eos_token_ids
+    )
+    return engine, ResponseStore(folder, origin)
+
+
+_FINISH_REASONS = ("stop", "length")
+_MAX_TOKEN_CHARACTERS = 1024
+"""Of one token, generously: the longest in use are runs of some hundred spaces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResponseServer:
+    """A server that answers prompts in place of the target; several threads may use it at once."""
+
+    client: Client
+    tokenizer: Tokenizer
+    num_logprobs: int = 0
+
+    def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
+        """Request one response from the server, with retries."""
+        is_chat = self.client.config.is_chat
+        if is_chat and not prompt.messages:
+            raise InvalidRequest(
+                f"{prompt.where} is no conversation; /chat/completions takes nothing else: give "
+                "the server's address without it"
+            )
+        ask = (
+            partial(self.client.chat, prompt.messages)
+            if is_chat
+            else partial(self.client.complete, prompt.prompt_ids)
+        )
+        try:
+            answer = ask(
+                sampling_fields(params),
+                logprobs=self.num_logprobs or None,
+                seed=seed_of(prompt.prompt_hash, params.seed or 0),
+                check=partial(_check_answer, params=params),
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{prompt.where}: {error}") from error
+        token_ids, tops = _tokens(answer, params, self.tokenizer)
+        return Response(
+            prompt_hash=prompt.prompt_hash,
+            token_ids=tuple(token_ids),
+            finish_reason=str(answer.finish_reason),
+            top_logprobs=tops if tops and len(tops) == len(token_ids) and all(tops) else None,
+        )
+
+
+def _check_answer(answer: ServerAnswer, params: SamplingParams) -> None:
+    """Refuse an answer without a response, or one that is too long (BrokenReply)."""
+    text, reason = answer.text, answer.finish_reason
+    if text is None or reason not in _FINISH_REASONS:
+        raise BrokenReply(f"a response of {text!r:.60} that ended by {reason!r:.60}")
+    num_tokens, most = len(answer.token_ids or ()), params.max_tokens or 0
+    if len(text) > _MAX_TOKEN_CHARACTERS * (most + 1) or num_tokens > 2 * most + 16:
+        raise BrokenReply(
+            f"a response of {len(text)} characters and {num_tokens or 'unknown'} tokens, where "
+            f"{most} tokens were asked for"
+        )
+
+
+def _tokens(
+    answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
+) -> tuple[Sequence[int], TopLogprobs | None]:
+    text, positions = answer.text or "", answer.logprobs
+    ids = answer.token_ids
+    tops = None if positions is None else [_ranked(position.top) for position in positions]
+    if ids is None and positions is not None:
+        named = [position.token_id for position in positions]
+        ids = tuple(token for token in named if token is not None)
+        ids = ids if len(ids) == len(named) else None
+    if ids is None:
+        return _encoded(text, answer, params, tokenizer), None
+    for token in (*ids, *(token for top in tops or () for token, _ in top or ())):
+        if token not in tokenizer.vocabulary:
+            raise InvalidRequest(
+                f"the server names the token {printable(token, max_length=40)}, which is not in "
+                "the target's vocabulary: it serves a model with another tokenizer"
+            )
+    # Servers differ in how they write spaces at the ends and characters that are cut off, and a
+    # stop string may have been removed.
+    if not _squeezed(tokenizer.decode(ids)).startswith(_squeezed(text)):
+        raise InvalidRequest(
+            f"the server's tokens {list(ids[:8])} are not this tokenizer's way to write "
+            f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
+        )
+    known = [top for top in tops or () if top is not None]
+    return ids, tuple(known) if tops is not None and len(known) == len(tops) else None
+
+
+def _ranked(top: Sequence[tuple[str, int | None, float]]) -> tuple[tuple[int, float], ...] | None:
+    """Return unique token ids with log-probabilities, the most likely first; None without ids."""
+    found = {token: value for _, token, value in top if token is not None}
+    if any(token is None for _, token, _ in top):
+        return None
+    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def _encoded(
+    text: str, answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
+) -> Sequence[int]:
+    """Tokenise a text, and append the end token if the text must have ended with it."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    by_itself = answer.finish_reason == "stop" and answer.stop_reason is None
+    if by_itself and not params.stop and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
+
+
+def write_responses_from(
+    server: ResponseServer,
+    prompts: Sequence[PromptRecord],
+    store: ResponseStore,
+    on_progress: OnProgress = lambda num_done, num_all: None,
+) -> None:
+    params = store.origin.params
+    sampling_fields(params)  # refuses what no server takes, before any is asked
+    missing = store.missing(prompts)
+    num_all = len(prompts)
+    num_done = num_all - len(missing)
+    on_progress(num_done, num_all)
+    executor = ThreadPoolExecutor(server.client.config.max_connections)
+    asked = [executor.submit(server.respond, prompt, params) for prompt in missing]
+    try:
+        for response in as_completed(asked):
+            store.add(response.result())
+            num_done += 1
+            on_progress(num_done, num_all)
+    except (InvalidRequest, ServerUnavailable, KeyboardInterrupt) as error:
+        for finished in asked:
+            if finished.done() and not finished.cancelled() and finished.exception() is None:
+                store.add(finished.result())
+        kept = f"{len(store)} responses are kept in {store.path}: run again to go on"
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise type(error)(f"{error}; {kept}") from error
+    finally:
+        server.client.connection.closing.set()
+        executor.shutdown(wait=False, cancel_futures=True)
+
 
 logger = logging.getLogger("forerun.align")
 

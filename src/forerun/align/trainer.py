@@ -31,10 +31,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 from forerun.align.config import FREE_TRAINING_SETTINGS, TrainingConfig
-from forerun.align.progress import StepMetrics
 from forerun.align.samples import PackedBatch, Packing
-from forerun.align.teachers.base import Teacher
-from forerun.align.workspace import differences
+from forerun.align.teachers import Teacher
+from forerun.align.workspace import StepMetrics, differences
 from forerun.atomic_write import atomic_write, remove_unfinished
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
 from forerun.models.tensor_files import writing_tensors

@@ -13,8 +13,7 @@ import msgspec
 from forerun.audit.config import Kind
 from forerun.audit.records import AuditAnswer, Question
 from forerun.client.client import Client, ServerAnswer, TokenLogprob
-from forerun.client.config import ClientConfig
-from forerun.client.connection import ID_FLAGS
+from forerun.client.connection import ID_FLAGS, ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
 
 NUM_TOP = 20
@@ -42,6 +41,10 @@ class Endpoint(Protocol):
 class HttpEndpoint:
     """A server, and perhaps a second one with the same model and without speculation.
 
+    Args:
+        ids_by_text: ids of the tokens whose text is theirs alone, for a server that streams one
+            token per event without its id.
+
     Raises:
         InvalidRequest: a server refuses the key, or does not serve the model.
         ServerUnavailable: a server cannot be reached.
@@ -54,10 +57,12 @@ class HttpEndpoint:
         *,
         wants_logprobs: bool,
         num_clients: int,
+        ids_by_text: Mapping[str, int] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.name = server.url
         self.wants_logprobs = wants_logprobs
+        self._ids_by_text = ids_by_text or {}
         self._clients: dict[str, Client] = {}
         for arm, config in (("served", server), ("control", control)):
             if config is not None:
@@ -111,28 +116,65 @@ class HttpEndpoint:
             fields["speculation"] = "off"
         prompt = question.prompt if isinstance(question.prompt, str) else [*question.prompt]
         events: list[ServerAnswer] = []
-        problem, is_refused = None, False
+        problem, is_refused, num_sent = None, False, 0
         try:
             wanted = NUM_TOP if self.wants_logprobs and not kind.has_grammar else None
             for event in self._clients[arm].stream(prompt, fields, logprobs=wanted):
                 events.append(event)
+                num_sent += _num_tokens(event)
+                if num_sent > question.num_tokens:
+                    problem = f"more than the {question.num_tokens} tokens asked for were sent"
+                    break
         except InvalidRequest as error:
             problem, is_refused = str(error), True
         except ServerUnavailable as error:
             problem = str(error)
-        return _answer_of(question, events, problem, is_refused)
+        ids = _ids_of(events, self._ids_by_text)
+        return _answer_of(question, events, ids, problem, is_refused)
+
+
+def _ids_of(events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int]) -> list[int] | None:
+    """Return the ids of a stream's tokens; None if any of them is not known for sure.
+
+    llama.cpp sends accepted draft tokens without id and log-probability, one event each. Such a
+    token is known by its text, if the server counts as many tokens as there are.
+    """
+    ids: list[int | None] = []
+    by_text = False
+    for event in events:
+        if event.token_ids:
+            ids += event.token_ids
+        elif event.logprobs:
+            ids += (token.token_id for token in event.logprobs)
+        elif event.text:
+            ids.append(ids_by_text.get(event.text))
+            by_text = True
+    found = [token for token in ids if token is not None]
+    if not found or len(found) < len(ids):
+        return None
+    if by_text:
+        used = max((e.usage.completion_tokens or 0 for e in events if e.usage), default=0)
+        has_ended = any(event.finish_reason == "stop" for event in events)
+        if used not in (len(found), len(found) + has_ended):
+            return None
+    return found
+
+
+def _num_tokens(event: ServerAnswer) -> int:
+    """Return how many tokens an event of a stream has at least."""
+    return len(event.token_ids or event.logprobs or ()) or int(bool(event.text))
 
 
 def _answer_of(
-    question: Question, events: Sequence[ServerAnswer], problem: str | None, is_refused: bool
+    question: Question,
+    events: Sequence[ServerAnswer],
+    ids: list[int] | None,
+    problem: str | None,
+    is_refused: bool,
 ) -> AuditAnswer:
     logprobs = [token for event in events for token in event.logprobs or ()]
-    ids: list[int] | None = [token for event in events for token in event.token_ids or ()]
-    if not ids:
-        named = [token.token_id for token in logprobs]
-        ids = [n for n in named if n is not None] if named and None not in named else None
     used = [event.usage.completion_tokens for event in events if event.usage is not None]
-    counted = max([len(ids or ()), *(n for n in used if n is not None)])
+    counted = max([sum(map(_num_tokens, events)), *(n for n in used if n is not None)])
     is_whole = problem is None and (ids is not None or any(n is not None for n in used))
     refused = is_refused and not events
     return AuditAnswer(

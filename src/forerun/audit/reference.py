@@ -131,6 +131,20 @@ class ReferenceModel:
             margins=margins,
         )
 
+    @property
+    def ids_by_text(self) -> dict[str, int]:
+        """Ids of the tokens whose text is theirs alone."""
+        if self.tokenizer is None:
+            return {}
+        found: dict[str, list[int]] = {}
+        for token in range(self.model.vocab_size):
+            piece = self.tokenizer.token_bytes(token)
+            try:
+                found.setdefault(piece.decode("utf-8"), []).append(token)
+            except UnicodeDecodeError:
+                continue
+        return {text: ids[0] for text, ids in found.items() if text and len(ids) == 1}
+
     @cached_property
     def _ending(self) -> list[int]:
         return [token for token in self.eos_token_ids if token < self.model.vocab_size]

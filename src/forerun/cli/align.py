@@ -34,7 +34,7 @@ from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.align.report import AlignReport
-    from forerun.measure.judged import AcceptanceFigures, DraftFigures, FigureChange
+    from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange
     from forerun.theory.intervals import Interval
 
 logger = logging.getLogger("forerun.align")
@@ -138,7 +138,7 @@ def run(options: AlignOptions) -> int:
 
     from forerun.align.run import align
     from forerun.cli.pair_costs import PairCosts
-    from forerun.measure.profile.profile import load_profile
+    from forerun.measure.profile import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
     predicted = not options.no_prediction and config.method != "medusa"

@@ -109,22 +109,26 @@ def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
     from forerun.audit.records import StateFile
     from forerun.audit.reference import Reference, ReportedLogprobs, load_reference
     from forerun.audit.run import Audit
-    from forerun.client.config import ClientConfig
+    from forerun.client.connection import ClientConfig
 
     assert isinstance(config, AuditConfig)
     name, keys = options.reference, options.api_key_env
     reference: Reference = ReportedLogprobs()
-    tokenizer, control = None, None
+    tokenizer, control, ids_by_text = None, None, None
     if name is not None and _is_url(name):
         control = ClientConfig(url=name, key_variable=keys[-1] if keys else None)
     elif name is not None:
         loaded = load_reference(name, options.draft, max_context=_LONGEST_PROMPT + 2048)
-        reference, tokenizer = loaded, loaded.tokenizer
+        reference, tokenizer, ids_by_text = loaded, loaded.tokenizer, loaded.ids_by_text
     server = ClientConfig(
         url=options.url, model=options.model, key_variable=keys[0] if keys else None
     )
     endpoint = HttpEndpoint(
-        server, control, wants_logprobs=tokenizer is None, num_clients=config.num_clients
+        server,
+        control,
+        wants_logprobs=tokenizer is None,
+        num_clients=config.num_clients,
+        ids_by_text=ids_by_text,
     )
     stack.callback(endpoint.close)
     header = {"url": options.url, "reference": name or "", "draft": options.draft or ""}

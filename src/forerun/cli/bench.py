@@ -153,7 +153,7 @@ class EndpointRun:
         return 0
 
     def _connected(self, place: int, url: str) -> HttpBackend:
-        from forerun.client.config import ClientConfig
+        from forerun.client.connection import ClientConfig
         from forerun.engine.http_backend import HttpBackend
 
         variables = self.flags.api_key_env
@@ -473,7 +473,7 @@ def show(comparison: BenchComparison, options: BenchOptions) -> None:
         with atomic_write(options.out) as scratch:
             scratch.write_text(content + "\n", encoding="utf-8")
     if options.plot is not None and report.has_results:
-        from forerun.measure.bench.summary import plot
+        from forerun.measure.bench.report import plot
 
         panels = {cell.title: cell.rows for cell in report.cells if cell.rows}
         plot(panels, report.config.target, [options.plot])

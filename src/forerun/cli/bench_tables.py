@@ -9,11 +9,19 @@ from rich.panel import Panel
 from rich.table import Column
 from rich.text import Text
 
+from forerun.cli.session import ColouredText, legend
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
-from forerun.cli.writers import ColouredText, legend
-from forerun.measure.bench.demo import Example
-from forerun.measure.bench.report import BenchReport, CellReport, DemoReport
-from forerun.measure.bench.summary import ArmSummary, BestOfSeveral, faster_chain, outcome, verdict
+from forerun.measure.bench.comparison import Example
+from forerun.measure.bench.report import (
+    ArmSummary,
+    BenchReport,
+    BestOfSeveral,
+    CellReport,
+    DemoReport,
+    faster_chain,
+    outcome,
+    verdict,
+)
 
 HEADINGS = (
     "tokens/s\n(95%)",

@@ -17,7 +17,7 @@ from forerun.measure.bench.config import DEMO_DRAFTS, DemoConfig
 from forerun.models.architecture import Runner
 
 if TYPE_CHECKING:
-    from forerun.measure.bench.demo import Demo
+    from forerun.measure.bench.comparison import Demo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def run(options: DemoOptions) -> int:
     if options.out is not None:
         _make_folder(options.out)
 
-    from forerun.measure.bench.demo import Demo
+    from forerun.measure.bench.comparison import Demo
     from forerun.models.catalog import edit_prompts, held_out_prompts
 
     with SafeConsole(stderr=True).status("starting") as status:
@@ -78,7 +78,7 @@ def run(options: DemoOptions) -> int:
 def show(demo: Demo, options: DemoOptions) -> None:
     """Print and write the results measured until now."""
     from forerun.cli.bench_tables import print_report
-    from forerun.measure.bench.summary import plot
+    from forerun.measure.bench.report import plot
 
     report = demo.report()
     content = json.dumps(report.to_dict(), indent=None if options.json else 1)

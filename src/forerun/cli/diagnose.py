@@ -18,7 +18,7 @@ from forerun.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.diagnose.asking import DiagnosisQuestion
+    from forerun.diagnose.asking import Observation
     from forerun.diagnose.diagnosis import Diagnosis, ScoredCause
     from forerun.diagnose.evidence import Evidence
     from forerun.theory.cost import CostTable
@@ -75,8 +75,9 @@ class DiagnoseOptions:
     html: Path | None = None
     """Write a self-contained page."""
     ask: bool = False
-    """Ask what would tell the most about the cause, until further answers would not change the
-    advice. With --json: print the next question or the verdict, and end."""
+    """Ask what would tell the most about the cause, up to six observations at once, until further
+    answers would hardly change the advice. With --json: print the next question or the verdict,
+    and end."""
     answers: Path | None = None
     """With --ask: a JSON object of answers so far, in the order of asking, such as
     {"output_differs": "no", "slower_with_batch": "unknown"}."""
@@ -127,8 +128,8 @@ def run(options: DiagnoseOptions) -> int:
         answers = _answers_of(options.answers)
         question = _ask(evidence, answers, is_interactive=not options.json)
         further["num_asked"] = len(answers)
-        if question is not None and options.json:
-            print(json.dumps({"question": question.to_dict()} | further))
+        if question and options.json:
+            print(json.dumps({"question": [item.to_dict() for item in question]} | further))
             return Exit.INSUFFICIENT
         likeliest = likeliest_causes(with_answers(evidence, answers))
         further["likeliest"] = [
@@ -138,7 +139,7 @@ def run(options: DiagnoseOptions) -> int:
             evidence.add(name, answer, "answered")
     diagnosis = diagnose(evidence, costs_of(options))
     if options.html is not None:
-        from forerun.diagnose.page import page_of
+        from forerun.diagnose.words import page_of
 
         with atomic_write(options.html) as scratch:
             scratch.write_text(page_of(diagnosis), encoding="utf-8")
@@ -151,7 +152,7 @@ def run(options: DiagnoseOptions) -> int:
 
 def gathered(options: DiagnoseOptions) -> Evidence:
     """Collect evidence from the flags, the sources, and the earlier run before the problem."""
-    from forerun.diagnose.derive import add_changes
+    from forerun.diagnose.diagnosis import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
 
@@ -164,6 +165,14 @@ def gathered(options: DiagnoseOptions) -> Evidence:
     for source in options.sources:
         found = read_source(source, interval_s=options.interval_s, is_asking=options.ask)
         evidence.include(found)
+    unknown = [reading.source for reading in evidence.readings if reading.num_unknown]
+    known = evidence.facts or any(reading.kinds for reading in evidence.readings)
+    if unknown and not known and not options.ask:
+        raise InvalidRequest(
+            f"no line of {', '.join(unknown)} is understood; diagnose reads traces and facts files "
+            "of forerun, and logs, metrics and benchmark results of vLLM, SGLang, TensorRT-LLM, "
+            "llama.cpp and LMDeploy"
+        )
     evidence.check_counts()
     for source in options.before:
         before = read_source(source, interval_s=options.interval_s)
@@ -174,22 +183,30 @@ def gathered(options: DiagnoseOptions) -> Evidence:
 
 def _ask(
     known: Evidence, answers: dict[str, bool | None], *, is_interactive: bool
-) -> DiagnosisQuestion | None:
-    """Ask in the terminal and add to the answers; returns the question that is still open."""
-    from forerun.diagnose.asking import next_question, read_answer, with_answers
+) -> tuple[Observation, ...]:
+    """Ask in the terminal and add to the answers; returns the observations that are still open."""
+    from forerun.diagnose.asking import next_question, read_answers, with_answers
 
-    while (question := next_question(with_answers(known, answers), answers)) is not None:
+    number = 1
+    while question := next_question(with_answers(known, answers), answers):
         if not is_interactive:
             return question
-        how = f" To find out, {question.how} ({question.minutes:g} min)." if question.how else ""
-        print(f"{len(answers) + 1}. Does this hold: {question.text}?{how}")
+        print(f"{number}. Which of these hold?")
+        for letter, item in zip("abcdefgh", question, strict=False):
+            how = f" To find out, {item.how} ({item.minutes:g} min)." if item.how else ""
+            print(f"   {letter}) {item.text}?{how}")
+        wanted = "   yes, no or unknown, for each in order or once for all: "
         try:
-            answers[question.fact] = read_answer(input("   yes, no or unknown: "))
+            given = read_answers(input(wanted), len(question))
         except InvalidRequest as error:
             print(f"   {error}")
         except EOFError:
+            print()  # ends the line of the prompt
             return question
-    return None
+        else:
+            answers |= {item.fact: a for item, a in zip(question, given, strict=True)}
+            number += 1
+    return ()
 
 
 def _answers_of(path: Path | None) -> dict[str, bool | None]:
@@ -207,7 +224,7 @@ def _answers_of(path: Path | None) -> dict[str, bool | None]:
 def costs_of(options: DiagnoseOptions) -> CostTable | None:
     if options.profile is None:
         return None
-    from forerun.measure.profile.profile import load_profile
+    from forerun.measure.profile import load_profile
 
     profile = load_profile(options.profile)
     return profile.sampled if options.temperature else profile.greedy

@@ -171,8 +171,9 @@ class PairFlags(TargetFlags):
     "recycling", which proposes what the target ranked highest after the same token before;
     "self:N", the target's first N layers; "self:int4" or "self:int8", the target in fewer bits;
     "mtp", the multi-token-prediction module that ships with some targets; "none" for plain
-    decoding; "auto" for "suffix" and the shipped draft, or for a target that is not shipped its
-    MTP module or a draft model from the local Hugging Face cache whose tokenizer fits.
+    decoding; "auto" for "suffix", on a CPU "self:int4" if the target is large enough, and the
+    shipped draft, or for a target that is not shipped its MTP module or a draft model from the
+    local Hugging Face cache whose tokenizer fits.
     Default: the shipped draft for a shipped target.
     With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens
@@ -233,7 +234,7 @@ class PairFlags(TargetFlags):
                 from forerun.engine.auto_drafts import auto_drafts
 
                 others = [name for name in self.draft if name != "auto"]
-                found = auto_drafts(self.target, self.device)
+                found = auto_drafts(self.target, self.device, self.runner, self.dtype, self.weights)
                 yield from (name for name in found if name not in others)
             else:
                 yield self.resolved(draft)

@@ -76,9 +76,8 @@ def run(options: GenerateOptions) -> int:
     prompt, template = _read_prompt(options.prompt), read_template(options.chat_template)
 
     from forerun.cli.main import notices_held
-    from forerun.cli.session import Session, load_engine
+    from forerun.cli.session import Session, choose_writer, load_engine, print_figures
     from forerun.cli.tables import SafeConsole
-    from forerun.cli.writers import choose_writer, print_figures
 
     pair, output, params = options.pair, options.output, options.sampling.params
     max_batch = min(params.n, EngineConfig().max_batch)
@@ -132,7 +131,10 @@ def _add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[st
     ]
     for header in headers:
         trace.add(header)
-    return dict(zip(drafters_of(engine), (header.draft_hash for header in headers), strict=False))
+    methods = drafters_of(engine)
+    if len(methods) != len(headers):  # plain decoding, or a draft that was found and left out
+        return {}
+    return dict(zip(methods, (header.draft_hash for header in headers), strict=True))
 
 
 def _read_prompt(prompt: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
@@ -37,6 +38,8 @@ class InfoOptions:
     """Sequences at once."""
     max_context: int = EngineConfig().max_context
     """Tokens per sequence, cut to what the model holds."""
+    hub: bool = False
+    """Fetch config.json of this name from the Hugging Face hub, and no weights."""
     json: bool = False
     """Print one JSON object."""
 
@@ -51,6 +54,13 @@ def run(options: InfoOptions) -> int:
         raise InvalidRequest(
             f"{options.draft} is a drafter without a model: it has no files to describe"
         )
+    if options.hub and options.draft is not None:
+        raise InvalidRequest(
+            "--hub and --draft exclude each other: whether a draft fits is seen from the files of "
+            "both models, and --hub fetches config.json alone"
+        )
+    if options.draft is None and (folder := _folder_without_weights(options)) is not None:
+        return _show_config(options, folder)
     target, tokenizer = _describe_for(options, options.model)
     if options.draft is not None and is_head(model_folder(options.draft)):
         return _show_with_head(target, options)
@@ -66,6 +76,31 @@ def run(options: InfoOptions) -> int:
             print_model(draft)
             print_fit(fit)
     return 0 if fit is None or fit.fits else 1
+
+
+def _folder_without_weights(options: InfoOptions) -> Path | None:
+    """Return a folder with config.json and no weights, or the one fetched; None for others."""
+    from forerun.models.checkpoint import PICKLES
+    from forerun.models.load import fetched_config
+
+    if options.hub:
+        return fetched_config(options.model)
+    folder = Path(options.model).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    weights = {".safetensors", *PICKLES}
+    return None if any(path.suffix in weights for path in folder.iterdir()) else folder
+
+
+def _show_config(options: InfoOptions, folder: Path) -> int:
+    from forerun.cli.info_report import describe_config, print_config
+
+    described = describe_config(options.model, folder, options.dtype)
+    if options.json:
+        print(json.dumps(asdict(described)))
+    else:
+        print_config(described)
+    return 0
 
 
 def _show_with_head(target: ModelDescription, options: InfoOptions) -> int:
@@ -114,5 +149,6 @@ COMMAND = Command(
         "forerun info zoo:code-11m --draft zoo:code-2m",
         "forerun info path/to/model --batch 32 --max-context 8192",
         "forerun info path/to/model --json",
+        "forerun info Qwen/Qwen3.5-4B --hub",
     ),
 )

@@ -14,18 +14,25 @@ from rich.table import Table
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
-from forerun.models.checkpoint import read_checkpoint, read_object, tokenizer_hash, weights_hash
+from forerun.models.checkpoint import (
+    read_checkpoint,
+    read_described,
+    read_object,
+    tokenizer_hash,
+    weights_hash,
+)
+from forerun.models.decoder import read_decoder, unsupported
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
 from forerun.models.load import (
-    ModelFiles,
     choose_dtype,
     load_model,
     load_tokenizer,
+    model_files,
     model_folder,
     read_config,
 )
 from forerun.models.memory import MemoryEstimate, geometry_of, readable
-from forerun.models.mtp_layout import find_module
+from forerun.models.mtp_layout import announced, find_module
 from forerun.models.tokenizers import compare_vocabularies
 
 if TYPE_CHECKING:
@@ -112,23 +119,16 @@ class DraftFit(Fit):
 def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescription, Tokenizer]:
     folder = model_folder(name)
     checkpoint = read_checkpoint(folder)
-    settings, architecture = read_config(checkpoint)
     tokenizer = load_tokenizer(folder)
-    geometry = geometry_of(
-        architecture,
-        num_slots=config.num_slots,
-        capacity=min(config.max_context, architecture.max_positions),
+    files = model_files(
+        checkpoint,
+        dtype=dtype,
+        device="cpu",
+        max_batch=config.num_slots,
+        max_context=config.max_context,
         max_staged_rows=config.max_nodes + 1,
-        dtype=choose_dtype(dtype, checkpoint),
     )
-    files = ModelFiles(
-        checkpoint=checkpoint,
-        settings=settings,
-        architecture=architecture,
-        geometry=geometry,
-        device=torch.device("cpu"),
-        keeps_blocks=dtype == "auto",
-    )
+    architecture, geometry = files.architecture, files.geometry
     module = find_module(checkpoint)
     per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
     description = ModelDescription(
@@ -150,6 +150,85 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         mtp=None if module is None else module.prefix,
     )
     return description, tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigDescription:
+    """What config.json alone says of a model.
+
+    Attributes:
+        runner: the fastest one on a CPU.
+        slower_because: why the native runner does not run it; None if it does.
+        kv_bytes_per_token: in the dtype of the configuration; `state_bytes` likewise.
+        mtp_modules: how many multi-token-prediction modules it announces.
+    """
+
+    name: str
+    architecture: Architecture
+    dtype: str
+    runner: str
+    slower_because: str | None
+    kv_bytes_per_token: int
+    state_bytes: int
+    mtp_modules: int
+    notice: str | None
+
+
+def describe_config(name: str, folder: Path, dtype: str) -> ConfigDescription:
+    """Describe a model by its config.json; raises InvalidModel where it is not supported."""
+    checkpoint = read_described(folder)
+    settings, architecture = read_config(checkpoint)
+    objection = unsupported(architecture, settings)
+    if objection and read_object(folder / "config.json").get("quantization_config"):
+        raise InvalidModel(
+            f"{folder} has quantised weights, which the native and the graphs runner read, and "
+            f"these do not support {objection}: use the bf16 or fp32 weights"
+        )
+    chosen = choose_dtype(dtype, checkpoint)
+    runner = "native" if objection is None else "eager"
+    if objection is None and chosen == torch.float16:
+        objection = "float16"
+        runner = "eager" if read_decoder(architecture, settings).beyond_graphs else "graphs"
+    geometry = geometry_of(architecture, num_slots=1, capacity=1, max_staged_rows=0, dtype=chosen)
+    per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
+    count = announced(checkpoint)
+    return ConfigDescription(
+        name=name,
+        architecture=architecture,
+        dtype=str(chosen).removeprefix("torch."),
+        runner=runner,
+        slower_because=objection,
+        kv_bytes_per_token=geometry.num_layers * per_layer * chosen.itemsize,
+        state_bytes=geometry.state_bytes,
+        mtp_modules=count if isinstance(count, int) else 0,
+        notice=checkpoint.notice,
+    )
+
+
+def print_config(model: ConfigDescription) -> None:
+    """Print a table of what config.json says on stdout."""
+    sizes = model.architecture
+    rows = _architecture_rows(sizes) | {
+        "context": f"{sizes.max_positions:,} tokens"
+        + (f": {sizes.position_limit}" if sizes.position_limit else ""),
+        "runner": model.runner
+        + (
+            f"; the native one does not support {model.slower_because}"
+            if model.slower_because
+            else ""
+        ),
+        "KV": f"{readable(model.kv_bytes_per_token)} per token in {model.dtype}",
+        "drafts": "suffix, recycling, self:N, "
+        + ("self:int4, " if model.runner == "native" else "")
+        + "draft models"
+        + (", mtp if its module is in the weights" if model.mtp_modules else ""),
+    }
+    if model.state_bytes:
+        rows["recurrent states"] = f"{readable(model.state_bytes)} after a token"
+    if model.notice is not None:
+        rows["note"] = escape(model.notice)
+    rows["read"] = "config.json alone: weights and tokenizer are not checked"
+    _print_sheet(model.name, rows)
 
 
 def compare(
@@ -192,10 +271,7 @@ def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[s
 def print_model(model: ModelDescription) -> None:
     """Print a table of a model's properties on stdout."""
     sizes, memory = model.architecture, model.memory
-    rows = {
-        "architecture": f"{sizes.name}, {sizes.num_layers} layers, width {sizes.hidden_size}, "
-        f"{sizes.num_heads} heads of {sizes.head_dim} over {sizes.num_kv_heads} KV heads",
-        "attention": reach(sizes.windows),
+    rows = _architecture_rows(sizes) | {
         "parameters": f"{model.num_parameters:,} in {model.dtype}",
         "context": f"{model.context:,} tokens of {sizes.max_positions:,}"
         + (f": {sizes.position_limit}" if sizes.position_limit else ""),
@@ -220,6 +296,14 @@ def print_model(model: ModelDescription) -> None:
     if model.card is not None:
         rows["aligned"] = escape("\n".join(story(model.card)))
     _print_sheet(model.name, rows)
+
+
+def _architecture_rows(sizes: Architecture) -> dict[str, str]:
+    return {
+        "architecture": f"{sizes.name}, {sizes.num_layers} layers, width {sizes.hidden_size}, "
+        f"{sizes.num_heads} heads of {sizes.head_dim} over {sizes.num_kv_heads} KV heads",
+        "attention": reach(sizes.windows),
+    }
 
 
 def _print_sheet(title: str, rows: Mapping[str, str]) -> None:
@@ -314,21 +398,21 @@ class HeadDescription(Fit):
 
 
 def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
-    from forerun.drafters.eagle3.formats import is_eagle3
+    from forerun.drafters.eagle3.head import is_eagle3
     from forerun.engine.loading import check_head_card
 
     target = load_model(target_folder, max_batch=1, max_context=MAX_CONTEXT)
     is_eagle = is_eagle3(read_object(folder / "config.json"))
-    described: dict[str, Any] = {"sizes": {}, "num_parameters": 0}
+    described: dict[str, Any] = {"sizes": {}, "num_parameters": 0, "weights_hash": "not read"}
     try:
         described |= _of_eagle3(folder, target) if is_eagle else _of_medusa(folder, target)
+        described["weights_hash"] = weights_hash(folder.glob("*.safetensors"))
         check_head_card(folder, target_folder)
     except (InvalidModel, IncompatibleDraft) as error:
         described["problems"] = (str(error),)
     return HeadDescription(
         folder=str(folder),
         method="eagle3" if is_eagle else "medusa",
-        weights_hash=weights_hash(folder.glob("*.safetensors")),
         warnings=tuple(_head_warnings(folder, target_folder, is_eagle, described)),
         **described,
     )

@@ -18,10 +18,8 @@ from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.compare import BenchArm, on_best_threads
 from forerun.measure.bench.comparison import BenchComparison
-from forerun.measure.profile.config import ProfileConfig
-from forerun.measure.profile.measurement import measure_pair
-from forerun.measure.profile.profile import Profile, check_setup, load_profile
-from forerun.measure.profile.rigs import LoadedPair, ModelFacts, facts_of, load_pair, setup_of
+from forerun.measure.profile import Profile, ProfileConfig, check_setup, load_profile
+from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, load_pair, measure_pair, setup_of
 from forerun.models.load import load_tokenizer
 from forerun.plan.costs import DraftCosts
 from forerun.theory.cost import CostTable

@@ -17,10 +17,9 @@ from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
-from forerun.measure.profile.profile import Profile, load_profile
+from forerun.measure.profile import Profile, load_profile
 from forerun.plan.acceptance import Acceptance, TracedDrafts, counted, drafts_in, given
-from forerun.plan.advice import DraftCandidate
-from forerun.plan.config import PlanConfig
+from forerun.plan.advice import DraftCandidate, PlanConfig
 from forerun.plan.costs import PRESETS, Machine, ModelSize, cost_table, preset, with_draft_cost
 from forerun.trace.files import read_trace
 

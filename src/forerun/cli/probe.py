@@ -90,7 +90,7 @@ def run(options: ProbeOptions) -> int:
     config, params, draft = options.config, options.params, options.check()
 
     from forerun.atomic_write import atomic_write
-    from forerun.diagnose.readers.documents import facts_document
+    from forerun.diagnose.readers.sources import facts_document
 
     evidence = probed(options, draft, config, params)
     document = facts_document(evidence, f"forerun probe of {options.models.target} and {draft}")
@@ -109,8 +109,7 @@ def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
     """Load the models and run the checks; a pair that does not load is recorded as a fact."""
-    from forerun.probe.models import evidence_of_misfit
-    from forerun.probe.run import PairNames, load_probed, probe_engine
+    from forerun.probe.run import PairNames, evidence_of_misfit, load_probed, probe_engine
 
     models = options.models
     engine = EngineConfig(

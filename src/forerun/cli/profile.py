@@ -21,10 +21,10 @@ from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.measure.profile.config import ProfileConfig, Quantity
+from forerun.measure.profile import ProfileConfig, Quantity
 
 if TYPE_CHECKING:
-    from forerun.measure.profile.profile import Profile
+    from forerun.measure.profile import Profile
     from forerun.theory.cost import CostLine, CostTable
     from forerun.theory.intervals import Interval
 
@@ -84,8 +84,7 @@ def run(options: ProfileOptions) -> int:
 
 def measured(models: ModelFlags, draft: str, config: ProfileConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
-    from forerun.measure.profile.measurement import measure_pair
-    from forerun.measure.profile.rigs import facts_of, load_pair
+    from forerun.measure.rigs import facts_of, load_pair, measure_pair
 
     engine = EngineConfig(runner=models.runner, num_threads=use_threads(models.threads))
     with SafeConsole(stderr=True).status("loading models"):
@@ -122,7 +121,7 @@ def progress(config: ProfileConfig) -> Iterator[Callable[[int, float], None]]:
 
 
 def show(profile: Profile, options: ProfileOptions) -> None:
-    from forerun.measure.profile.profile import plot, write_profile
+    from forerun.measure.profile import plot, write_profile
 
     if options.json:
         print(json.dumps(profile.to_dict()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from forerun.bounded_read import open_bounded
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.errors import InvalidRequest
@@ -59,10 +61,10 @@ def _texts(sample: Path | None) -> list[str]:
 
     if sample is None:
         return [prompt.text for prompt in held_out_prompts()[:20]]
-    with sample.open("rb") as file:
-        content = file.read(MAX_SAMPLE_BYTES)
+    with open_bounded(sample) as file:
+        content = file.peek(MAX_SAMPLE_BYTES)
     try:
-        text = content.decode()
+        text = getincrementaldecoder("utf-8")().decode(content)  # the last character may be cut
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"--sample {sample} is not UTF-8 text: {error}") from error
     return [text[begin : begin + TEXT_BYTES] for begin in range(0, len(text), TEXT_BYTES)][:40]

@@ -18,9 +18,8 @@ from forerun.cli.tables import SafeConsole, status_text, table_of
 
 if TYPE_CHECKING:
     from forerun.plan.costs import DraftCosts
-    from forerun.plan.simulation.comparison import Oracle
-    from forerun.plan.simulation.config import Workload
-    from forerun.plan.simulation.result import PhaseResult, Quantiles, Result
+    from forerun.plan.simulation import Oracle, PhaseResult, Quantiles, Result
+    from forerun.plan.workload import Workload
 
 CONTROLLERS = ("plain", "fixed:4", "auto")
 """Simulated without --controller."""
@@ -51,8 +50,8 @@ class SimulateOptions:
 
 
 def run(options: SimulateOptions) -> int:
-    from forerun.measure.profile.profile import load_profile
-    from forerun.plan.simulation.config import load_workload
+    from forerun.measure.profile import load_profile
+    from forerun.plan.workload import load_workload
 
     workload = load_workload(options.workload)
     costs = load_profile(options.profile).costs
@@ -69,7 +68,7 @@ def simulated(
     options: SimulateOptions, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
 ) -> tuple[list[Result], Oracle | None]:
     """Simulate every controller, and the oracle unless it is left out."""
-    from forerun.plan.simulation.comparison import ControllerComparison
+    from forerun.plan.simulation import ControllerComparison
 
     comparison = ControllerComparison(workload, costs, seed=options.seed)
     controllers = options.controllers or CONTROLLERS

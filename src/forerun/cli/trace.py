@@ -127,7 +127,7 @@ def _time_line(summary: TraceSummary) -> str:
         )
     )
     return (
-        f"{times.total_s:.3f} s in {times.num_cycles} cycles, {times.num_prefill_cycles} of them "
+        f"{times.total_s:.3f} s in {times.num_cycles} cycles, {summary.num_prefill_cycles} of them "
         f"reading prompts: {', '.join(shares)}"
     )
 

@@ -13,8 +13,7 @@ import httpx
 import msgspec
 
 from forerun.bounded_read import parse_json
-from forerun.client.config import ClientConfig
-from forerun.client.connection import BrokenReply, Connection
+from forerun.client.connection import BrokenReply, ClientConfig, Connection
 from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts

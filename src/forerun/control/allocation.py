@@ -94,23 +94,29 @@ def best_chains(
     best_rate = best.tokens_per_s
     nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
     deepest = max([len(candidate.curve.survival) for candidate in candidates])
+    added = [*growing(nodes, candidates, times)]
+    own = times[candidates[0].method]
     # Where a level costs more than the next, a search by neighbours would end before its time.
     for limit in (deepest,) if batch == 1 else range(1, deepest + 1):
-        within = [node for node in nodes if node[1] < limit][:max_nodes]
-        depths = [0] * batch
-        found = None
-        steps = growing(within, candidates, times)
-        for number, ((_, depth, index), (tokens, step_s)) in enumerate(
-            zip(within, steps, strict=True), start=1
-        ):
-            depths[index] = depth + 1
-            is_better = tokens > best_rate * step_s
-            if is_better and lateness(limits, depths, step_s) <= most_late:
+        within = [node for node in added if node[1] < limit][:max_nodes]
+        depths, found = [0] * batch, None
+        tokens, rows, draft_s = float(batch), 0.0, 0.0
+        for number, (survived, depth, index, reached, level_s) in enumerate(within, start=1):
+            tokens += survived
+            rows += reached
+            draft_s += level_s
+            step_s = draft_s + own.verify_nodes_s(rows)
+            if limits:
+                depths[index] = depth + 1
+            if tokens > best_rate * step_s and (
+                not limits or lateness(limits, depths, step_s) <= most_late
+            ):
                 best_rate = tokens / step_s
                 found = number, tokens, step_s
         if found is not None:
             number, tokens, step_s = found
-            best = Allocation(_depths_of(within[:number], batch), tokens, step_s)
+            chosen = _depths_of([node[2] for node in within[:number]], batch)
+            best = Allocation(chosen, tokens, step_s)
     return best
 
 
@@ -131,7 +137,7 @@ def best_trees(
         if tokens > best_rate * step_s:
             best_rate, num_best = tokens / step_s, num_nodes
             best = Allocation((), tokens, step_s, tree=levels)
-    return best._replace(depths=_depths_of(nodes[:num_best], batch))
+    return best._replace(depths=_depths_of([node[2] for node in nodes[:num_best]], batch))
 
 
 Limit = tuple[int, float, list[float]]
@@ -156,30 +162,26 @@ def lateness(limits: Sequence[Limit], depths: Sequence[int], step_s: float) -> f
 
 def growing(
     nodes: Sequence[Node], candidates: Sequence[RequestCandidate], times: Mapping[str, StepTimes]
-) -> Iterator[tuple[float, float]]:
-    """Yield tokens and seconds of the step after each added node, in the given order."""
+) -> Iterator[tuple[float, int, int, float, float]]:
+    """Yield what each node adds: tokens, its depth and request, rows, seconds of drafting."""
     deepest = max([len(candidate.curve.survival) for candidate in candidates])
     active = {method: [0] * deepest for method in times}
     ways = [(c.curve.drafted, times[c.method], active[c.method]) for c in candidates]
-    first = times[candidates[0].method]
-    tokens, rows, draft_s = float(len(candidates)), 0.0, 0.0
     for lost, depth, index in nodes:
         drafted, own, num_active = ways[index]
         count = num_active[depth]
         num_active[depth] = count + 1
         reached = drafted[depth]
-        tokens -= lost
-        rows += reached
         level_s = own.draft_s[count] - own.draft_s[count - 1] if count else own.draft_s[0]
-        draft_s += reached * level_s
+        draft_s = reached * level_s
         if count == 0:  # methods beside each other add their overheads
             more_s = own.overhead_s[depth + 1] - own.overhead_s[depth]
             draft_s += (reached if depth else 1.0) * more_s
-        yield tokens, draft_s + first.verify_nodes_s(rows)
+        yield -lost, depth, index, reached, draft_s
 
 
-def _depths_of(nodes: Sequence[Node], num_requests: int) -> tuple[int, ...]:
+def _depths_of(indices: Sequence[int], num_requests: int) -> tuple[int, ...]:
     depths = [0] * num_requests
-    for _, _, index in nodes:
+    for index in indices:
         depths[index] += 1
     return tuple(depths)

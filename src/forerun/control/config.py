@@ -35,6 +35,7 @@ class GoodputConfig:
         assumed_level: cost of one more drafted level in plain steps, before it is measured.
         cost_strength: measured steps that profiled or assumed proportions of costs count for.
         largest_ratio: most that one measured step counts for, as a multiple of its expected time.
+        first_plain: plain steps at the beginning where no profile has their cost.
         num_cold: plain steps after drafting that are slow because of cold caches.
         reuse: most steps for which plans are reused while a request drafts.
         probe_share: share of the time that may be lost by steps made to update an estimate.
@@ -48,6 +49,7 @@ class GoodputConfig:
     assumed_level: float = 0.1
     cost_strength: float = 10.0
     largest_ratio: float = 2.0
+    first_plain: int = 3
     num_cold: int = 4
     reuse: int = 8
     probe_share: float = 0.006

@@ -149,8 +149,8 @@ class BatchCosts:
     def __init__(self, config: GoodputConfig) -> None:
         new = partial(TimeFactor, config)
         self.plain, self.target = new(), new()
-        self.passes: defaultdict[int, TimeFactor] = defaultdict(new)
-        self.levels: defaultdict[str, TimeFactor] = defaultdict(new)
+        self.passes: Factors = defaultdict(new)
+        self.levels: defaultdict[str, Factors] = defaultdict(partial(defaultdict, new))
         self.overheads: defaultdict[str, TimeFactor] = defaultdict(new)
         self.trees: defaultdict[str, TimeFactor] = defaultdict(new)
         self.deepest = 0
@@ -159,20 +159,25 @@ class BatchCosts:
         self.target.observe(measured_s, expected_s)
         self.passes[rows].observe(measured_s, expected_s)
 
-    def pass_ratios(self, prior: float, max_rows: int) -> list[float]:
-        """Return the ratios at 1, 2, ... rows; the ratio at each is the prior of the next."""
-        found = []
-        for rows in range(1, max_rows + 1):
-            if rows in self.passes:
-                prior = self.passes[rows].value(prior)
-            found.append(prior)
-        return found
-
     def weaken(self) -> None:
-        by_method = (self.levels, self.overheads, self.trees)
-        factors = [self.plain, self.target, *self.passes.values()]
-        for factor in chain(factors, *(kind.values() for kind in by_method)):
+        factors = [self.plain, self.target, *self.overheads.values(), *self.trees.values()]
+        by_number = (self.passes, *self.levels.values())
+        for factor in chain(factors, *(known.values() for known in by_number)):
             factor.weaken()
+
+
+Factors = defaultdict[int, TimeFactor]
+"""Factors by number of rows or of drafted levels; for levels, entry 0 is for all numbers."""
+
+
+def ratios(factors: Factors, prior: float, most: int) -> list[float]:
+    """Return the ratios at 1, 2, ...; the ratio at each is the prior of the next."""
+    found = []
+    for number in range(1, most + 1):
+        if number in factors:
+            prior = factors[number].value(prior)
+        found.append(prior)
+    return found
 
 
 class CostModel:
@@ -219,17 +224,25 @@ class CostModel:
         plain = costs.plain.mean if costs.plain.count else scale
         # Without a profile a pass without drafted rows is taken to be a plain step.
         empty = plain if self._target is None else scale
-        rows = [empty, *costs.pass_ratios(empty, self.max_nodes)]
+        rows = [empty, *ratios(costs.passes, empty, self.max_nodes)]
         found = {}
         for method, times in self._expected(point).items():
-            level = costs.levels[method].value(scale)
-            overhead = costs.overheads[method].value(scale)
+            levels = costs.levels[method]
+            by_depth = ratios(levels, levels[0].value(scale), self.max_k)
+            own, level_s = costs.overheads[method], by_depth[-1] * times.draft_s[-1]
+            # A level costs what it does in the deepest drafts; what shallower drafts take beyond
+            # that is counted as overhead.
+            overhead_s = [
+                (own.value(scale) if own.count else ratio) * times.overhead_s[depth]
+                + depth * (ratio * times.draft_s[-1] - level_s)
+                for depth, ratio in enumerate(by_depth, start=1)
+            ]
             by_rows = [a * b for a, b in zip(rows, times.verify_s[::batch], strict=True)]
             found[method] = StepTimes(
                 plain_s=plain * times.plain_s,
                 verify_s=spread(tuple(accumulate(by_rows, max)), batch),
-                draft_s=[level * seconds for seconds in times.draft_s],
-                overhead_s=[overhead * seconds for seconds in times.overhead_s],
+                draft_s=[by_depth[-1] * seconds for seconds in times.draft_s],
+                overhead_s=[0.0, *overhead_s],
                 tree_factor=costs.trees[method].value(1.0),
             )
         return found
@@ -263,14 +276,15 @@ class CostModel:
         levels_s = sum(
             by_count[sum([depth > level for depth in depths]) - 1] for level in range(max(depths))
         )
-        overhead_s = times.overhead_s[max(depths)]
-        costs.deepest = max(costs.deepest, *depths)
+        deepest = max(depths)
+        costs.deepest = max(costs.deepest, deepest)
+        overhead_s, levels = times.overhead_s[deepest], costs.levels[method]
         if self._sources[method] is None:
-            costs.levels[method].observe(first.draft_s, levels_s)
+            levels[0].observe(first.draft_s, levels_s)
+            levels[deepest].observe(first.draft_s, levels_s)
             costs.overheads[method].observe(first.other_s, overhead_s)
         else:  # the engine counts the beginning of a draft as drafting, the table as overhead
-            costs.levels[method].observe(own_s, levels_s + overhead_s)
-            costs.overheads[method].observe(own_s, levels_s + overhead_s)
+            levels[0].observe(own_s, levels_s + overhead_s)
 
     def _costs(self, batch: int) -> BatchCosts:
         """Return the corrections at a batch size; a new one begins with those of the nearest."""

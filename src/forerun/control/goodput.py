@@ -46,6 +46,10 @@ MOST_REST = 15
 """Plain steps in a row without a record; the others keep the costs of plain steps up to date."""
 LOGGED_AFTER = 30
 """Plain steps in a row after which the log says that drafting was stopped."""
+NEAR_SHARE = 0.95
+"""Share of the speed of the best chains above which trees are compared at every decision."""
+TREES_EVERY = 8
+"""Decisions of which one compares them where they are slower than that and no profile is there."""
 UNLIMITED = 1 << 20
 """More tokens than a draft can have."""
 Times = Mapping[str, StepTimes]
@@ -124,6 +128,8 @@ class GoodputController:
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
         self._num_probes = 0
+        self._has_profile = any(source is not None for source in costs.values())
+        self._num_decided = self._next_trees = 0
         first_gap = self._plain_gap - self.config.num_cold
         self._since_plain: defaultdict[int, float] = defaultdict(lambda: first_gap)
         self._plain_left = 0
@@ -234,10 +240,16 @@ class GoodputController:
             for state, limit_s in zip(states, limits_s, strict=True)
         ]
         max_nodes = max(0, capacity.max_rows - batch)
-        allocation = best_chains(candidates, times, max_nodes)
-        tree = self._best_tree(self.tree_methods, states, limits_s, times, max_nodes)
-        if tree is not None and tree.tokens_per_s > allocation.tokens_per_s:
-            allocation = tree
+        allocation, last = best_chains(candidates, times, max_nodes), self._active
+        self._num_decided += 1
+        # Trees take longer to compare than all else, so where they are far behind they wait.
+        if last is None or self._num_decided >= self._next_trees:
+            tree = self._best_tree(self.tree_methods, states, limits_s, times, max_nodes)
+            share = 0.0 if tree is None else tree.tokens_per_s / allocation.tokens_per_s
+            waits = not self._has_profile and share < NEAR_SHARE
+            self._next_trees = self._num_decided + (TREES_EVERY if waits else 1)
+            if tree is not None and share > 1.0:
+                allocation = tree
         best = _plans_of(candidates, allocation)
         active = ActivePlan(
             states=states,
@@ -249,11 +261,12 @@ class GoodputController:
             point=point,
             allocation=allocation,
         )
-        last = self._active
         if last is not None and last.names == active.names and last.best == best:
             active.reuse = min(config.reuse, 2 * last.reuse)
         drafts, bucket = any(allocation.depths), batch.bit_length()
-        if not drafts:
+        if self._num_decided == 1 and not self._has_profile:
+            self._since_plain[bucket], self._plain_left = 0.0, config.first_plain
+        elif not drafts:
             self._plain_left = 0
         elif self._since_plain[bucket] >= self._plain_gap:
             self._since_plain[bucket], self._plain_left = 0.0, self._plain_run

@@ -20,9 +20,11 @@ from forerun.diagnose.evidence import FACTS, GROUPS, Evidence, shown
 from forerun.errors import InvalidRequest
 from forerun.theory.record import Json
 
-MAX_QUESTIONS = 12
-MAX_UNKNOWN = 4
-"""Questions in a row that were answered with "unknown", after which no further one is asked."""
+MAX_ANSWERS = 30
+MAX_UNKNOWN = 10
+"""Answers in a row that were "unknown", after which nothing more is asked."""
+MAX_ITEMS = 5
+"""Observations that are asked about at once."""
 SURE = 0.95
 """Probability of the first cause from which on nothing more is asked: benchmarks/real-cases says
 how often it is right there."""
@@ -32,7 +34,10 @@ _MINUTES_TO_ANSWER = 20.0
 """What one more question costs, beside the experiment that answers it."""
 _KNOWN_INSIDE = 0.4
 """How often an observation inside the engine can be answered, relative to others."""
-_OPENING = ("acceptance_low", "slower_than_plain", "output_differs")
+_OPENING = (
+    *("acceptance_low", "slower_than_plain", "no_gain", "output_differs", "output_corrupt"),
+    "tools_disagree",
+)
 """What is asked first where nothing is known of what the complaint is about."""
 _LEAST = 0.005
 """Nats of information below which a question is not worth asking."""
@@ -41,7 +46,9 @@ _UNSHOWN = 1.5
 _SHOWS = 1.0
 """Least weight, in nats, with which a cause explains an observation."""
 _TOGETHER = 3
-"""Questions whose answers together must be able to change the first cause."""
+"""Observations that are looked at together when asking may end."""
+_LEAST_CHANGE = 0.02
+"""Probability that these change the first cause, below which asking ends."""
 _WORDS: Mapping[object, bool | None] = {
     **dict.fromkeys(("y", "yes", "true", True), True),
     **dict.fromkeys(("n", "no", "false", False), False),
@@ -50,8 +57,8 @@ _WORDS: Mapping[object, bool | None] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiagnosisQuestion:
-    """A yes-or-no question about one observation.
+class Observation:
+    """An observation that is asked about, with yes, no or unknown as its answer.
 
     Attributes:
         fact: name of the observation.
@@ -97,6 +104,18 @@ def read_answer(word: object) -> bool | None:
     return _WORDS[key]
 
 
+def read_answers(text: str, number: int) -> tuple[bool | None, ...]:
+    """Return a line's answers about so many observations; a single one counts for all.
+
+    Raises:
+        InvalidRequest: a word is no answer, or there are too many or too few.
+    """
+    found = [read_answer(word) for word in text.replace(",", " ").split() or [""]]
+    if len(found) not in (1, number):
+        raise InvalidRequest(f"{len(found)} answers to {number} observations; give one for each")
+    return tuple(found * number if len(found) == 1 else found)
+
+
 def with_answers(evidence: Evidence, answers: Mapping[str, bool | None]) -> Evidence:
     """Return a copy of the evidence with the answers and all facts that follow.
 
@@ -114,33 +133,39 @@ def with_answers(evidence: Evidence, answers: Mapping[str, bool | None]) -> Evid
 
 def next_question(
     evidence: Evidence, answers: Mapping[str, bool | None]
-) -> DiagnosisQuestion | None:
-    """Return the question with the most information per cost; None where asking should end.
+) -> tuple[Observation, ...]:
+    """Return the observations to ask about together; none where asking should end.
+
+    The first one has the most information per cost, the others are the next best ones of its group.
 
     Args:
         evidence: with the answers and all facts that follow (`with_answers`).
         answers: what was asked so far, in order; None where the answer was "unknown".
     """
     given = list(answers.values())
-    if len(given) >= MAX_QUESTIONS or given[-MAX_UNKNOWN:] == [None] * MAX_UNKNOWN:
-        return None
+    if len(given) >= MAX_ANSWERS or given[-MAX_UNKNOWN:] == [None] * MAX_UNKNOWN:
+        return ()
     shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())
     first = scored[0]
     if shares[first.cause.label] >= SURE:
-        return None
-    has_begun = _topics_of(evidence) or (first.is_supported and first.cause.label != "healthy")
-    for name in () if has_begun else _OPENING:
-        if name not in evidence and name not in answers:
-            return _question(shares, name)
+        return ()
+    opening = [name for name in _OPENING if name not in evidence and name not in answers]
+    if opening and not answers and not _topics_of(evidence):
+        return tuple(_observation(shares, name) for name in opening)
     found = [
-        _question(shares, name) for name in _ASKED if name not in evidence and name not in answers
+        _observation(shares, name)
+        for name in _ASKED
+        if name not in evidence and name not in answers
     ]
-    found = [question for question in found if question.information >= _LEAST]
-    found.sort(key=lambda question: -question.worth)
-    if not found or (first.is_supported and not _can_change(evidence, scored, found)):
-        return None
-    return found[0]
+    found = [item for item in found if item.information >= _LEAST]
+    found.sort(key=lambda item: -item.worth)
+    if not found or (
+        first.is_supported and _chance_of_change(evidence, shares, scored, found) < _LEAST_CHANGE
+    ):
+        return ()
+    group = _GROUP_OF[found[0].fact]
+    return tuple(item for item in found if _GROUP_OF[item.fact] == group)[:MAX_ITEMS]
 
 
 def likeliest_causes(evidence: Evidence) -> tuple[ScoredCause, ...]:
@@ -179,6 +204,7 @@ _SHOWN_IN = {
     for label in CAUSES
 }
 """By cause: the topics that observations which speak for it belong to."""
+_GROUP_OF = {kind.name: name for name, group in GROUPS.items() for kind in group}
 _ASKED = tuple(
     name for name, moves in _MOVES.items() if name != "symptom_seen" and set(moves) - {"healthy"}
 )
@@ -209,15 +235,24 @@ def _topics_of(evidence: Evidence) -> set[str]:
     return {name for name, facts in _TOPICS.items() if any(map(evidence.flag, facts))}
 
 
-def _question(shares: Mapping[str, float], fact: str) -> DiagnosisQuestion:
+def _observation(shares: Mapping[str, float], fact: str) -> Observation:
     tests = [item for item in EXPERIMENTS if fact in item.yields]
     test = min(tests, key=lambda item: item.minutes, default=None)
-    return DiagnosisQuestion(
+    return Observation(
         fact=fact,
         text=FACTS[fact].definition,
         information=_information(shares, fact),
         minutes=0.0 if test is None else test.minutes,
         how="" if test is None else test.how,
+    )
+
+
+def _chance(shares: Mapping[str, float], fact: str) -> float:
+    """Return how probable an observation is."""
+    odds = _BASE_RATE / (1.0 - _BASE_RATE)
+    return _BASE_RATE + sum(
+        shares[label] * (1.0 / (1.0 + math.exp(-move) / odds) - _BASE_RATE)
+        for label, move in _MOVES[fact].items()
     )
 
 
@@ -237,15 +272,21 @@ def _entropy(probability: float) -> float:
     return -sum(p * math.log(p) for p in (probability, 1.0 - probability) if p > 0.0)
 
 
-def _can_change(
-    evidence: Evidence, scored: tuple[ScoredCause, ...], questions: list[DiagnosisQuestion]
-) -> bool:
-    """Whether answers to the best few questions together would change the first cause."""
-    names = [question.fact for question in questions[:_TOGETHER]]
-    for answers in itertools.product((True, False), repeat=len(names)):
+def _chance_of_change(
+    evidence: Evidence,
+    shares: Mapping[str, float],
+    scored: tuple[ScoredCause, ...],
+    items: list[Observation],
+) -> float:
+    """Return how probably answers about the best few observations would change the first cause."""
+    chances = {item.fact: _chance(shares, item.fact) for item in items[:_TOGETHER]}
+    total = 0.0
+    for answers in itertools.product((True, False), repeat=len(chances)):
         supposed = Evidence(facts=dict(evidence.facts))
-        for name, answer in zip(names, answers, strict=True):
+        chance = 1.0
+        for (name, yes), answer in zip(chances.items(), answers, strict=True):
             supposed.add(name, answer, "supposed")
+            chance *= yes if answer else 1.0 - yes
         if score_causes(supposed, CAUSES.values())[0].cause.label != scored[0].cause.label:
-            return True
-    return False
+            total += chance
+    return total

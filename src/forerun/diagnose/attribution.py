@@ -119,14 +119,15 @@ def survival_of(evidence: Evidence, k: int, tau: float) -> tuple[float, ...]:
     """Return P(accepted through i) for i = 1..K, scaled so that its sum is tau - 1."""
     rates = evidence.numbers("acceptance_rate_per_position")[:k]
     alpha = evidence.number("alpha")
-    if len(rates) == k and sum(rates) > 0.0:
-        factor = (tau - 1.0) / sum(rates)
-        scaled = [min(1.0, rate * factor) for rate in rates]
-        falling = [min(scaled[: i + 1]) for i in range(k)]
-        if abs(sum(falling) - (tau - 1.0)) < 1e-6 * tau:
-            return tuple(falling)
+    shapes = []
+    if len(rates) == k:
+        # Where K varies, rates may rise: few steps draft that far, and their tokens are easy.
+        shapes.append(tuple(min(rates[: i + 1]) for i in range(k)))
     if alpha is not None:
-        return constant_survival(alpha, k)
+        shapes.append(constant_survival(alpha, k))
+    for shape in shapes:
+        if sum(shape) > 0.0 and (factor := (tau - 1.0) / sum(shape)) * shape[0] <= 1.0:
+            return tuple(rate * factor for rate in shape)
     return ((tau - 1.0) / k,) * k
 
 

@@ -1,20 +1,22 @@
-"""Evidence of a diagnosis: named facts with a source and, if known, an interval."""
+"""Evidence of a diagnosis: named facts with sources and intervals, and rates that follow."""
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from forerun.errors import InvalidRequest
-from forerun.theory.intervals import Interval
+from forerun.theory.intervals import Interval, normal_interval, wilson_interval
 from forerun.theory.record import Json
+from forerun.theory.speedup import break_even_alpha
 
 FOLDER = Path(__file__).with_name("tables")
 
@@ -298,3 +300,284 @@ def same(one: float | str, other: float | str) -> bool:
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     return math.isclose(one, other, rel_tol=0.02)
+
+
+MIN_REACHED = 20
+"""Least number of steps that must reach a position for its conditional acceptance to be used."""
+MIN_RATE = 1e-6
+"""A rate below is none: nothing is compared with it."""
+
+
+def add_rates(evidence: Evidence) -> None:
+    """Add acceptance rates, tau and K, computed from the figures that are known."""
+    _add_positions(evidence)
+    _add_k(evidence)
+    _add_length(evidence)
+    _add_draft_rate(evidence)
+    _add_constant(evidence)
+    _add_first_position(evidence)
+    _add_conditional(evidence)
+
+
+def _add_positions(evidence: Evidence) -> None:
+    """Add beta from accepted counts per position over drafted counts or the number of drafts."""
+    accepted = evidence.numbers("accepted_per_position")
+    drafted = evidence.numbers("drafted_per_position")
+    drafts = evidence.number("num_drafts")
+    if accepted and not drafted and drafts:
+        drafted = (drafts,) * len(accepted)
+    if accepted and len(accepted) == len(drafted) and all(drafted):
+        rates = [min(1.0, a / d) for a, d in zip(accepted, drafted, strict=True)]
+        evidence.note("acceptance_rate_per_position", rates, "accepted / drafted per position")
+
+
+def _add_k(evidence: Evidence) -> None:
+    """Add K, from the number of positions or the mean number of drafted tokens."""
+    if "k" in evidence:
+        return
+    if rates := evidence.numbers("acceptance_rate_per_position"):
+        evidence.note("k", len(rates), "number of drafted positions")
+        return
+    drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
+    if drafted and drafts:
+        evidence.note(
+            "k", math.ceil(drafted / drafts - 0.01), "drafted tokens per draft, rounded up"
+        )
+
+
+def _add_length(evidence: Evidence) -> None:
+    """Add tau from counts, else from beta, else from the draft acceptance rate at a fixed K."""
+    if "acceptance_length" in evidence:
+        return
+    accepted, drafts = evidence.number("num_accepted"), evidence.number("num_drafts")
+    rates = evidence.numbers("acceptance_rate_per_position")
+    rate, k = evidence.number("draft_acceptance_rate"), evidence.number("k")
+    name = "acceptance_length"
+    if accepted is not None and drafts:
+        tau = 1.0 + accepted / drafts
+        evidence.note(name, tau, "1 + accepted / drafts", _length_interval(tau, rates, drafts))
+    elif rates:
+        evidence.note(name, 1.0 + sum(rates), "1 + sum of beta")
+    elif rate is not None and k:
+        evidence.note(
+            name, 1.0 + rate * k, "1 + (accepted / drafted) x K, had every step drafted K"
+        )
+
+
+def _length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
+    if not rates or drafts < 2:
+        return None
+    square = sum((2 * i - 1) * rate for i, rate in enumerate(rates, start=1))
+    error = math.sqrt(max(0.0, square - (tau - 1.0) ** 2) / drafts)
+    return normal_interval(tau, error, least=1.0)
+
+
+def _add_draft_rate(evidence: Evidence) -> None:
+    accepted, drafted = evidence.number("num_accepted"), evidence.number("num_drafted")
+    tau, k = evidence.number("acceptance_length"), evidence.number("k")
+    name = "draft_acceptance_rate"
+    if accepted is not None and drafted and accepted <= drafted:
+        interval = wilson_interval(int(accepted), int(drafted))
+        evidence.note(name, accepted / drafted, "accepted / drafted tokens", interval)
+    elif name not in evidence and tau is not None and k and 1.0 <= tau <= k + 1:
+        evidence.note(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
+
+
+def _add_constant(evidence: Evidence) -> None:
+    """Add the acceptance probability that gives this tau if it is the same at every position."""
+    tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
+    if tau is None or depth is None:
+        return
+    evidence.note("mean_drafted", depth, "drafted tokens per drafting step")
+    k = max(1, round(depth))
+    if 1.0 <= tau <= k + 1:
+        evidence.note("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
+    if tau <= depth + 1.0 and is_limit(evidence):
+        evidence.note("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
+
+
+def is_limit(evidence: Evidence) -> bool:
+    """Whether K is the limit of most drafts.
+
+    A controller that drafts more in some steps than in most has chosen the K of most. That all of
+    a K chosen by its costs is accepted does not show that it is too small.
+    """
+    steps = {k: num_steps for k, num_steps, _ in evidence.series.get("K", ())}
+    return not steps or max(steps, key=steps.__getitem__) == max(steps)
+
+
+def mean_drafted(evidence: Evidence) -> float | None:
+    """Return the tokens drafted per step: K, or fewer where a stop rule ends drafts earlier."""
+    drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
+    tau, rate = evidence.number("acceptance_length"), evidence.number("draft_acceptance_rate")
+    k = evidence.number("k")
+    if drafted and drafts:
+        return drafted / drafts
+    if tau is not None and tau > 1.0 and rate:
+        found = (tau - 1.0) / rate
+        return found if k is None else min(found, k)
+    return k or None
+
+
+def _add_first_position(evidence: Evidence) -> None:
+    accepted = evidence.numbers("accepted_per_position")
+    drafted = evidence.numbers("drafted_per_position")
+    drafts = evidence.number("num_drafts")
+    trials = drafted[0] if drafted else drafts
+    if accepted and trials and accepted[0] <= trials:
+        interval = wilson_interval(int(accepted[0]), int(trials))
+        evidence.note("alpha_1", interval.estimate, "accepted at position 1 / drafts", interval)
+    elif rates := evidence.numbers("acceptance_rate_per_position"):
+        evidence.note("alpha_1", rates[0], "beta of position 1")
+    else:
+        evidence.note("alpha_1", evidence.number("alpha"), "taken as constant over positions")
+
+
+def _add_conditional(evidence: Evidence) -> None:
+    """Add conditional acceptance, and its largest decline after the first position."""
+    rates = evidence.numbers("acceptance_rate_per_position")
+    name = "conditional_acceptance_per_position"
+    if name not in evidence and rates and rates[0] > 0.0:
+        ratios = [rates[0]]
+        ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
+        evidence.note(name, ratios, "beta over that of the position before")
+    conditional = evidence.numbers(name)
+    drafts = evidence.number("num_drafts")
+    later = [
+        value
+        for position, value in enumerate(conditional[1:], start=1)
+        if position < len(rates) + 1
+        and (drafts is None or rates[position - 1] * drafts >= MIN_REACHED)
+    ]
+    if later and conditional[0] > MIN_RATE:
+        found = min(later) / conditional[0]
+        evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
+
+
+def add_costs(evidence: Evidence) -> None:
+    """Add kappa, its parts and the speedup, from timers or from two rates."""
+    add_times(evidence)
+    _add_parts(evidence)
+    with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
+    if with_s and plain:
+        evidence.note("speedup", with_s / plain, "tokens/s with over without speculation")
+    tau, kappa = evidence.number("acceptance_length"), evidence.number("cycle_cost")
+    gain = evidence.number("speedup")
+    if kappa is None and tau and gain:
+        kappa = tau / gain
+        evidence.note("cycle_cost", kappa, "tau / speedup")
+    if tau and kappa and gain is None:
+        evidence.note("speedup", tau / kappa, "tau / kappa")
+    kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
+    if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
+        evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
+    _add_linearity(evidence)
+
+
+def add_times(evidence: Evidence) -> None:
+    """Add step times computed from throughput, where one sequence decodes."""
+    if evidence.number("batch") not in (None, 1.0):
+        return
+    tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
+    if tau and rate and "cycle_s" not in evidence:
+        evidence.note("cycle_s", tau / rate, "tau / (tokens/s)")
+    plain = evidence.number("tokens_per_s_plain")
+    if plain and "plain_step_s" not in evidence:
+        evidence.note("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
+
+
+def _add_parts(evidence: Evidence) -> None:
+    """Add the measured costs of drafting, of the target pass and of the rest of a step."""
+    plain_s, k = evidence.number("plain_step_s"), evidence.number("k")
+    if not plain_s:
+        return
+    cycle_s, verify_s = evidence.number("cycle_s"), evidence.number("verify_s")
+    draft_s, other_s = evidence.number("draft_s"), evidence.number("other_s")
+    if cycle_s:
+        evidence.note("cycle_cost", cycle_s / plain_s, "step time / plain step time")
+    if verify_s is not None:
+        evidence.note("verify_cost", verify_s / plain_s, "target pass / plain step time")
+    if other_s is not None:
+        evidence.note("overhead", other_s / plain_s, "other time / plain step time")
+    token_s = evidence.number("draft_token_s")
+    if draft_s is not None and k:
+        evidence.note("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
+    elif token_s is not None:
+        evidence.note("draft_cost", token_s / plain_s, "drafted token / plain step time")
+
+
+def _add_linearity(evidence: Evidence) -> None:
+    """Add the total draft cost, the rows of a pass, and how pass time grows with them."""
+    k, batch = evidence.number("k"), evidence.number("batch")
+    c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
+    if k and c is not None:
+        evidence.note("draft_cost_total", k * c, "K c")
+    if k and batch:
+        _add_rows(evidence, k, batch)
+    rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")
+    if len(rows) > 1 and len(rows) == len(costs) and rows[-1] > rows[0]:
+        slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
+        evidence.note("verify_linearity", slope, "slope of v over rows per sequence")
+    elif k and v is not None:
+        evidence.note("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+
+
+FREE_ROWS = 128.0
+"""Where passes of usual accelerators turn from waiting for weights to computing; some hundred."""
+FREE_ROWS_CPU = 16.0
+MIN_GROWTH = 0.05
+"""Of a pass: less is not told from nothing."""
+
+
+def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
+    """Add the rows of a pass, whether they are many for the device, and whether the batch is why.
+
+    Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
+    is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
+    """
+    rows = batch * (k + 1)
+    evidence.note("rows", rows, "batch x (K + 1)")
+    on_cpu = any(name.startswith("cpu") for name in evidence.words("device"))
+    free = FREE_ROWS_CPU if on_cpu else FREE_ROWS
+    evidence.note("rows_over_free", rows / free, f"rows over {free:g}")
+    slope, v = evidence.number("batch_linearity"), evidence.number("verify_cost")
+    if slope is not None and v is not None and batch > 1.0:
+        as_batch = (1.0 + slope * (rows - 1.0)) / (1.0 + slope * (batch - 1.0))
+        share = max(0.0, v - 1.0) / max(MIN_GROWTH, as_batch - 1.0)
+        evidence.note("verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}")
+
+
+RATIOS = (
+    ("slowdown", "tokens_per_s_before", "tokens_per_s"),
+    ("client_ratio", "tokens_per_s_server", "tokens_per_s_client"),
+    ("reference_ratio", "acceptance_length", "reference_acceptance_length"),
+    ("reference_ratio", "draft_acceptance_rate", "reference_acceptance_rate"),
+    ("draft_size_ratio", "draft_parameters", "target_parameters"),
+    ("context_over_window", "context_tokens", "draft_max_context"),
+    ("ttft_ratio", "ttft_s", "ttft_s_plain"),
+    ("rows_over_graph", "rows", "graph_max_rows"),
+)
+"""Name, over, under."""
+
+
+def add_ratios(evidence: Evidence) -> None:
+    """Add all facts that are ratios of two known figures."""
+    if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
+        rate = evidence.number("tokens_per_s")
+        evidence.note("tokens_per_s_server", rate, "the rate that was measured at the engine")
+    k, before = evidence.number("k"), evidence.number("reference_k")
+    if k and before and k != before:  # tau grows with K, whatever the draft
+        _add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")
+    for name, over, under in RATIOS:
+        _add_ratio(evidence, name, over, under)
+    with_rate = evidence.number("prefix_hit_rate")
+    without = evidence.number("prefix_hit_rate_plain")
+    if with_rate is not None and without is not None:
+        lost = max(0.0, without - with_rate)
+        evidence.note("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")
+
+
+def _add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
+    above, below = evidence.number(over), evidence.number(under)
+    if above is not None and below and name not in evidence:
+        evidence.note(name, above / below, f"{over} / {under}")

@@ -24,8 +24,7 @@ from forerun.drafters.draft_sequence import (
     draft_levels,
     race_keys,
 )
-from forerun.drafters.tree_builder import BuiltTree, Path
-from forerun.drafters.tree_growth import MAX_WIDTH, draft_trees, invalid_probs
+from forerun.drafters.tree_growth import MAX_WIDTH, BuiltTree, Path, draft_trees, invalid_probs
 from forerun.errors import DrafterError
 from forerun.models.base import (
     Context,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.tree_builder import Candidates, build_tree
-from forerun.drafters.tree_builder import Path as TokenPath
+from forerun.drafters.tree_growth import Candidates, build_tree
+from forerun.drafters.tree_growth import Path as TokenPath
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.base import LanguageModel, StoredModel
 from forerun.models.checkpoint import read_object

@@ -173,6 +173,7 @@ ONE_LAYER: Mapping[str, Any] = MappingProxyType(
         "layer_types": ["full_attention"],
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
+        "mlp_layer_types": ["sparse"],
         "decoder_sparse_step": 1,
         "vocab_size": 1,
         "pad_token_id": None,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.tree_builder import Candidates, Path, build_tree
+from forerun.drafters.tree_growth import Candidates, Path, build_tree
 from forerun.sampling.proposal import Proposal
 
 NUM_KEPT = 8

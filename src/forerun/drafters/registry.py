@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import (
     FAILURES,
@@ -26,11 +28,11 @@ from forerun.drafters.base import (
     TreeDrafter,
 )
 from forerun.drafters.config import DrafterName, NamedDrafter, SuffixConfig
-from forerun.drafters.draft_model import SelfDraft
-from forerun.drafters.eagle3.formats import is_eagle3
+from forerun.drafters.draft_model import DraftModel, SelfDraft
+from forerun.drafters.eagle3.head import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.tree_builder import merged
+from forerun.drafters.tree_growth import merged
 from forerun.errors import DrafterError, InvalidRequest
 from forerun.models.architecture import QUANTISED
 from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
@@ -119,6 +121,29 @@ class SeveralDrafters:
                     f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
                 )
         return methods if isinstance(plan.shape, Tree) else methods[:1]
+
+    def model_of(self, request_id: str, method: str) -> DraftModel | None:
+        """Return the draft model of a method if kernels may run its drafting.
+
+        They may where every drafter is a draft model or copies from the text; others need to be
+        called at every step.
+        """
+        if any(
+            type(d) not in (DraftModel, SelfDraft, SuffixDrafter) for d in self.drafters.values()
+        ):
+            return None
+        drafter = self.drafters.get(method)
+        if not isinstance(drafter, DraftModel) or (request_id, method) in self._failed:
+            return None
+        return drafter
+
+    def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
+        """Note a chain that the kernels drafted; see `DraftModel.note_chain`."""
+        drafter = self.drafters[plan.method]
+        assert isinstance(drafter, DraftModel)
+        proposal = drafter.note_chain(request_id, plan, tokens, num_levels)
+        self._proposed[request_id] = {plan.method: proposal}
+        return proposal
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Pass every outcome to every drafter, together with the drafter's own proposal."""
@@ -209,6 +234,11 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
                 f"{type(target).__name__} cannot: choose another draft"
             )
         return SelfDraft(target.in_fewer_bits(weights), target.vocab_size)
+    if not argument.isdigit():
+        raise InvalidRequest(
+            f"there is no draft self:{argument}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
+            "for all of the target in fewer bits, or self:N for its first N layers"
+        )
     num_layers = _whole_number(f"self:{argument}", argument)
     if not isinstance(target, LayeredModel):
         raise InvalidRequest(

@@ -3,19 +3,29 @@
 No model and no training: chains, or trees of several continuations, are copied from the request's
 own prompt and output and, if asked, from outputs of earlier requests of the same scope. They are
 deterministic, so they are verified by the walk and bias nothing. Where copying is not expected to
-pay, nothing is drafted. Cost per token: a few microseconds, and the bytes `suffix_automaton` names.
+pay, nothing is drafted. Cost per token: a few microseconds, and the bytes named below.
 
 In a tree the continuations of a state follow it with the shares of its occurrences. What the
 longest match leaves over, as its hit rate says, goes to the next shorter suffix that also occurs
 elsewhere, as in prediction by partial matching (Cleary and Witten 1984). Texts are combined by the
 larger probability.
+
+The states are the substrings of the text, those that end at the same places together. Construction
+is Blumer et al. 1985 (doi:10.1016/0304-3975(85)90157-4), online and amortised O(1) per token. What
+follows a state most often is known without a search, since every state keeps a favourite.
+
+Memory: at most two states per token of 20 bytes each, and a small dict for states with more than
+one continuation; 40 to 140 bytes per token of code or prose, 230 at worst.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nlargest
 from itertools import accumulate
 
 import torch
@@ -23,22 +33,286 @@ import torch
 from forerun.control.base import Chain, Plan, Tree
 from forerun.drafters.base import DraftRequest, Pause, StepOutcome
 from forerun.drafters.config import SuffixConfig
-from forerun.drafters.suffix_automaton import (
-    NONE,
-    NOTHING,
-    ROOT,
-    SEPARATOR,
-    Copy,
-    Match,
-    OwnMatch,
-    StoredMatch,
-    SuffixAutomaton,
-    copy_on,
-)
-from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
+from forerun.drafters.tree_growth import BuiltTree, Candidates, Path, build_tree
 from forerun.sampling.config import Choice
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
+
+NONE = -1
+"""No state, no token."""
+ROOT = 0
+"""The empty string."""
+SEPARATOR = -2
+"""Stands between texts; nothing that is matched or drafted contains it."""
+MAX_UPDATES = 32
+"""Suffixes whose counts a token updates, the longest first.
+
+More than these end at one place in periodic text only; the short ones are then counted too low.
+"""
+
+
+class SuffixAutomaton:
+    """All substrings of a text to which tokens are only appended."""
+
+    __slots__ = ("_branches", "_child", "_count", "_length", "_link", "_token", "last")
+
+    def __init__(self) -> None:
+        self.last = ROOT
+        self._link = array("i", [NONE])
+        self._length = array("i", [0])
+        self._count = array("i", [0])
+        # The favourite continuation of every state, the only one of most.
+        self._token = array("i", [NONE])
+        self._child = array("i", [NONE])
+        # All continuations of the states that have several.
+        self._branches: dict[int, dict[int, int]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self._length[self.last]
+
+    def length(self, state: int) -> int:
+        """Return the length in tokens of the longest string of `state`."""
+        return self._length[state]
+
+    def link(self, state: int) -> int:
+        return self._link[state]
+
+    def follow(self, state: int, token: int) -> int:
+        """Return the state reached from `state` by `token`; NONE if that string does not occur."""
+        if self._token[state] == token:
+            return self._child[state]
+        branches = self._branches.get(state)
+        return NONE if branches is None else branches.get(token, NONE)
+
+    @property
+    def repeated(self) -> int:
+        return max(ROOT, self._link[self.last])
+
+    def favourite(self, state: int) -> tuple[int, float]:
+        """Return the most frequent, then latest, continuation of `state` and its share."""
+        child = self._child[state]
+        if child == NONE:
+            return NONE, 0.0
+        if state not in self._branches:
+            return self._token[state], 1.0
+        # The occurrence at the end of the text has no continuation; only there is it counted.
+        num_followed = self._count[state] - (state == self._link[self.last])
+        return self._token[state], min(1.0, self._count[child] / max(1, num_followed))
+
+    def followers(self, state: int, most: int) -> list[tuple[int, float]]:
+        branches = self._branches.get(state)
+        if branches is None:
+            token, share = self.favourite(state)
+            return [] if token == NONE else [(token, share)]
+        count = self._count
+        best = nlargest(most, branches.items(), key=lambda item: count[item[1]])
+        num_followed = max(1, count[state] - (state == self._link[self.last]))
+        return [(token, min(1.0, count[child] / num_followed)) for token, child in best]
+
+    def append(self, token: int) -> None:
+        """Add a token to the text."""
+        before = self.last
+        self.last = self._extend(before, token)
+        self._count_ends()
+        self._prefer(before, token)
+
+    def _extend(self, state: int, token: int) -> int:
+        """Add the states of the text with `token` appended, and return the longest one."""
+        link, length = self._link, self._length
+        new = self._new_state(length[state] + 1)
+        target = NONE
+        while state != NONE and (target := self.follow(state, token)) == NONE:
+            self._connect(state, token, new)
+            state = link[state]
+        if state == NONE:
+            link[new] = ROOT
+        elif length[target] == length[state] + 1:
+            link[new] = target
+        else:
+            link[new] = self._split(state, token, target)
+        return new
+
+    def _split(self, state: int, token: int, target: int) -> int:
+        link = self._link
+        short = self._new_state(self._length[state] + 1)
+        link[short] = link[target]
+        self._count[short] = self._count[target]
+        self._token[short], self._child[short] = self._token[target], self._child[target]
+        if target in self._branches:
+            self._branches[short] = self._branches[target].copy()
+        while state != NONE and self.follow(state, token) == target:
+            self._connect(state, token, short)
+            state = link[state]
+        link[target] = short
+        return short
+
+    def _new_state(self, length: int) -> int:
+        self._link.append(NONE)
+        self._length.append(length)
+        self._count.append(0)
+        self._token.append(NONE)
+        self._child.append(NONE)
+        return len(self._link) - 1
+
+    def _connect(self, state: int, token: int, child: int) -> None:
+        favourite = self._token[state]
+        branches = self._branches.get(state)
+        if branches is not None:
+            branches[token] = child
+        elif favourite not in (NONE, token):
+            self._branches[state] = {favourite: self._child[state], token: child}
+        if favourite in (NONE, token):
+            self._token[state], self._child[state] = token, child
+
+    def _count_ends(self) -> None:
+        state, count, link = self.last, self._count, self._link
+        for _ in range(MAX_UPDATES):
+            if state == ROOT:
+                return
+            count[state] += 1
+            state = link[state]
+
+    def _prefer(self, state: int, token: int) -> None:
+        """Make `token` the favourite of the suffixes it follows if none is more frequent."""
+        tokens, children, count, link = self._token, self._child, self._count, self._link
+        for _ in range(MAX_UPDATES):
+            if state == NONE:
+                return
+            if tokens[state] != token:
+                child = self._branches[state][token]
+                if count[child] >= count[children[state]]:
+                    tokens[state], children[state] = token, child
+            state = link[state]
+
+
+PRIOR = (0.0, 0.15, 0.35, 0.55, 0.7, 0.85, 0.95)
+"""Rates before anything is known, for matches of 0, 1, 2-3, 4-7, 8-15, 16-31 and more tokens.
+
+Between those of prose and of repeated edits, near those of code: benchmarks/speed/suffix.
+"""
+LONGEST = len(PRIOR) - 1
+SPEED = 1 / 8
+"""Weight of the latest observation."""
+
+
+class HitRates:
+    """How often the most frequent continuation of a match is right, by the length of the match.
+
+    Every token of the output is an observation, whether it was drafted or not, so a request that
+    starts to copy is noticed while nothing is drafted.
+    """
+
+    __slots__ = ("_rates",)
+
+    def __init__(self) -> None:
+        self._rates = list(PRIOR)
+
+    def probability(self, length: int, share: float) -> float:
+        """Return the probability that the most frequent continuation of a match comes next."""
+        return self._rates[min(LONGEST, length.bit_length())] * share
+
+    def observe(self, length: int, share: float, hit: bool) -> None:
+        """Count whether the most frequent continuation of a match was the next token."""
+        bucket = min(LONGEST, length.bit_length())
+        rate = self._rates[bucket]
+        self._rates[bucket] = min(1.0, max(0.0, rate + SPEED * (hit - rate * share)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A chain of copied tokens, with its expected number of accepted tokens."""
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+    value: float = 1.0
+
+
+NOTHING = Copy()
+
+
+class OwnMatch:
+    """Finds the longest earlier occurrence of a text's end within the same text."""
+
+    __slots__ = ("automaton", "rates")
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.rates = HitRates()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the automaton state and length of the longest suffix that also occurs earlier."""
+        state = self.automaton.repeated
+        return state, self.automaton.length(state)
+
+    def advance(self, token: int) -> None:
+        self.automaton.append(token)
+
+
+class StoredMatch:
+    """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile."""
+
+    __slots__ = ("automaton", "place", "rates")
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self.automaton = automaton
+        self.rates = HitRates()
+        self.place = (ROOT, 0)
+
+    def advance(self, token: int) -> None:
+        """Append one token to the text, in amortised constant time."""
+        automaton = self.automaton
+        state, length = self.place
+        while True:
+            # The texts may have grown and given the shorter strings of a state one of their own.
+            while state != ROOT and length <= automaton.length(link := automaton.link(state)):
+                state = link
+            after = automaton.follow(state, token)
+            if after != NONE:
+                self.place = (after, length + 1)
+                return
+            if state == ROOT:
+                self.place = (ROOT, 0)
+                return
+            state = automaton.link(state)
+            length = automaton.length(state)
+
+
+Match = OwnMatch | StoredMatch
+
+
+def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
+    """Return the longest copied chain whose every token is expected to make the step faster.
+
+    With S tokens expected to be accepted of n drafted, a step yields 1 + S tokens and costs
+    kappa = 1 + step_cost + n row_cost. The next token, accepted with all before it with
+    probability p, raises (1 + S) / kappa where p kappa > (1 + S) row_cost. p falls with every
+    token, so the first that does not pay is the end.
+    """
+    automaton, rates = match.automaton, match.rates
+    state, length = match.place
+    most = min(most, int(config.tokens_per_match * length))
+    tokens: list[int] = []
+    reached, emitted, kappa = 1.0, 1.0, 1 + config.step_cost
+    while len(tokens) < most:
+        token, share = automaton.favourite(state)
+        if token == NONE:  # the match overlaps the end of the text: the period goes on
+            state = automaton.link(state)
+            if state in (ROOT, NONE):
+                break
+            continue
+        reached *= rates.probability(length + len(tokens), share)
+        if token == SEPARATOR or reached * kappa <= emitted * config.row_cost:
+            break
+        tokens.append(token)
+        emitted += reached
+        kappa += config.row_cost
+        state = automaton.follow(state, token)
+    if emitted <= kappa:
+        return NOTHING
+    return Copy(tokens=tuple(tokens), score=emitted - 1, value=emitted / kappa)
+
 
 MAX_SUFFIXES = 4
 """Suffixes of a match whose continuations are looked at, the longest first."""

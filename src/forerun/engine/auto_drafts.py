@@ -9,22 +9,25 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from forerun.drafters.registry import find_checkpoint
 from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine.config import EngineConfig
 from forerun.engine.loading import Source
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.models.architecture import SUPPORTED
+from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
+from forerun.models.decoder import unsupported
 from forerun.models.load import (
+    ModelFiles,
     choose_device,
-    choose_dtype,
     load_tokenizer,
+    model_files,
     model_folder,
-    read_config,
 )
-from forerun.models.memory import available_bytes, estimate, geometry_of, readable
+from forerun.models.memory import available_bytes, readable, weights_bytes
 from forerun.models.mtp_layout import find_module
 from forerun.models.tokenizers import compare_vocabularies
 
@@ -34,6 +37,12 @@ AUTO = "auto"
 MTP = "mtp"
 COPIER = "suffix"
 """Drafts by copying, which takes next to no time beside a pass of a model."""
+IN_FEWER_BITS = "self:int4"
+"""Drafts with the target's own weights in 4 bits."""
+LEAST_READ_BYTES = 1 << 26
+"""Smaller weights stay in a processor's cache, where fewer bits save little."""
+LEAST_SHARE = 0.9
+"""Targets of which fewer bytes are read than this share of those in their dtype are quantised."""
 MOST_SHARE = 0.25
 """Largest share of the target's parameters that a draft from the cache may have."""
 USUAL_SHARE = 0.06
@@ -58,32 +67,66 @@ class CachedModel:
 
 
 @cache
-def auto_drafts(target: str, device: str = AUTO) -> tuple[str, ...]:
+def auto_drafts(
+    target: str,
+    device: str = AUTO,
+    runner: Runner = "auto",
+    dtype: str = AUTO,
+    weights: WeightFormat = "auto",
+) -> tuple[str, ...]:
     """Return the drafts that are tried for a target where none is named.
 
-    These are the shipped draft of a shipped target, or the best draft model in the local Hugging
-    Face cache that fits into the memory of the target's device beside it, with the KV of the
-    default batch and context, unless the target brings a multi-token-prediction module, which comes
-    first; and the drafter that copies from the text. No model is fetched or
-    loaded.
+    These are, in this order: the shipped draft of a shipped target, the multi-token-prediction
+    module that a target brings, or the best draft model in the local Hugging Face cache that fits
+    into the memory of the target's device beside it, with the KV of the default batch and context;
+    the target's own weights in 4 bits, if the target is of a size for which that may pay and there
+    is memory for them; and the drafter that copies from the text. No model is fetched or loaded.
+
+    Args:
+        device, runner, dtype, weights: how the target is to run, as for `load_model`.
 
     Raises:
         InvalidModel: there is no such target.
     """
+    files = _files(read_checkpoint(model_folder(target)), device, dtype, weights)
+    room = available_bytes(files.device) - files.memory.total_bytes
+    found: tuple[str, ...] = ()
     if target.startswith(PREFIX):
-        return (ZOO_DRAFTS[target], COPIER) if target in ZOO_DRAFTS else (COPIER,)
-    if find_module(read_checkpoint(model_folder(target))) is not None:
+        found = (ZOO_DRAFTS[target],) if target in ZOO_DRAFTS else ()
+    elif find_module(files.checkpoint) is not None:
         logger.info("the draft is the MTP module of %s", target)
-        return (f"{MTP}:{target}", COPIER)
-    found = next(fitting_models(target, device), None)
-    if found is None:
+        found = (f"{MTP}:{target}",)
+    elif (best := next(fitting_models(target, device), None)) is not None:
+        logger.info("the draft is %s of the local Hugging Face cache", best.name)
+        found = (str(best.folder),)
+        room -= best.needed_bytes
+    else:
         logger.info("the local Hugging Face cache has no draft model for %s", target)
-        return (COPIER,)
-    logger.info("the draft is %s of the local Hugging Face cache", found.name)
-    return (str(found.folder), COPIER)
+    if _may_draft_for_itself(files, runner, room):
+        found += (IN_FEWER_BITS,)
+    return (*found, COPIER)
 
 
-def with_auto(drafts: Sequence[Source], target: object, device: str) -> list[Source]:
+def _may_draft_for_itself(files: ModelFiles, runner: Runner, room: int) -> bool:
+    """Whether the native runner runs the target, and a copy of it in 4 bits fits and may pay."""
+    if files.device.type != "cpu" or runner not in ("auto", "native"):
+        return False
+    num_parameters, dtype = files.checkpoint.num_parameters, files.geometry.dtype
+    read_bytes, whole_bytes = files.memory.weights_bytes, num_parameters * dtype.itemsize
+    if dtype == torch.float16 or read_bytes < max(LEAST_READ_BYTES, LEAST_SHARE * whole_bytes):
+        return False
+    if unsupported(files.architecture, files.settings) is not None:
+        return False
+    is_tied = bool(files.settings.get("tie_word_embeddings"))
+    copied = weights_bytes(num_parameters, files.architecture, dtype, "int4", is_tied=is_tied)
+    if copied > room:
+        logger.info("a copy of the target in 4 bits needs %s: too much", readable(copied))
+    return copied <= room
+
+
+def with_auto(
+    drafts: Sequence[Source], target: object, device: str, dtype: str, config: EngineConfig
+) -> list[Source]:
     """Return the drafts with what "auto" stands for, and the target's folder for "mtp"."""
     if isinstance(target, str | Path):
         drafts = [f"{MTP}:{target}" if draft == MTP else draft for draft in drafts]
@@ -93,11 +136,10 @@ def with_auto(drafts: Sequence[Source], target: object, device: str) -> list[Sou
         raise InvalidRequest(
             'draft="auto" needs a target by its folder or name; name a draft for a loaded model'
         )
-    found: list[Source] = []
-    for draft in drafts:
-        each = auto_drafts(str(target), device) if draft == AUTO else (draft,)
-        found += [name for name in each if name not in found]
-    return found
+    found = auto_drafts(str(target), device, config.runner, dtype, config.weights)
+    at = drafts.index(AUTO)
+    others = [draft for draft in drafts if draft != AUTO]
+    return [*others[:at], *(name for name in found if name not in others), *others[at:]]
 
 
 def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
@@ -107,7 +149,7 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
     """
     own = read_checkpoint(model_folder(target))
     tokenizer = load_tokenizer(target)
-    room = available_bytes(choose_device(device)) - _needed_bytes(own)
+    room = available_bytes(choose_device(device)) - _files(own, device).memory.total_bytes
     usual = math.log(USUAL_SHARE * own.num_parameters)
     models = [
         (name, checkpoint)
@@ -118,7 +160,7 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
     found: list[CachedModel] = []
     for name, checkpoint in models[:MOST_READ]:
         try:
-            needed = _needed_bytes(checkpoint)
+            needed = _files(checkpoint, device).memory.total_bytes
             draft = load_tokenizer(checkpoint.folder)
             is_foreign = not compare_vocabularies(tokenizer, draft).identical
             if is_foreign:
@@ -141,18 +183,20 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
     yield from sorted(found, key=lambda model: model.is_foreign)
 
 
-def _needed_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes that a model takes with the KV of the default batch and context."""
+def _files(
+    checkpoint: Checkpoint, device: str, dtype: str = AUTO, weights: WeightFormat = "auto"
+) -> ModelFiles:
+    """Describe a model with the KV of the default batch and context."""
     config = EngineConfig()
-    _, architecture = read_config(checkpoint)
-    geometry = geometry_of(
-        architecture,
-        num_slots=config.num_slots,
-        capacity=min(config.max_context, architecture.max_positions),
+    return model_files(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        max_batch=config.num_slots,
+        max_context=config.max_context,
         max_staged_rows=config.max_nodes + 1,
-        dtype=choose_dtype(AUTO, checkpoint),
+        weights=weights,
     )
-    return estimate(checkpoint.num_parameters, architecture, geometry).total_bytes
 
 
 def _cached_models() -> Iterator[tuple[str, Checkpoint]]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from forerun.control.base import Chain
-from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel
+from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel, SelfDraft
 from forerun.drafters.draft_sequence import DraftSequence
+from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.scheduler import ScheduledSequence
@@ -33,7 +34,7 @@ from forerun.sampling.walk import expected_accepted
 
 MAX_CALL_S = 0.02
 """Interrupts, deadlines and new requests wait for a call at most so long, or for one cycle."""
-MEMBER = struct.Struct("12q2d")
+MEMBER = struct.Struct("12q2d3f4x")
 """`ForerunMember` in kernels/interface.h."""
 OUTCOME = struct.Struct("qqd")
 """`ForerunOutcome`."""
@@ -106,8 +107,8 @@ class _Member:
 class CycleRunner:
     """Computes cycles ahead for batches that need nothing from Python between two steps.
 
-    These are decoded plainly or with chains of a draft model; the sampling parameters change only
-    the temperature, and no log-probabilities are asked for.
+    These are decoded plainly or with chains of a draft model; the sampling parameters are a
+    temperature, min_p, top_k and top_p, and no log-probabilities are asked for.
     """
 
     def __init__(
@@ -161,8 +162,10 @@ class CycleRunner:
         """
         call_s = 0.0
         if not self._fit(scheduled):
+            # Requests join where no cycles are left, which dropping them again and again delays.
+            most = 1 if self._num_left else min(num_same, self.max_cycles)
             self._num_left = 0
-            if not self._compute(scheduled, min(num_same, self.max_cycles)):
+            if not self._compute(scheduled, most):
                 return None
             call_s = self._call_s
         at, count = self._taken, len(scheduled)
@@ -199,11 +202,20 @@ class CycleRunner:
         plan = entry.plan
         if not isinstance(plan.shape, Chain) or plan.stop or plan.verification:
             return False
-        return not entry.sequence.draft.failed and member.draft is self._draft_of(entry.sequence)
+        return not entry.sequence.draft.failed and member.draft is self._draft_of(entry)
 
-    def _draft_of(self, sequence: Sequence) -> DraftSequence | None:
+    def _draft_of(self, entry: ScheduledSequence) -> DraftSequence | None:
+        drafter = self._drafter_of(entry)
+        return None if drafter is None else drafter.state_of(entry.sequence.key)
+
+    def _drafter_of(self, entry: ScheduledSequence) -> DraftModel | None:
         drafter = None if self.drafter is None else self.drafter.drafter
-        return drafter.state_of(sequence.key) if type(drafter) is DraftModel else None
+        if isinstance(drafter, SeveralDrafters):
+            return drafter.model_of(entry.sequence.key, entry.plan.method)
+        # Heads are draft models too, but the kernels cannot run their passes.
+        if isinstance(drafter, DraftModel) and type(drafter) in (DraftModel, SelfDraft):
+            return drafter
+        return None
 
     def _compute(self, scheduled: Seq[ScheduledSequence], most: int) -> bool:
         """Run up to `most` cycles; whether there is one."""
@@ -212,6 +224,7 @@ class CycleRunner:
             return False
         packed, unread = bytearray(), array("q")
         choices: set[Choice] = set()
+        drafters: set[DraftModel] = set()
         num_rows = depth = 0
         for entry, member in zip(scheduled, members, strict=True):
             if not self._prepare(entry, member):
@@ -222,7 +235,9 @@ class CycleRunner:
                 assert member.draft is not None
                 depth = max(depth, member.depth)
                 choices.add(member.draft.choice)
-        if {Choice.SAMPLED, Choice.COUPLED} <= choices:
+                if (drafter := self._drafter_of(entry)) is not None:
+                    drafters.add(drafter)
+        if {Choice.SAMPLED, Choice.COUPLED} <= choices or len(drafters) > 1:
             return False
         asked = self._struct
         asked.members = addressof(ctypes.c_char.from_buffer(packed))
@@ -230,7 +245,8 @@ class CycleRunner:
         asked.num_members, asked.max_cycles, asked.depth = len(members), most, depth
         asked.by_race = Choice.COUPLED in choices
         self._fit_buffers(num_rows, len(members), depth, most)
-        self._put_draft(depth, len(members), choices)
+        for drafter in drafters:
+            self._put_draft(drafter.model, depth, len(members), choices)
         self._called_s = time.monotonic()
         self._num_left = self.target.weights.kernels.library.forerun_cycles(byref(asked))
         self._call_s = time.monotonic() - self._called_s
@@ -259,7 +275,7 @@ class CycleRunner:
         if member.depth == 0:
             member.rule, member.is_coupled = member.plain_rule, False
             return True
-        draft = member.draft = self._draft_of(entry.sequence)
+        draft = member.draft = self._draft_of(entry)
         if draft is None or not self._drafts_as_planned(entry, member):
             return False
         member.rule = _rule_of(entry.sequence.params, draft.choice)
@@ -289,6 +305,7 @@ class CycleRunner:
             len(member.ends),
             sequence.params.temperature,
             heat,
+            *_truncation_of(sequence.params),
         )
 
     def _fit_buffers(self, num_rows: int, num_members: int, depth: int, most: int) -> None:
@@ -311,12 +328,10 @@ class CycleRunner:
             self._first_chain = chains.num_used * num_members
             asked.drafted = chains.address + 8 * depth * self._first_chain
 
-    def _put_draft(self, depth: int, num_members: int, choices: set[Choice]) -> None:
-        asked, drafter = self._struct, None if self.drafter is None else self.drafter.drafter
-        if not depth:
-            return
-        assert isinstance(drafter, DraftModel)
-        model = drafter.model
+    def _put_draft(
+        self, model: LanguageModel, depth: int, num_members: int, choices: set[Choice]
+    ) -> None:
+        asked = self._struct
         assert isinstance(model, NativeModel)
         asked.draft, asked.draft_store = model.weights.handle, addressof(model.store_struct)
         asked.num_draft_layers, asked.draft_context = model.num_layers, model.max_context
@@ -352,7 +367,7 @@ def _member_of(entry: ScheduledSequence) -> _Member | None:
     """Return a sequence as a member of the calls; None if the kernels cannot decode it."""
     sequence, params = entry.sequence, entry.sequence.params
     is_scored = params.logprobs is not None or params.prompt_logprobs is not None
-    if is_scored or sequence.history is not None or params.has_processors:
+    if is_scored or sequence.history is not None:
         return None
     return _Member(
         sequence=sequence,
@@ -360,6 +375,10 @@ def _member_of(entry: ScheduledSequence) -> _Member | None:
         ends=array("q", sequence.stops.eos | sequence.stops.stop_ids),
         plain_rule=_rule_of(params, Choice.SAMPLED),
     )
+
+
+def _truncation_of(params: SamplingParams) -> tuple[float, float, float]:
+    return params.min_p, max(params.top_k, 0), 1 - params.top_p
 
 
 def _rule_of(params: SamplingParams, choice: Choice) -> int:

@@ -28,6 +28,7 @@ from forerun.drafters.base import (
     TopTokensDrafter,
 )
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
@@ -72,7 +73,7 @@ class GuardedDrafter:
 
     def note_chain(self, entry: ScheduledSequence, tokens: Tensor, num_levels: int) -> None:
         """Give an entry a chain that the kernels drafted; see `DraftModel.note_chain`."""
-        assert isinstance(self.drafter, DraftModel)
+        assert isinstance(self.drafter, DraftModel | SeveralDrafters)
         sequence = entry.sequence
         sequence.draft.num_observed = entry.num_cached
         entry.draft(self.drafter.note_chain(sequence.key, entry.plan, tokens, num_levels))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # typeshed does not describe it
 import math
+import os
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.control.base import Controller, MethodChoice
@@ -19,7 +24,6 @@ from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.auto_drafts import with_auto
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
-from forerun.engine.guard import EngineGuard
 from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
     Source,
@@ -42,14 +46,86 @@ from forerun.engine.results import (
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
-from forerun.errors import EngineStopped, InvalidRequest, NumericalError
-from forerun.models.base import Context, LanguageModel
+from forerun.errors import EngineBusy, EngineStopped, InvalidRequest, NumericalError
+from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
 if TYPE_CHECKING:
     import torch
+
+
+SIGINT = int(signal.SIGINT)
+
+
+class EngineGuard:
+    """Context manager for every change of an engine's state; it can be nested.
+
+    It raises EngineBusy in a second thread and in a forked process. An interrupt from the keyboard
+    (SIGINT with Python's own handler) is raised when the outermost block ends, so that a step is
+    taken as a whole; a second interrupt is raised at once, for a step that does not end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._main_thread = threading.main_thread().ident
+        self._depth = 0
+        self._defers = False
+        self._interrupted = False
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineBusy(
+                "the engine was made in another process, and its threads and device memory do not "
+                "survive a fork: load it in the process that uses it"
+            )
+        # An interrupt behind the lock but ahead of the handler would leave the lock taken.
+        self._begin_deferring()
+        if not self._lock.acquire(blocking=False):
+            self._end_deferring(None)
+            raise EngineBusy(
+                "another thread is using the engine: call it from one thread, or put it into an "
+                "EngineThread, which takes requests from any"
+            )
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        is_outermost = self._depth == 0
+        self._lock.release()
+        if is_outermost:
+            self._end_deferring(error)
+
+    def _begin_deferring(self) -> None:
+        """Replace Python's interrupt handler, unless a custom handler is installed."""
+        if self._defers or threading.get_ident() != self._main_thread:
+            return
+        if _signal.getsignal(SIGINT) is signal.default_int_handler:
+            self._interrupted = False
+            _signal.signal(SIGINT, self._note)
+            self._defers = True
+
+    def _end_deferring(self, error: BaseException | None) -> None:
+        """Restore Python's interrupt handler, and raise an interrupt that was deferred."""
+        if not self._defers or threading.get_ident() != self._main_thread:
+            return
+        self._defers = False
+        _signal.signal(SIGINT, signal.default_int_handler)
+        interrupted, self._interrupted = self._interrupted, False
+        if interrupted:
+            raise KeyboardInterrupt from error
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted:
+            signal.default_int_handler(number, frame)
+        self._interrupted = True
 
 
 class Engine:
@@ -67,7 +143,6 @@ class Engine:
         controller: the object that decides the plan of every step.
         observers: objects that are called after every step, in this order; add to the list or
             remove from it between steps.
-        stepper: the parts of a step, of which experiments may replace some.
     """
 
     def __init__(  # noqa: PLR0913 (keyword-only parts, each replaceable)
@@ -179,7 +254,7 @@ class Engine:
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
         asked = [] if draft is None else as_sources(draft)
-        drafts = None if draft is None else with_auto(asked, target, device)
+        drafts = None if draft is None else with_auto(asked, target, device, dtype, config)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
@@ -397,30 +472,22 @@ class Engine:
         return chunks
 
     def _step(self) -> None:
-        running: list[Sequence] = []
         try:
-            if self.scheduler.may_change_batch and not self._is_ahead:
-                self._arrange()
-            running = list(self.scheduler.running)
-            if not running:
-                return
+            if self.scheduler.waiting and not self.scheduler.running:
+                self._keep_features()
             self.stepper.run()
         except BaseException as error:
             if isinstance(error, NumericalError):
-                for sequence in running:
+                for sequence in self.scheduler.running:
                     sequence.kv_invalid |= error.request_id in (None, sequence.request_id)
             elif self.stepper.is_committing or not isinstance(error, Exception):
                 self._damage = error  # an interrupt may come in the middle of any change
             raise
         finally:
+            running = self.scheduler.running
             for sequence in self.scheduler.drop_finished():
-                self._release(sequence)
+                self.stepper.release(sequence)
             self._emit([s for s in running if s.num_output > s.num_streamed])
-
-    @property
-    def _is_ahead(self) -> bool:
-        """Whether the batch may stay for the next step, which has been computed."""
-        return self.config.max_kv_tokens is None and self.stepper.is_ahead
 
     def _emit(self, gained: Seq[Sequence]) -> None:
         """Pass new tokens of sequences to the caller of `step` and to open streams."""
@@ -449,24 +516,18 @@ class Engine:
             self.stepper.is_committing = False
             self._damage = None
 
-    def _arrange(self) -> None:
-        """Preempt and admit sequences; an admitted one reuses a prefix that is in the KV store."""
-        store = self.target.store
-        if not self.scheduler.running and store.feature_layers != self.stepper.feature_layers:
-            try:
-                store.keep_features(self.stepper.feature_layers)
-            except ValueError as error:
-                raise InvalidRequest(
-                    f"the target's store cannot keep the features this engine needs ({error}): "
-                    "finish or abort the requests of other engines over the same target first"
-                ) from error
-        for sequence in self.scheduler.preempt(store.num_free):
-            self._release(sequence)
-        for sequence in self.scheduler.admit(store.num_free, shares_parts=store.shares_parts):
-            sequence.context = Context(store, sequence.ids, sequence.scope)
-            if sequence.joined_at_s is None:
-                sequence.joined_at_s = time.monotonic()
-                sequence.num_cached = sequence.context.num_cached
+    def _keep_features(self) -> None:
+        """Let the store keep the features that the drafter reads."""
+        store, layers = self.target.store, self.stepper.feature_layers
+        if store.feature_layers == layers:
+            return
+        try:
+            store.keep_features(layers)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the target's store cannot keep the features this engine needs ({error}): "
+                "finish or abort the requests of other engines over the same target first"
+            ) from error
 
     def _end_late_ones(self) -> bool:
         """End the sequences that are past their deadline; returns whether any was ended."""
@@ -489,15 +550,7 @@ class Engine:
         sequence.stop = Stop(finish_reason=finish_reason)
         sequence.finished_at_s = now_s
         self.scheduler.remove(sequence)
-        self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Free the KV slot of a sequence, whose rows may stay cached, and its draft state."""
-        if sequence.context is not None:
-            sequence.context.close(0 if sequence.kv_invalid else sequence.context.num_cached)
-            sequence.context = None
-        if self.stepper.drafter is not None:
-            self.stepper.drafter.forget(sequence)
+        self.stepper.release(sequence)
 
     def take_output(self, request_id: str) -> RequestOutput:
         """Return the output of a finished request and remove the request.

@@ -6,10 +6,13 @@ every draft node, so drafts are checked along their paths.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from forerun.engine.grammar_process import GrammarProcess
+from forerun.engine.grammar_process import NICENESS, GrammarProcess
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import StructuredOutputs
@@ -120,6 +123,7 @@ class Grammars:
         widest = max(vocab_size, 1 + max(tokenizer.vocabulary, default=0))
         self._trial = GrammarProcess(tokenizer.definition.content, widest, self.ends)
         self._compiled: OrderedDict[StructuredOutputs, GrammarMask] = OrderedDict()
+        self._compiler = ThreadPoolExecutor(1, "compiler", initializer=_give_way)
         self._lock = threading.Lock()
 
     @cached_property
@@ -153,8 +157,15 @@ class Grammars:
         except ValueError as error:
             raise InvalidRequest(f"the grammar cannot be used: {error!s:.300}") from error
         self._trial.check(grammar)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        compiling = self._compiler.submit(LLMatcher, self._vocabulary, grammar, log_level=0)
+        matcher = compiling.result()
         return GrammarMask(matcher, self.vocab_size, self.ends)
+
+
+def _give_way() -> None:
+    """Let other threads go first where processors are scarce; only Linux has nice threads."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from forerun.client.client import Client, ModelCard, ServerAnswer
-from forerun.client.config import ClientConfig
+from forerun.client.connection import ClientConfig
 from forerun.engine.results import (
     BackendStats,
     Capabilities,

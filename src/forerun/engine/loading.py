@@ -247,12 +247,16 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
         if path.exists():
             listed = read_object(path).get("eos_token_id")
             ids = listed if isinstance(listed, list) else [listed]
-            if not all(token is None or type(token) is int for token in ids):
+            if not all(token is None or _is_token_id(token) for token in ids):
                 raise InvalidModel(
                     f"{path} has eos_token_id={listed!r:.60}; it must be a token id or a list"
                 )
             found |= set(ids)
     return frozenset(token for token in found if token is not None)
+
+
+def _is_token_id(token: object) -> bool:
+    return type(token) is int and -1 <= token < 1 << 31  # some files have -1 for none
 
 
 def _reads_as_much(draft: LanguageModel, target: LanguageModel) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -27,6 +27,7 @@ from forerun.engine.results import TokenLogprobs
 from forerun.engine.sequence import Sequence
 from forerun.errors import MaskError
 from forerun.models.base import Context, Span
+from forerun.models.kv_store import KVStore
 from forerun.models.slots import MIN_SHARED_TOKENS, common_length
 from forerun.sampling.config import Choice, SamplingParams, resolve_verification
 from forerun.sampling.history import RowHistory, problem_of_allowed
@@ -247,7 +248,7 @@ MAX_LOOKED_AT = 32
 
 
 class Scheduler:
-    """Queue of waiting sequences and batch of running ones, without any model state."""
+    """Queue of waiting sequences and batch of running ones."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -264,13 +265,31 @@ class Scheduler:
         """Number of sequences that wait or run."""
         return len(self.waiting) + len(self.running)
 
-    @property
-    def may_change_batch(self) -> bool:
-        return bool(self.waiting) or self.config.max_kv_tokens is not None
-
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence into the queue by its rank."""
         insort(self.waiting, sequence, key=rank)
+
+    def schedule(
+        self, store: KVStore, release: Callable[[Sequence], None], *, stays: bool
+    ) -> list[ScheduledSequence]:
+        """Preempt and admit sequences, and return the entries of all that run.
+
+        Rows of prompts depend on what is drafted and are shared out afterwards, by `assign_rows`.
+
+        Args:
+            store: of the target; an admitted sequence reuses a prefix that is in it.
+            release: frees what a preempted sequence held.
+            stays: the batch is to stay as it is, because its next step has been computed.
+        """
+        if self.config.max_kv_tokens is not None or (self.waiting and not stays):
+            for sequence in self.preempt(store.num_free):
+                release(sequence)
+            for sequence in self.admit(store.num_free, shares_parts=store.shares_parts):
+                sequence.context = Context(store, sequence.ids, sequence.scope)
+                if sequence.joined_at_s is None:
+                    sequence.joined_at_s = time.monotonic()
+                    sequence.num_cached = sequence.context.num_cached
+        return [ScheduledSequence.of(sequence) for sequence in self.running]
 
     def preempt(self, num_free_slots: int) -> list[Sequence]:
         """Move sequences back to the queue; returns them before their KV slots are freed.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal
@@ -70,6 +69,11 @@ class StepClock:
         else:
             self._readings[moment] = time.monotonic()
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the step is a cycle that was computed ahead."""
+        return self._cycle is not None
+
     def take(self, cycle: AheadTimes) -> None:
         """Count the times of a cycle that was computed ahead as those of this step."""
         self.started_s, self._cycle = cycle.started_s, cycle
@@ -93,18 +97,11 @@ class StepClock:
         return float(start.elapsed_time(end)) / 1000
 
 
-Verify = Callable[
-    [Seq[ScheduledSequence], Float[Tensor, "rows vocab"], Int64[Tensor, " rows"]], list[Verdict]
-]
-
-
 class Stepper:
     """Runs engine steps; all request state is in the scheduler's sequences.
 
     Attributes:
-        verify: verifies all emitting sequences of a pass; experiments may replace it.
         feature_layers: layers of the target that the drafter reads.
-        new_clock: creates the clock of a step for the target's device; may be replaced as well.
         is_committing: tokens and KV are being changed; an exception then leaves them damaged.
         cycle_id: number of steps taken.
     """
@@ -127,8 +124,6 @@ class Stepper:
         self.capacity = Capacity(max_rows=config.max_step_rows)
         self.max_chain, self.max_nodes = config.max_chain, config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
-        self.verify: Verify = verify
-        self.new_clock: Callable[[torch.device], StepClock] = StepClock
         self.resting = controller if isinstance(controller, RestingController) else None
         self.holding = controller if isinstance(controller, HoldingController) else None
         self.cycles = CycleRunner.over(target, drafter, config)
@@ -141,13 +136,8 @@ class Stepper:
         self.num_accepted = 0
         self.num_emitted = 0
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether cycles have been computed ahead for the running sequences."""
-        return self.cycles is not None and self.cycles.is_ahead_of(self.scheduler.running)
-
     def run(self) -> None:
-        """Advance every running sequence once.
+        """Advance every running sequence once, after sequences were preempted and admitted.
 
         In this class, `entry` is one scheduled sequence, `fed` are those with rows in the pass, and
         `emitting` are those of them whose pending tokens are all in the pass, so that it yields
@@ -156,34 +146,58 @@ class Stepper:
         Raises:
             NumericalError: some logits cannot be used; nothing was committed.
         """
-        clock = self.new_clock(self.target.device)
-        scheduled = [ScheduledSequence.of(sequence) for sequence in self.scheduler.running]
-        self._plan(scheduled, clock.started_s)
-        cycle = self._cycle(scheduled)
-        if cycle is None:
-            self._draft(scheduled, clock)
-        else:
-            clock.take(cycle)
-        fed = self.scheduler.assign_rows(scheduled)
-        emitting = [entry for entry in fed if entry.completes]
-        if cycle is None:
+        entries = self.scheduler.schedule(self.target.store, self.release, stays=self._is_ahead())
+        if entries:
+            clock = StepClock(self.target.device)
+            self._plan(entries, clock.started_s)
+            fed, emitting = self._draft(entries, clock)
             self._forward_and_verify(fed, emitting, clock)
-        records = self._commit(fed, emitting, clock)
-        self._notify_observers(fed, emitting, records)
+            records = self._commit(fed, emitting, clock)
+            self._notify_observers(fed, emitting, records)
 
-    def _plan(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
+    def release(self, sequence: Sequence) -> None:
+        """Free the KV slot of a sequence, whose rows may stay cached, and its draft state."""
+        if sequence.context is not None:
+            sequence.context.close(0 if sequence.kv_invalid else sequence.context.num_cached)
+            sequence.context = None
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
+
+    def _is_ahead(self) -> bool:
+        """Whether cycles have been computed ahead for the running sequences."""
+        if self.cycles is None or self._keeps_logits():  # which cycles ahead do not have
+            return False
+        return self.cycles.is_ahead_of(self.scheduler.running)
+
+    def _keeps_logits(self) -> bool:
+        return any(observer.wants_logits for observer in self.observers)
+
+    def _plan(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
         """Let the controller plan for sequences that may draft."""
-        self._is_resting = self._continues_rest(scheduled)
+        self._is_resting = self._continues_rest(entries)
         if self.drafter is not None and not self._is_resting:
-            self._decide_plans(scheduled, now_s)
+            self._decide_plans(entries, now_s)
 
-    def _cycle(self, scheduled: Seq[ScheduledSequence]) -> AheadTimes | None:
-        """Take this step from the cycles computed ahead; None if it is to be run by itself."""
-        if self.cycles is None or self.verify is not verify or self.new_clock is not StepClock:
-            return None
-        if any(observer.wants_logits for observer in self.observers):
-            return None
-        return self.cycles.take(scheduled, self._num_same())
+    def _draft(
+        self, entries: Seq[ScheduledSequence], clock: StepClock
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
+        """Let the drafter propose, and share out the rows of the pass.
+
+        A cycle that was computed ahead has the proposals, and the verdicts already.
+        """
+        cycle: AheadTimes | None = None
+        if self.cycles is not None and not self._keeps_logits():
+            cycle = self.cycles.take(entries, self._num_same())
+        if cycle is not None:
+            clock.take(cycle)
+        else:
+            clock.mark("draft_start")
+            drafting = [entry for entry in entries if entry.plan.num_speculative_tokens]
+            if self.drafter is not None and drafting:
+                self.drafter.propose(drafting)
+            clock.mark("draft_end")
+        fed = self.scheduler.assign_rows(entries)
+        return fed, [entry for entry in fed if entry.completes]
 
     def _num_same(self) -> int:
         """Return for how many steps the present plans stay, this step included."""
@@ -193,20 +207,12 @@ class Stepper:
             return 1 + self._rest_left
         return 1 if self.holding is None else 1 + self.holding.num_held()
 
-    def _draft(self, scheduled: Seq[ScheduledSequence], clock: StepClock) -> None:
-        """Let the drafter propose."""
-        clock.mark("draft_start")
-        drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
-        if self.drafter is not None and drafting:
-            self.drafter.propose(drafting)
-        clock.mark("draft_end")
-
-    def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
+    def _decide_plans(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
         """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
 
         The controller plans for those whose request has no plan of its own (`RequestTerms.plan`).
         """
-        free = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
+        free = [entry for entry in entries if entry.decodes and entry.sequence.may_draft]
         asked = [entry for entry in free if entry.sequence.plan is None]
         states = [state_of(entry.sequence, now_s) for entry in asked]
         plans = iter(self.controller.decide(states, self.capacity) if states else ())
@@ -214,19 +220,19 @@ class Stepper:
             plan = entry.sequence.plan or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
-        if self.resting is None or len(asked) < len(scheduled):
+        if self.resting is None or len(asked) < len(entries):
             return
-        if not any(entry.plan.num_speculative_tokens for entry in scheduled):
+        if not any(entry.plan.num_speculative_tokens for entry in entries):
             self._rest_left = self.resting.rest()
-            self._rest_of = [entry.sequence for entry in scheduled]
+            self._rest_of = [entry.sequence for entry in entries]
 
-    def _continues_rest(self, scheduled: Seq[ScheduledSequence]) -> bool:
+    def _continues_rest(self, entries: Seq[ScheduledSequence]) -> bool:
         """Whether the controller has nothing to decide; a rest ends where other requests run."""
         if self._rest_left == 0:
             return False
-        same = len(scheduled) == len(self._rest_of) and all(
+        same = len(entries) == len(self._rest_of) and all(
             entry.sequence is sequence
-            for entry, sequence in zip(scheduled, self._rest_of, strict=True)
+            for entry, sequence in zip(entries, self._rest_of, strict=True)
         )
         self._rest_left = self._rest_left - 1 if same else 0
         return same
@@ -235,7 +241,9 @@ class Stepper:
     def _forward_and_verify(
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
     ) -> None:
-        """Run the target once and verify all sequences whose pending tokens are fed."""
+        """Run the target once and verify all emitting sequences, unless a cycle ahead has."""
+        if clock.is_ahead:
+            return
         clock.mark("pass_start")
         batch = self._batch(fed)
         output = self.target.forward(batch)
@@ -248,8 +256,8 @@ class Stepper:
             logits, wanted = logits[:num_rows], wanted[:num_rows]
         if logits.shape[0] < tokens.shape[0]:  # otherwise all rows are wanted, in order
             tokens = tokens.index_select(0, wanted)
-        verdicts = self.verify(emitting, logits, tokens)
-        keeps_logits = any(observer.wants_logits for observer in self.observers)
+        verdicts = verify(emitting, logits, tokens)
+        keeps_logits = self._keeps_logits()
         row = 0
         for entry, verdict in zip(emitting, verdicts, strict=True):
             entry.verdict = verdict

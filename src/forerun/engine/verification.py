@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.engine.scheduler import Rule, ScheduledSequence
-from forerun.errors import ForerunError, NumericalError
+from forerun.errors import NumericalError
 from forerun.sampling.chain import DrawnChain, verify_chain_batch
 from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.history import RowHistory
@@ -74,7 +74,7 @@ def verify(
     """
     try:
         return _verify_by_rule(entries, logits, tokens)
-    except ForerunError:
+    except NumericalError:
         raise
     except Exception as error:
         failed = _first_that_fails(entries, logits, tokens)

@@ -16,6 +16,7 @@ from itertools import islice
 from statistics import median
 
 from forerun.control.base import Capacity, Plan, RequestState
+from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.auto_drafts import COPIER, fitting_models
 from forerun.engine.config import EngineConfig
@@ -24,6 +25,7 @@ from forerun.errors import ForerunError, InvalidRequest
 from forerun.measure.bench.compare import MIN_TOKENS
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
+from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import first_repeat
 from forerun.theory.intervals import Interval, bootstrap
@@ -232,12 +234,16 @@ def recommend(
         InvalidModel: the target cannot be loaded.
         InvalidRequest: no prompt or no draft can be used, or a setting is out of range.
     """
-    drafts = config.drafts or drafts_at_hand(config.target, config.device)
+    missing = _missing(config.drafts)
+    at_hand = config.drafts or drafts_at_hand(config.target, config.device)
+    drafts = [draft for draft in at_hand if draft not in missing]
+    if not drafts:
+        raise InvalidRequest(f"none of the drafts can be used: {'; '.join(missing.values())}")
     notify(f"loading {config.target}", 0.0)
     target = _loaded(config)
     notify("decoding plainly", 0.0)
     tasks = _usable(target, prompts, config, clock)
-    trials: list[DraftTrial] = []
+    trials = [DraftTrial(draft=draft, failure=reason) for draft, reason in missing.items()]
     steps: list[StepRecord] = []
     for index, draft in enumerate(drafts):
 
@@ -267,6 +273,18 @@ def recommend(
         trials=tuple(trials),
         trained=_gain_of_training(steps),
     )
+
+
+def _missing(drafts: Sequence[str]) -> dict[str, str]:
+    """Return why drafts cannot be found, by name, before anything is loaded or decoded."""
+    reasons: dict[str, str] = {}
+    for draft in drafts:
+        try:
+            if parse_drafter(draft) is None:
+                model_folder(draft)
+        except ForerunError as error:
+            reasons[draft] = str(error)
+    return reasons
 
 
 def _loaded(config: RecommendConfig) -> Engine:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidModel
 
 FAMILIES = (
-    "Afmoe Apertus Arcee BitNet Cohere Cohere2 Cwm DeepseekV2 DeepseekV3 Dots1 Emu3 Ernie4_5 "
-    "Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Gemma4 Glm "
-    "Glm4 Glm4Moe GptOss Granite GraniteMoe GraniteMoeShared GraniteSWA HYV3 Helium "
-    "HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 Laguna Llama Llama4 Mellum MiniMaxM2 "
-    "Ministral Ministral3 Mistral Mixtral NanoChat Nemotron OPT Olmo Olmo2 Olmo3 Olmoe "
-    "Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 SolarOpen "
-    "StableLm Starcoder2 VaultGemma Youtu"
+    "Afmoe Apertus Arcee BitNet Cohere Cohere2 Cohere2Moe Cwm DeepseekV2 DeepseekV3 Dots1 Emu3 "
+    "Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Gemma4 "
+    "Glm Glm4 Glm4Moe Glm4MoeLite GptOss Granite GraniteMoe GraniteMoeSWA GraniteMoeShared "
+    "GraniteSWA HYV3 Helium HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 Laguna Llama Llama4 "
+    "Mellum MiMoV2Flash MiniMaxM2 Ministral Ministral3 Mistral Mistral4 Mixtral "
+    "NanoChat Nemotron OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 "
+    "Qwen3Moe SeedOss SmolLM3 SolarOpen StableLm Starcoder2 VaultGemma Youtu"
 )
 """Prefixes of the class names in transformers that the contract test covers. Their modules compute
 everything but attention, so a family is listed once attention is all that it needs of us."""
@@ -32,6 +34,7 @@ RECURRENT: Mapping[str, str] = MappingProxyType(
         "KimiLinearForCausalLM": "KimiLinearDeltaAttention",
         "Lfm2ForCausalLM": "Lfm2ShortConv",
         "Lfm2MoeForCausalLM": "Lfm2MoeShortConv",
+        "Lfm3ForCausalLM": "Lfm3ShortConv",
         "Mamba2ForCausalLM": "Mamba2Mixer",
         "MambaForCausalLM": "MambaMixer",
         "NemotronHForCausalLM": "NemotronHMamba2Mixer",
@@ -49,6 +52,41 @@ SUPPORTED = (
     *RECURRENT,
 )
 
+TEXT_CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "gemma4_text": "Gemma4ForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+    }
+)
+"""Class of the language model in a checkpoint that has a vision tower, by its `model_type`."""
+WITH_VISION = tuple(
+    f"{family}ForConditionalGeneration"
+    for family in ("Gemma3", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
+)
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "Bloom Mpt": "its attention has biases by distance (ALiBi)",
+        "DeepseekV32 DeepseekV4 GlmMoeDsa HYV4": "its attention chooses keys by an index",
+        "Doge": "its attention mask is computed from the values",
+        "Gemma3n": "it has several residual streams",
+        "Gemma4Assistant Gemma4UnifiedAssistant": "it drafts from the keys and values of its "
+        "target, which no drafter here reads; for Gemma 4 use the draft suffix, self:N or a "
+        "smaller Gemma 4",
+        "MiMo": "transformers has no class for it; its layers are those of Qwen2: it runs, and mtp "
+        "drafts, with architectures Qwen2ForCausalLM and model_type qwen2 in its config.json",
+        "MiniMax RecurrentGemma Rwkv Zamba Zamba2": "transformers keeps its recurrent state in a "
+        "way of its own",
+        "T5 Bart MBart Pegasus Whisper": "it has an encoder",
+    }
+)
+"""Why families of other classes are not supported."""
+
 # All their layers are recurrent: there are no heads, no keys and no longest position.
 WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM")
 UNLIMITED = 1 << 17
@@ -59,7 +97,9 @@ UNLIMITED = 1 << 17
 LATENT = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "KimiLinearForCausalLM",
+    "Mistral4ForCausalLM",
     "YoutuForCausalLM",
 )
 
@@ -82,7 +122,7 @@ ROPE_KEYS: Mapping[str, str] = MappingProxyType(
         "original_max_position_embeddings",
         "proportional": "factor",
         "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate "
-        "original_max_position_embeddings llama_4_scaling_beta",
+        "original_max_position_embeddings llama_4_scaling_beta max_position_embeddings",
     }
 )
 """Rotary embeddings, and what each may set beside `ANY_ROPE_KEYS`."""
@@ -94,6 +134,10 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer")
 MAX_LAYERS = 4096
 """Far more than any model has; transformers makes an object per layer before weights are read."""
 MAX_SIZE = 1 << 31
+
+# transformers puts their window into the mask only and does not pass it to attention functions, so
+# this package would see the whole context.
+WINDOWS_IN_MASK = ("PhimoeForCausalLM", "Qwen2MoeForCausalLM")
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid")
@@ -179,6 +223,26 @@ class Architecture:
         return self.num_layers if self.attention_layers is None else len(self.attention_layers)
 
 
+def text_class(name: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the class of the text part of a model with a vision tower; None for others."""
+    text = settings.get("text_config")
+    if name not in WITH_VISION or not isinstance(text, Mapping):
+        return None
+    return TEXT_CLASSES.get(str(text.get("model_type")))
+
+
+def unsupported_class(name: str) -> str:
+    """Say that a class is not supported, for which reason, and which has a similar name."""
+    family = re.split("For|LMHead", name)[0]
+    reason = next((why for names, why in REASONS.items() if family in names.split()), "")
+    near = get_close_matches(name, SUPPORTED, n=1, cutoff=0.7)
+    nearest = f"; of similar name is {near[0]}" if near else ""
+    return (
+        f"{name} is not supported{reason and f': {reason}'}{nearest}. {len(SUPPORTED)} model "
+        "classes of transformers are (docs/models.md)"
+    )
+
+
 def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     """Check that a model is supported and return its sizes.
 
@@ -188,10 +252,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         InvalidModel: the model, or something its configuration asks for, is not supported.
     """
     if name not in SUPPORTED:
-        raise InvalidModel(
-            f"{name} is not supported; the {len(SUPPORTED)} model classes of transformers that are "
-            'stand under "Model families" in docs/architecture.md'
-        )
+        raise InvalidModel(unsupported_class(name))
     _refuse_quantised(settings)
     _refuse_settings(name, settings)
     ropes = _checked_ropes(name, settings)
@@ -235,6 +296,8 @@ def _head_sizes(
         shared = 1 if settings.get("multi_query") else num_heads
         has_groups = settings.get("new_decoder_architecture")
         num_kv_heads = optional_size(settings, "num_kv_heads", num_heads) if has_groups else shared
+    if name == "MiMoV2FlashForCausalLM" and "sliding_attention" in settings["layer_types"]:
+        num_kv_heads *= 2  # where a layer has a window
     layers = (settings.get("per_layer_config") or {}).values()
     heads = [num_kv_heads, *(optional_size(at, "num_key_value_heads", 1) for at in layers)]
     for fewer in heads:
@@ -293,7 +356,7 @@ def _state_sizes(name: str, settings: Mapping[str, Any], kinds: Sequence[str]) -
     def read(*names: str) -> list[int]:
         return [checked_size(settings.get(key), key) for key in names]
 
-    if name.startswith("Lfm2"):
+    if name.startswith("Lfm"):
         width, kernel = read("hidden_size", "conv_L_cache")
         channels, recurrent = width, 0
     elif name == "KimiLinearForCausalLM":
@@ -351,6 +414,11 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
     kinds = settings.get("layer_types")
     if window is not None and (kinds is None or "sliding_attention" in kinds):
         checked_size(window, "sliding_window")
+        if name in WINDOWS_IN_MASK and window < settings.get("max_position_embeddings", UNLIMITED):
+            raise InvalidModel(
+                f"{name} with sliding_window={window} is not supported: its window is in the mask "
+                "alone; supported are models of this class whose window is the whole context"
+            )
         if name == "SmolLM3ForCausalLM" and kinds and not settings.get("use_sliding_window"):
             raise InvalidModel(  # transformers' attention functions disagree on what that means
                 f"{name} has layers of type 'sliding_attention' and use_sliding_window=False; "
@@ -373,9 +441,9 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
 
 
 def _refuse_quantised(settings: Mapping[str, Any]) -> None:
-    """Refuse quantised weights, for which there are no kernels here."""
+    """Refuse quantised weights that are not read by `checkpoint.packed`."""
     quantisation = settings.get("quantization_config")
-    if quantisation and quantisation != {"quant_method": "forerun"}:
+    if quantisation:
         known = isinstance(quantisation, Mapping)
         method = quantisation.get("quant_method", "unnamed") if known else repr(quantisation)[:60]
         raise InvalidModel(

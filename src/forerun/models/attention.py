@@ -280,7 +280,7 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     module: AttentionLayer,
     query: Float[Tensor, "1 heads rows head_dim"],
     key: Float[Tensor, "1 kv_heads rows head_dim"],
-    value: Float[Tensor, "1 kv_heads rows head_dim"],
+    value: Float[Tensor, "1 kv_heads rows value_dim"],
     attention_mask: None,
     *,
     scaling: float,

@@ -7,15 +7,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from forerun.bounded_read import ReadLimits, check_regular, read_json
+from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.architecture import SUPPORTED
+from forerun.models.architecture import SUPPORTED, text_class, unsupported_class
 
 if TYPE_CHECKING:
     from forerun.models.gguf_file import GGUFFile
@@ -45,7 +45,10 @@ class Checkpoint:
         stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
             with blocks of fewer bits the one that the rest is computed in.
         packed: what reads its tensors where some are blocks of integers: the GGUF file, or a folder
-            that `forerun quantise` wrote; None where all are in floating point.
+            with quantised matrices; None where all are in floating point.
+        notice: what a user is told of quantised matrices that are not kept as they are.
+        zero_biases: parameters that a model may lack, since they change nothing.
+        has_vision: the model is the text part of one that reads images too.
     """
 
     folder: Path
@@ -56,6 +59,9 @@ class Checkpoint:
     stored_types: Mapping[str, float] = field(default_factory=dict)
     gguf: GGUFFile | None = None
     packed: GGUFFile | QuantisedFolder | None = None
+    notice: str | None = None
+    zero_biases: frozenset[str] = frozenset()
+    has_vision: bool = False
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -70,32 +76,83 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     check_folder(folder)
     if (folder / "adapter_config.json").exists():
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
+    settings, architecture = read_named(folder)
+    files = weight_files(folder)
+    elements: Counter[str] = Counter()
+    for file in files:
+        elements += count_elements(file)
+    method = settings.get("quantization_config")
+    if isinstance(method, dict) and method:
+        return _read_quantised(folder, architecture, files, elements, method)
+    if not elements or not elements.keys() <= FLOATS:
+        found = ", ".join(sorted(elements)) or "nothing"
+        raise InvalidModel(
+            f"weights in {folder} are {found}; supported are {', '.join(sorted(FLOATS))}"
+        )
+    return replace(
+        _described(folder, settings, architecture),
+        weight_files=files,
+        num_parameters=elements.total(),
+        stored_dtype=elements.most_common(1)[0][0],
+        stored_types=_shares(elements),
+    )
+
+
+def read_described(folder: Path) -> Checkpoint:
+    """Return what config.json alone says of a model, without weights and parameters.
+
+    Raises:
+        InvalidModel: as `read_checkpoint`, as far as config.json tells.
+    """
+    settings, architecture = read_named(folder)
+    described = _described(folder, settings, architecture)
+    method = settings.get("quantization_config")
+    if not method:
+        return described
+    if not isinstance(method, dict):
+        raise InvalidModel(
+            f"{folder / 'config.json'} has quantization_config={method!r:.60}; it must be an object"
+        )
+    from forerun.models.quantised_folder import METHOD, read_scheme
+
+    name = method.get("quant_method")
+    if name != METHOD:
+        read_scheme(folder / "config.json", method)
+    dtype = "BF16" if described.stored_dtype == "F16" else described.stored_dtype
+    return replace(  # as `_read_quantised`, which knows no text parts
+        described,
+        architecture=architecture,
+        stored_dtype=dtype,
+        notice=f"its matrices are quantised ({name})",
+        has_vision=False,
+    )
+
+
+def _described(folder: Path, settings: Mapping[str, Any], architecture: str) -> Checkpoint:
+    text = text_class(architecture, settings)
+    inner = settings["text_config"] if text else settings
+    named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
+    dtype = next(filter(None, named), None)
+    return Checkpoint(
+        folder=folder,
+        architecture=text or architecture,
+        weight_files=(),
+        num_parameters=0,
+        stored_dtype={"bfloat16": "BF16", "float16": "F16"}.get(str(dtype), "F32"),
+        notice=text and f"{folder} reads images too: its text part is served, as {text}",
+        has_vision=text is not None,
+    )
+
+
+def read_named(folder: Path) -> tuple[dict[str, Any], str]:
+    """Read config.json and the class that it names; refuses heads and models with own code."""
     settings = read_object(folder / "config.json")
     architectures = settings.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
     _refuse_own_code(folder, settings, str(architectures[0]))
     _refuse_heads(folder, str(architectures[0]))
-    files = weight_files(folder)
-    elements: Counter[str] = Counter()
-    for file in files:
-        elements += count_elements(file)
-    method = settings.get("quantization_config")
-    if isinstance(method, dict) and method.get("quant_method") == "forerun":
-        return _read_quantised(folder, str(architectures[0]), files, elements)
-    if not elements or not elements.keys() <= FLOATS:
-        found = ", ".join(sorted(elements)) or "nothing"
-        raise InvalidModel(
-            f"weights in {folder} are {found}; supported are {', '.join(sorted(FLOATS))}"
-        )
-    return Checkpoint(
-        folder=folder,
-        architecture=str(architectures[0]),
-        weight_files=files,
-        num_parameters=elements.total(),
-        stored_dtype=elements.most_common(1)[0][0],
-        stored_types=_shares(elements),
-    )
+    return settings, str(architectures[0])
 
 
 def _read_gguf(path: Path) -> Checkpoint:
@@ -118,16 +175,19 @@ def _read_gguf(path: Path) -> Checkpoint:
 
 
 def _read_quantised(
-    folder: Path, architecture: str, files: tuple[Path, ...], elements: Counter[str]
+    folder: Path,
+    architecture: str,
+    files: tuple[Path, ...],
+    elements: Counter[str],
+    settings: Mapping[str, Any],
 ) -> Checkpoint:
-    """Return the checkpoint of a folder that `forerun quantise` wrote."""
-    from forerun.models.quantised_folder import QuantisedFolder
+    """Return the checkpoint of a folder with quantised matrices."""
+    from forerun.models.quantised_folder import open_quantised
 
-    packed = QuantisedFolder(files)
+    packed = open_quantised(folder / "config.json", files, settings)
     counts: Counter[str] = Counter()
     for name, shape in packed.shapes.items():
-        bits = packed.bits(name)
-        counts["other" if bits is None else f"int{bits}"] += math.prod(shape)
+        counts[packed.stored_type(name)] += math.prod(shape)
     if not counts:
         raise InvalidModel(f"{folder} holds no tensors")
     floats = Counter({kind: elements[kind] for kind in FLOATS - {"F16"} if elements[kind]})
@@ -139,6 +199,8 @@ def _read_quantised(
         stored_dtype=floats.most_common(1)[0][0] if floats else "BF16",
         stored_types=_shares(counts),
         packed=packed,
+        notice=packed.notice,
+        zero_biases=packed.zero_biases,
     )
 
 
@@ -167,7 +229,10 @@ def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) 
     code = settings["auto_map"] if isinstance(settings["auto_map"], dict) else {}
     own_class = str(code.get("AutoModelForCausalLM")).rpartition(".")[2]
     if own_class != architecture or architecture not in SUPPORTED:
-        raise InvalidModel(f"{folder} needs code of its own (auto_map); remote code is never run")
+        reason = "" if architecture in SUPPORTED else f". {unsupported_class(architecture)}"
+        raise InvalidModel(
+            f"{folder} needs code of its own (auto_map); remote code is never run{reason}"
+        )
 
 
 def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -176,6 +241,14 @@ def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
     if folder.is_file():
         return folder.parent, options | {"gguf_file": folder.name}
     return folder, options
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the text part, which shares its head as the whole model says."""
+    text = config.get_text_config()
+    if text is not config:
+        text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -375,11 +448,11 @@ def template_hash(folder: Path) -> str:
     files = [folder / "chat_template.jinja", folder / "chat_template.json"]
     for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
         if path.is_file():
-            parts.append(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+            parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         try:
-            template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+            template = json.loads(read_bytes(settings)).get("chat_template")
         except (AttributeError, ValueError) as error:
             raise InvalidModel(f"{settings} cannot be read: {error}") from error
         parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())

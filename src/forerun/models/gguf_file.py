@@ -1,8 +1,8 @@
 """GGUF files: a check of every length in the header, then tensors, configuration and tokenizer.
 
 The header is walked here within limits, because a file may claim sizes that it does not have.
-Blocks are dequantised by the `gguf` package; names and the order of rows are undone as transformers
-does it, and transformers converts the metadata to a configuration and a tokenizer.
+Blocks are dequantised by the `gguf` package; names and the order of rows become those of
+transformers, which converts the metadata to a configuration and a tokenizer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache import hash_of
+from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel
 from forerun.models.decoder import MATRIX_PARTS, QuantisedMatrix
 
@@ -233,11 +234,10 @@ class GGUFFile:
             raise InvalidModel(f"{self.path} has heads of several widths {widths}, not supported")
         split = self.metadata.get("tokenizer.ggml.pre", KNOWN_SPLITS[0])
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in KNOWN_SPLITS:
-            from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-                GGUF_PRE_TOKENIZER_SPLITS,
+            known = cached_json(
+                cache_folder(), f"gguf-splits-{version('transformers')}", _splits_of_transformers
             )
-
-            if split not in GGUF_PRE_TOKENIZER_SPLITS:
+            if split not in known["names"]:
                 logger.warning(
                     "%s splits texts by the rule %r, which transformers does not know: its tokens "
                     "of a text may be others than in training",
@@ -298,10 +298,6 @@ class GGUFFile:
         }
 
     @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
-
-    @property
     def type_counts(self) -> Counter[str]:
         """Elements per type."""
         counts: Counter[str] = Counter()
@@ -357,20 +353,21 @@ class GGUFFile:
     def _in_order(
         self, tensor: StoredTensor, read: Callable[[StoredTensor], np.ndarray]
     ) -> np.ndarray:
-        """Return rows in the order of transformers, which interleaves a head in another way."""
-        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+        """Return rows in the order of transformers, which rotates the halves of a head.
 
-        architecture = self.metadata["general.architecture"]
+        Llama files have the rows of queries and keys in pairs that are rotated together.
+        """
+        rows, architecture = read(tensor), self.metadata["general.architecture"]
+        kind = tensor.name.split(".")[-2]
+        if architecture != "llama" or kind not in ("attn_q", "attn_k"):
+            return np.ascontiguousarray(rows)
         num_heads = self.metadata.get(f"{architecture}.attention.head_count")
-        sizes = {
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": self.metadata.get(
-                f"{architecture}.attention.head_count_kv", num_heads
-            ),
-        }
-        processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-        processor = processor(config=sizes)
-        return np.ascontiguousarray(processor.process(read(tensor), tensor.name).weights)
+        if kind == "attn_k":
+            num_heads = self.metadata.get(f"{architecture}.attention.head_count_kv", num_heads)
+        if type(num_heads) is not int or num_heads < 1 or len(rows) % (2 * num_heads):
+            raise InvalidModel(f"{self.path} has {num_heads!r:.40} heads of {len(rows)} rows")
+        pairs = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
     @property
     def header_hash(self) -> str:
@@ -385,6 +382,13 @@ class GGUFFile:
             for start in (tensor.start + max(0, tensor.num_bytes - num_bytes) // 2,)
         ]
         return self.header_hash.encode() + b"".join(middles)
+
+
+def _splits_of_transformers() -> dict[str, Any]:
+    # Importing this takes seconds.
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return {"names": sorted(GGUF_PRE_TOKENIZER_SPLITS)}
 
 
 def _num_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: str) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,22 +13,36 @@ from types import MappingProxyType, MethodType
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.architecture import SUPPORTED, Architecture, read_architecture
+from forerun.models.architecture import (
+    LAYER_COUNTS,
+    SUPPORTED,
+    Architecture,
+    read_architecture,
+)
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
-from forerun.models.base import ModelOutput, RowBatch, StoredModel
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
+from forerun.models.checkpoint import Checkpoint, from_transformers, text_config
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
-from forerun.models.tensor_files import without_mtp
+from forerun.models.tensor_files import TEXT_NAMES, text_only
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+logger = logging.getLogger("forerun.loading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +77,7 @@ MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
     }
     | {
         name: ModuleNames(norm="model.embedding_norm")
-        for name in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
+        for name in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM")
     }
     | {
         name: ModuleNames(
@@ -281,6 +298,133 @@ def adapt(
     )
 
 
+NUM_TRIED = 24
+"""Tokens of the comparison with transformers, in two passes."""
+MOST_APART = 1e-3
+"""Largest difference of logits in fp32, by the largest logit; rounding alone gives 1e-5."""
+MOST_OF: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 16)
+    | dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"), 2)
+    | dict.fromkeys(("attn_layer_period", "num_kv_shared_layers"), 2)
+    | dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "attn_layer_offset"), 1)
+    | dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256)
+    | {"sliding_window": 8}
+)
+"""Largest values of settings in a small network, which then has every kind of layer."""
+
+
+def check_passes(model_class: Any, config: Any) -> None:
+    """Refuse a class of which packed passes do not give the logits that transformers computes.
+
+    A release of transformers may rename what modules take, which then ignore states, masks or
+    windows without an error. So a small random network of this class and with these settings runs
+    both ways, in fp32. With the real weights this would take as long as their size, in bf16 the
+    tolerance would hide faults, and no text would be longer than a window.
+
+    Raises:
+        InvalidModel: the logits differ, with two sets of weights, or a packed pass fails.
+    """
+    name = f"{model_class.__name__} of transformers {transformers.__version__}"
+    problem = ""
+    for seed in range(2):  # with one, two experts may be equally good
+        try:
+            with quiet_transformers():
+                network = _random_network(model_class, _in_small(config), seed)
+                ids, own = _own_logits(network, seed)
+        except Exception as error:  # noqa: BLE001 (whatever transformers says to odd settings)
+            logger.warning("%s was not compared with its own pass: %.200s", name, error)
+            return
+        try:
+            apart = _apart(network, ids, own)
+        except Exception as error:  # noqa: BLE001 (a changed interface fails in any way)
+            problem = f"a pass fails: {type(error).__name__}: {error}"
+            break
+        if apart <= MOST_APART:
+            return
+        problem = f"its logits differ by {apart:.1%} from its own pass"
+    raise InvalidModel(
+        f"{name} does not do in a small test what this version of forerun expects "
+        f"({problem:.300}), so its text would be wrong: install another version of transformers"
+    )
+
+
+def _in_small(config: Any) -> Any:
+    """Return settings of the same class with few and narrow layers, one of each kind at least."""
+    given = config.to_dict()
+    by_layer = {k: v for k, v in given.items() if "layer" in k and isinstance(v, list)}
+    count = given.get("num_hidden_layers") or given.get("n_layer")
+    count = count or len(by_layer["layers_block_type"])
+    by_layer = {k: v for k, v in by_layer.items() if len(v) == count and k != "moe_layers"}
+    kinds = [tuple(values[i] for values in by_layer.values()) for i in range(count)]
+    places = sorted(kinds.index(kind) for kind in set(kinds))
+    places = (places * 4)[: max(4, len(places))]
+    numbers = {k: v for k, v in given.items() if isinstance(v, int) and not isinstance(v, bool)}
+    heads = {k: v for k, v in numbers.items() if re.search("(heads|n_head|n_groups)$", k) and v > 1}
+    width = "hidden_size" if "hidden_size" in given else "n_embd"
+    by_layer_heads = given.get("num_attention_heads_per_layer") or ()
+    counts = (*heads.values(), *by_layer_heads)
+    divisor = math.gcd(given[width], *counts) if counts else max(1, given[width] // 64)
+    for name in (*heads, width, "mamba_d_ssm", "word_embed_proj_dim"):
+        if name in numbers:
+            given[name] //= divisor
+    for name, value in numbers.items():
+        if "intermediate_size" in name or "ffn" in name:
+            given[name] = min(value, 64)
+        given[name] = min(given[name], MOST_OF.get(name, given[name]))
+        if name in LAYER_COUNTS:
+            given[name] = len(places)
+        if name.endswith("_token_id"):
+            given[name] = 0
+    given |= {name: [values[i] for i in places] for name, values in by_layer.items()}
+    if by_layer_heads:
+        given["num_attention_heads_per_layer"] = [by_layer_heads[i] // divisor for i in places]
+    if given.get("attn_layer_indices"):
+        given["attn_layer_indices"] = [1]
+    if layers := given.get("per_layer_config"):
+        layers = {int(layer): settings for layer, settings in layers.items()}
+        chosen = {new: layers[old] for new, old in enumerate(places) if old in layers}
+        given["per_layer_config"] = chosen
+    return type(config).from_dict(given)
+
+
+def _random_network(model_class: Any, config: Any, seed: int) -> Any:
+    """Return a network whose layers add about as much to the residual stream as they get."""
+    with no_init_weights():
+        network = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in network.eval().requires_grad_(False).named_parameters():
+        size = 2.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+        parameter.uniform_(-size, size, generator=generator)
+        if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
+            parameter.add_(1.0)
+    network.tie_weights()
+    return network
+
+
+@torch.inference_mode()
+def _own_logits(network: Any, seed: int) -> tuple[Tensor, Tensor]:
+    """Return tokens, and their logits as transformers computes them."""
+    limit = read_architecture(type(network).__name__, network.config.to_dict()).max_positions
+    ids = torch.empty(min(NUM_TRIED, limit), dtype=torch.int64)
+    ids.random_(network.config.vocab_size, generator=torch.Generator().manual_seed(seed))
+    return ids, network(ids[None], use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def _apart(network: Any, ids: Tensor, own: Tensor) -> float:
+    """Return the largest difference of two packed passes from `own`, by the largest of `own`."""
+    model = adapt(network, num_slots=1, max_context=len(ids))
+    context = Context(model.store, ids.tolist())
+    packed = []
+    for part in ids.chunk(2):
+        rows = [*range(len(part))]
+        batch = pack([context.span(len(rows))], part, rows, model.device)
+        packed.append(model.forward(batch).logits)
+        context.commit(rows)
+    difference = (torch.cat(packed) - own).abs().max() / own.abs().max()
+    return math.inf if difference.isnan() else float(difference)
+
+
 def sharing(model: ModuleT) -> ModuleT:
     """Copy the modules and the configuration of a model, sharing its parameters."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -304,8 +448,14 @@ def read_weights(
     untyped: Any = AutoModelForCausalLM
     try:
         with quiet_transformers():
+            place, options = from_transformers(checkpoint.folder)
+            config = text_config(AutoConfig.from_pretrained(place, **options))
+            if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # Mistral 4 is not
+                untyped = getattr(transformers, checkpoint.architecture)
             model, info = untyped.from_pretrained(
                 checkpoint.folder,
+                config=config,
+                key_mapping=dict(TEXT_NAMES) if checkpoint.has_vision else None,
                 dtype=dtype,
                 device_map=device_map,
                 use_safetensors=True,
@@ -317,7 +467,7 @@ def read_weights(
     except Exception as error:
         raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
     for problem in ("missing", "unexpected", "mismatched"):
-        names = sorted(without_mtp(str(name) for name in info[f"{problem}_keys"]))
+        names = sorted(text_only(str(name) for name in info[f"{problem}_keys"]))
         if names:
             raise InvalidModel(
                 f"the weights in {checkpoint.folder} do not fit its configuration: "

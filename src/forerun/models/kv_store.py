@@ -133,7 +133,7 @@ class KVStore(ABC):
     @property
     def shares_parts(self) -> bool:
         """Whether a sequence may begin with a part of what a slot holds."""
-        return not self._slots.shares_whole_only
+        return self._slots.borders is None
 
     def reserve(self) -> int:
         """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -36,13 +37,14 @@ from forerun.models.architecture import (
     read_architecture,
 )
 from forerun.models.base import LanguageModel, RowBatch, Span
-from forerun.models.catalog import PREFIX, zoo_path
+from forerun.models.catalog import PREFIX, ZOO, zoo_path
 from forerun.models.checkpoint import (
     GGUF,
     Checkpoint,
     from_transformers,
     read_checkpoint,
     read_object,
+    text_config,
 )
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
@@ -73,7 +75,7 @@ def understood(checkpoint: Checkpoint) -> dict[str, Any]:
 
     place, options = from_transformers(checkpoint.folder)
     try:
-        config = AutoConfig.from_pretrained(place, **options)
+        config = text_config(AutoConfig.from_pretrained(place, **options))
     except Exception as error:
         raise InvalidModel(
             f"the configuration in {checkpoint.folder} is refused: {error}"
@@ -123,6 +125,8 @@ LOOKUP_NAMES = frozenset(
     {"ngram", "[ngram]", "n-gram", "lookup", "prompt-lookup", "prompt_lookup", "pld"}
 )
 """What other systems call drafting from the text itself."""
+KNOWN_NAMES = ("suffix", "recycling", "self", "mtp", "auto")
+"""What can be named in place of a draft model, for the message about a mistyped name."""
 
 
 def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run)
@@ -161,9 +165,39 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
     """
     if weights not in WEIGHT_FORMATS:
         raise InvalidRequest(f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}")
-    checkpoint = read_checkpoint(model_folder(source))
+    files = model_files(
+        read_checkpoint(model_folder(source)),
+        dtype=dtype,
+        device=device,
+        max_batch=max_batch,
+        max_context=max_context,
+        max_staged_rows=max_staged_rows,
+        num_threads=num_threads,
+        weights=weights,
+    )
+    _warn_of_limit(max_context, files.architecture)
+    return _prepare(runner, files, str(source))
+
+
+def model_files(  # noqa: PLR0913 (as `load_model`)
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    device: str,
+    max_batch: int,
+    max_context: int | None,
+    max_staged_rows: int,
+    num_threads: int | None = None,
+    weights: WeightFormat = "auto",
+) -> ModelFiles:
+    """Return what is known of a model before its weights are read; arguments as of `load_model`.
+
+    Raises:
+        InvalidModel: the configuration is refused.
+        InvalidRequest: an argument cannot be honoured.
+    """
     settings, architecture = read_config(checkpoint)
-    files = ModelFiles(
+    return ModelFiles(
         checkpoint=checkpoint,
         settings=settings,
         architecture=architecture,
@@ -179,7 +213,6 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
         weights=weights,
         keeps_blocks=dtype == "auto" and weights == "auto",
     )
-    return _prepare(runner, files, str(source))
 
 
 def _prepare(runner: Runner, files: ModelFiles, name: str) -> LanguageModel:
@@ -187,6 +220,9 @@ def _prepare(runner: Runner, files: ModelFiles, name: str) -> LanguageModel:
     needed = files.memory
     check_fits(name, needed, files.geometry, files.device)
     num_bytes = needed.weights_bytes
+    is_packed = files.checkpoint.packed is not None
+    if (files.keeps_blocks or not is_packed) and (notice := files.checkpoint.notice):
+        preparation.info("%s", notice)
     if num_bytes < LARGE_BYTES:
         return run_by(runner, files)
     preparation.info("preparing %.1f GB of weights of %s ...", num_bytes / 1e9, name)
@@ -344,9 +380,10 @@ def _eager(files: ModelFiles) -> LanguageModel:
             f"{files.checkpoint.folder} has quantised weights or is a GGUF file, which only the "
             "native and the graphs runner read; give a folder with bf16 or fp32 weights"
         )
-    from forerun.models.huggingface import adapt, read_weights
+    from forerun.models.huggingface import adapt, check_passes, read_weights
 
     model = read_weights(files.checkpoint, files.geometry.dtype)
+    check_passes(type(model), model.config)
     return adapt(
         model.to(files.device),
         num_slots=files.geometry.num_slots,
@@ -393,12 +430,13 @@ def share_loaded(
     """
     from transformers import PreTrainedModel
 
-    from forerun.models.huggingface import adapt, sharing
+    from forerun.models.huggingface import adapt, check_passes, sharing
 
     if not isinstance(model, PreTrainedModel):
         raise InvalidModel(f"{type(model).__name__} is no transformers model")
     name = type(model).__name__
     architecture = _checked_architecture(name, model.config.to_dict(), f"the loaded {name}")
+    _warn_of_limit(max_context, architecture)
     geometry = geometry_of(
         architecture,
         num_slots=max_batch,
@@ -407,6 +445,7 @@ def share_loaded(
         dtype=model.dtype,
     )
     check_fits(name, estimate(0, architecture, geometry), geometry, model.device)
+    check_passes(type(model), model.config)
     adapted = adapt(
         sharing(model),
         num_slots=max_batch,
@@ -449,6 +488,11 @@ def model_folder(source: str | Path) -> Path:
         raise InvalidModel(
             f"there is no model {name!r}; to decode without a draft, give no draft (None)"
         )
+    if name.lower() == "auto":
+        raise InvalidModel(
+            '"auto" stands for drafts that are found for a target: give it as a draft to '
+            "Engine.load, forerun generate, bench or serve"
+        )
     if name.lower() in LOOKUP_NAMES:
         raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
     if not HUB_NAME.fullmatch(name):
@@ -468,8 +512,12 @@ def fetched(name: str) -> Path:
             )
         )
     except Exception as error:
+        near = get_close_matches(name, (*KNOWN_NAMES, *(PREFIX + known for known in ZOO)), n=2)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InvalidModel(
-            f"{name!r} is neither a folder nor a model that can be fetched: {error}"
+            f"{name!r} is neither a folder nor a model that can be fetched from the Hugging Face "
+            f"hub.{hint} The hub's client says: {reason}"
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise InvalidModel(
@@ -480,6 +528,19 @@ def fetched(name: str) -> Path:
     return folder
 
 
+def fetched_config(name: str) -> Path:
+    """The folder of a model's config.json, fetched from the Hugging Face hub without weights."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InvalidModel(
+            f"config.json of {name!r} cannot be fetched from the Hugging Face hub: {reason}"
+        ) from error
+
+
 def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
     """Read the configuration with its defaults and the sizes of the model.
 
@@ -487,6 +548,9 @@ def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
         InvalidModel: transformers refuses it, or the model is not supported.
     """
     settings = read_settings(checkpoint)
+    # What reads the matrices, or `read_described`, has checked this setting.
+    if checkpoint.packed is not None or not checkpoint.weight_files:
+        settings = {key: settings[key] for key in settings if key != "quantization_config"}
     where = f"the configuration in {checkpoint.folder}"
     return settings, _checked_architecture(checkpoint.architecture, settings, where)
 
@@ -543,11 +607,17 @@ def _choose_context(max_context: int | None, architecture: Architecture) -> int:
         return architecture.max_positions
     if max_context < 1:
         raise InvalidRequest(f"max_context is {max_context}; it must be at least 1")
-    if max_context > architecture.max_positions and architecture.position_limit is not None:
+    return min(max_context, architecture.max_positions)
+
+
+def _warn_of_limit(max_context: int | None, architecture: Architecture) -> None:
+    """Say why a context is cut where the model's own settings name a longer one."""
+    if architecture.position_limit is None or max_context is None:
+        return
+    if max_context > architecture.max_positions:
         logger.warning(
             "the context of %s ends at %d tokens: %s",
             architecture.name,
             architecture.max_positions,
             architecture.position_limit,
         )
-    return min(max_context, architecture.max_positions)

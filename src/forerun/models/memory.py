@@ -43,10 +43,10 @@ class KVGeometry:
     def states_bytes(self) -> int:
         """Largest size of all recurrent states: of the slots, and of the rows of a pass.
 
-        A slot keeps the state after its last committed row, after every row that may be staged,
-        and at two places in a chunk of a prompt.
+        A slot keeps the state after its last committed row, after every row that may be staged, at
+        two places in a chunk of a prompt, and after the beginning that it shares with others.
         """
-        return self.num_slots * (self.max_staged_rows + 3) * self.state_bytes
+        return self.num_slots * (self.max_staged_rows + 4) * self.state_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:

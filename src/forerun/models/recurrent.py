@@ -9,11 +9,14 @@ as one sequence.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -22,7 +25,7 @@ from forerun.models.architecture import Architecture
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore, KVPrefix
 from forerun.models.memory import KVGeometry
-from forerun.models.slots import Prefix
+from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
 
 LayerState = Mapping[tuple[str, int], Tensor]
 """The tensors of one layer, [1, ...] each, by what they are ("conv", "recurrent") and a number."""
@@ -33,6 +36,9 @@ RowState = dict[int, LayerState]
 CONTINUED_BY_ROW = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
 """Modules whose scan over several rows starts from zero, whatever the state is."""
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What transformers calls the parameter with the states: `cache` since 5.24."""
+
 NUM_CHAIN_STATES = 2
 """Rows at the end of a chain that keep their states: the last one is committed, and a drafter that
 grows a tree level by level feeds it again."""
@@ -41,13 +47,19 @@ grows a tree level by level feeds it again."""
 class RecurrentStore(ContiguousKVStore):
     """A KV store that also holds recurrent states: after the last committed and every staged row.
 
-    A state belongs to one length. So a prefix can be shared or copied only as a whole, and what is
-    cut is read again from the beginning.
+    A state belongs to one length. So a text is shared as a whole, or up to the one length at which
+    a snapshot of its states was kept: where it parts from another text, since later ones may part
+    there too, as after a system prompt. What is cut elsewhere is read again from the beginning.
+
+    Attributes:
+        due: by slot, the length at which a snapshot is to be kept once it is committed.
     """
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry, device)
-        self._slots.shares_whole_only = True
+        self.due: dict[int, int] = {}
+        self._slots.borders = {}
+        self._snapshots: list[RowState] = [{} for _ in range(geometry.num_slots)]
         self._committed: list[RowState] = [{} for _ in range(geometry.num_slots)]
         self._staged: list[dict[int, RowState]] = [{} for _ in range(geometry.num_slots)]
 
@@ -70,19 +82,41 @@ class RecurrentStore(ContiguousKVStore):
         if rows:
             last = self._staged[slot][start + rows[-1]]
             self._committed[slot] = {layer: _compact(state) for layer, state in last.items()}
+        if start < (border := self.due.get(slot, 0)) <= self.length(slot):
+            at = self._staged[slot][start + rows[border - start - 1]]
+            self._snapshots[slot] = {layer: _compact(state) for layer, state in at.items()}
+            self._held_borders[slot] = self.due.pop(slot)
         self._staged[slot] = {}
+
+    @property
+    def _held_borders(self) -> dict[int, int]:
+        """Lengths of the snapshots, by slot."""
+        assert self._slots.borders is not None
+        return self._slots.borders
 
     def reserve(self) -> int:
         """Take a free slot with committed length 0; see `KVStore`."""
         return self._without_state(super().reserve())
 
     def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that already contains a stored text that `wanted` continues."""
+        """Reserve a slot with a stored text that `wanted` continues, or with its beginning."""
+        shared = min(self._slots.most_common(wanted), len(wanted.ids) - 1)
+        shared -= shared % MIN_SHARED_TOKENS
         slot = super().begin(wanted)
-        return slot if self.length(slot) else self._without_state(slot)
+        length = self.length(slot)
+        if not length:
+            self._without_state(slot)
+        elif length == self._held_borders.get(slot):
+            self._committed[slot] = self._snapshots[slot]
+        self.due.pop(slot, None)  # of a request that ended before it came so far
+        if shared > length:
+            self.due[slot] = shared
+        return slot
 
     def _without_state(self, slot: int) -> int:
-        self._committed[slot], self._staged[slot] = {}, {}
+        self._committed[slot], self._staged[slot], self._snapshots[slot] = {}, {}, {}
+        self._held_borders.pop(slot, None)
+        self.due.pop(slot, None)
         return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
@@ -91,8 +125,10 @@ class RecurrentStore(ContiguousKVStore):
         self._staged[slot] = {}
 
     def cut(self, slot: int, num_tokens: int) -> None:
-        """Drop all tokens of `slot`, unless it has exactly `num_tokens`."""
-        if num_tokens == self.length(slot):
+        """Drop all tokens of `slot`, unless it has states after exactly `num_tokens`."""
+        if num_tokens in (self.length(slot), self._held_borders.get(slot)):
+            if num_tokens < self.length(slot):
+                self._committed[slot] = self._snapshots[slot]
             super().cut(slot, num_tokens)
             self._staged[slot] = {}
         else:
@@ -101,10 +137,15 @@ class RecurrentStore(ContiguousKVStore):
             self._without_state(slot)
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """Copy all committed tokens of `slot` into a new slot."""
-        self._slots.check_whole(slot, num_tokens)
+        """Copy all committed tokens of `slot`, or those before its snapshot, into a new slot."""
+        self._slots.check_border(slot, num_tokens)
         copy = super().fork(slot, num_tokens)
-        self._committed[copy], self._staged[copy] = self._committed[slot], {}
+        self._without_state(copy)
+        self._committed[copy] = self._committed[slot]
+        if (border := self._held_borders.get(slot)) is not None:
+            self._held_borders[copy], self._snapshots[copy] = border, self._snapshots[slot]
+            if num_tokens == border:
+                self._committed[copy] = self._snapshots[slot]
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
@@ -138,10 +179,11 @@ class _Rows:
     end: int
 
 
-def _schedule(spans: Sequence[Span]) -> list[list[_Rows]]:
+def _schedule(spans: Sequence[Span], due: Mapping[int, int]) -> list[list[_Rows]]:
     """Return the batches of a pass, in the order in which they run.
 
-    A batch holds several rows in sequence, or single rows that do not depend on each other.
+    A batch holds several rows in sequence, or single rows that do not depend on each other. Rows in
+    sequence end where a snapshot of their slot is due.
     """
     chunks: list[list[_Rows]] = []
     levels: list[list[_Rows]] = []
@@ -154,11 +196,17 @@ def _schedule(spans: Sequence[Span]) -> list[list[_Rows]]:
     first = 0
     for span in spans:
         num_early = max(0, span.num_chain - NUM_CHAIN_STATES)
-        if num_early:
-            last = span.start + num_early - 1
-            chunks.append(
-                [_Rows(first=first, num_rows=num_early, slot=span.slot, start=span.start, end=last)]
-            )
+        ends = [due.get(span.slot, 0) - span.start, num_early]
+        for begin, end in pairwise([0, *(end for end in ends if 0 < end <= num_early)]):
+            if begin < end:
+                chunk = _Rows(
+                    first=first + begin,
+                    num_rows=end - begin,
+                    slot=span.slot,
+                    start=span.start + begin,
+                    end=span.start + end - 1,
+                )
+                chunks.append([chunk])
         for row in range(num_early, span.num_rows):
             node = row - span.num_chain
             before = row - 1 if node < 0 else span.num_chain + span.tree.parents[node]
@@ -189,7 +237,7 @@ class RecurrentPass:
 
     def begin(self, spans: Sequence[Span]) -> None:
         """Plan the next pass over these rows."""
-        self.batches = _schedule(spans)
+        self.batches = _schedule(spans, self.store.due)
 
     def __deepcopy__(self, memo: object) -> RecurrentPass:
         """Return itself: a model cut after its first layers works on the same store."""
@@ -201,6 +249,9 @@ class PackedRecurrence(nn.Module):
 
     Args:
         by_row: the module takes several rows only at the beginning of a text.
+
+    Raises:
+        InvalidModel: the module takes its states in no way that is known here.
     """
 
     def __init__(
@@ -211,12 +262,18 @@ class PackedRecurrence(nn.Module):
         self.by_row = by_row
         self.layer = layer
         self.current = current
+        takes = inspect.signature(inner.forward).parameters
+        self.cache_name = next((name for name in CACHE_NAMES if name in takes), "")
+        if not self.cache_name:
+            raise InvalidModel(
+                f"{type(inner).__name__} of transformers {transformers.__version__} takes its "
+                f"states by none of the names {', '.join(CACHE_NAMES)}: use another version"
+            )
 
     def forward(
-        self, hidden_states: Float[Tensor, "1 rows width"], **others: Any
+        self, hidden_states: Float[Tensor, "1 rows width"], **_: Any
     ) -> Float[Tensor, "1 rows width"]:
         """Run every row from the state of the row before it, and keep the states after them."""
-        cache_name = "cache_params" if "cache_params" in others else "past_key_values"
         store, layer = self.current.store, self.layer
         outputs = torch.empty_like(hidden_states)
         for batch in self.current.batches:
@@ -227,11 +284,16 @@ class PackedRecurrence(nn.Module):
             # A module that cannot continue a text by several rows takes them one by one.
             by_row = self.by_row and before[0]
             parts = [*torch.split(given, 1, dim=1)] if by_row else [given]
-            given_states: dict[str, Any] = {cache_name: states, "attention_mask": None}
+            given_states: dict[str, Any] = {self.cache_name: states, "attention_mask": None}
             out = torch.cat([self.inner(part, **given_states) for part in parts], dim=1)
             for index, (row, place) in enumerate(zip(batch, places, strict=True)):
                 outputs[:, place] = out[index]
                 state = states.of(index)
+                if not state:
+                    raise InvalidModel(
+                        f"{type(self.inner).__name__} of transformers {transformers.__version__} "
+                        "kept no state after a row: its text would be wrong"
+                    )
                 store.put_state(
                     row.slot, row.end, layer, _compact(state) if row.num_rows > 1 else state
                 )

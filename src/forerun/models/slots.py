@@ -50,7 +50,7 @@ def _longest_match(
     kept: Mapping[int, Prefix],
     shared: Mapping[int, Prefix],
     committed: Mapping[int, int],
-    whole_only: bool,
+    borders: Mapping[int, int] | None,
 ) -> Match | None:
     """Find the slot that shares the most tokens with a new sequence.
 
@@ -61,10 +61,13 @@ def _longest_match(
     for slot, prefix in (*kept.items(), *shared.items()):
         held = committed.get(slot, len(prefix.ids))
         usable = min(held, len(wanted.ids) - 1)
-        if prefix.scope != wanted.scope or usable < (held if whole_only else least):
+        if prefix.scope != wanted.scope or usable < least:
             continue
         length = min(usable, common_length(prefix.ids, wanted.ids))
-        if length >= max(least, held if whole_only else 0):
+        if borders is not None and length < held:
+            border = borders.get(slot, 0)
+            length = border if border <= length else 0
+        if length >= least:
             best, least = Match(slot=slot, num_tokens=length), length + 1
     return best
 
@@ -83,15 +86,15 @@ class SlotTable:
             context has more rows than it can commit.
 
     Attributes:
-        shares_whole_only: what belongs to a slot's tokens cannot be cut, so that a sequence begins
-            with all of them or with none.
+        borders: by slot, the one length shorter than its text at which the text can be cut for
+            another sequence; a slot without an entry is shared as a whole. None: any length.
     """
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
         self.max_staged_rows = max_staged_rows
-        self.shares_whole_only = False
+        self.borders: dict[int, int] | None = None
         self._committed: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self._shared: dict[int, Prefix] = {}
@@ -133,9 +136,7 @@ class SlotTable:
         another slot for a copy would. `fork` copies the first so many tokens of a slot to a new
         one, which it returns. Raises NotEnoughMemory where every slot is taken.
         """
-        match = _longest_match(
-            wanted, self._kept, self._shared, self._committed, self.shares_whole_only
-        )
+        match = _longest_match(wanted, self._kept, self._shared, self._committed, self.borders)
         if match is None:
             slot = self.reserve()
         elif match.num_tokens >= self._least_to_take_over(match.slot):
@@ -148,6 +149,14 @@ class SlotTable:
             slot = fork(match.slot, match.num_tokens)
         self._shared[slot] = wanted
         return slot
+
+    def most_common(self, wanted: Prefix) -> int:
+        """Return the longest beginning that `wanted` has in common with a text held or read now."""
+        texts = (*self._kept.values(), *self._shared.values())
+        given = (
+            common_length(text.ids, wanted.ids) for text in texts if text.scope == wanted.scope
+        )
+        return max(given, default=0)
 
     def _least_to_take_over(self, slot: int) -> float:
         """Return how many tokens must match for `slot` to be reused; infinite if it is reserved."""
@@ -175,11 +184,11 @@ class SlotTable:
         if not 0 <= num_tokens <= held:
             raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held}")
 
-    def check_whole(self, slot: int, num_tokens: int | None) -> None:
-        """Refuse a part of what a reserved or kept slot holds; None stands for all of it."""
+    def check_border(self, slot: int, num_tokens: int | None) -> None:
+        """Refuse a part of a reserved or kept slot without a border; None stands for all of it."""
         kept = self._kept.get(slot)
         held = self.length(slot) if kept is None else len(kept.ids)
-        if num_tokens is not None and num_tokens != held:
+        if num_tokens not in (None, held, (self.borders or {}).get(slot)):
             raise ValueError(
                 f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held} and whose "
                 "recurrent states belong to all of them"

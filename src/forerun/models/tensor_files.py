@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +26,10 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 HEAD = "lm_head.weight"
 PREFIX = "model."
+TEXT_NAMES = MappingProxyType(
+    {r"^language_model\.(model\.|lm_head)": r"\1", r"^model\.language_model\.": PREFIX}
+)
+"""Patterns of the names of the text part in a model that reads images too, and its own names."""
 
 
 @contextmanager
@@ -111,12 +117,12 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
             for name, shape in _shapes_in(path).items()
             if not name.endswith(IGNORED_SUFFIXES)
         }
-        found = {name: found[name] for name in without_mtp(found)}
+        found = {name: found[name] for name in text_only(found)}
     tied_head = {HEAD} if HEAD not in expected else set()
     misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
     problems = {
         "missing": expected.keys() - found.keys(),
-        "unexpected": found.keys() - expected.keys() - tied_head,
+        "unexpected": found.keys() - expected.keys() - tied_head - checkpoint.zero_biases,
         "mismatched": misshapen,
     }
     for problem, names in problems.items():
@@ -127,14 +133,22 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
             )
 
 
-def without_mtp(names: Iterable[str]) -> list[str]:
-    """Return the names of tensors that are not those of a multi-token-prediction module.
+NOT_TEXT = (
+    *("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision."),
+    *("audio_tower.", "embed_audio."),
+)
+"""What the names of tensors begin with that read images and sound."""
+
+
+def text_only(names: Iterable[str]) -> list[str]:
+    """Return the names of tensors of the language model, without its multi-token prediction.
 
     Such a module is called `mtp`, or it is a further layer with a projection of its own.
     """
     given, projection = [*names], "eh_proj.weight"
     owners = [name.removesuffix(projection) for name in given if name.endswith(f".{projection}")]
-    modules = ("mtp.", "model.mtp.", "model.mtp_layers.", *owners)
+    others = ("mtp.", "mtp_layers.", *NOT_TEXT)
+    modules = (*others, *(PREFIX + name for name in others), *owners)
     return [name for name in given if not name.startswith(modules)]
 
 
@@ -190,5 +204,7 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _full_name(name: str) -> str:
-    """The name of a parameter in the whole model."""
+    """The name of a parameter in the whole model, of which text may be a part."""
+    for pattern, replacement in TEXT_NAMES.items():
+        name = re.sub(pattern, replacement, name)
     return name if name.startswith((PREFIX, HEAD)) else PREFIX + name

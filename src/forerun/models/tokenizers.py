@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import Tokenizer as Backend
 
+from forerun.bounded_read import ReadLimits, read_bytes
 from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
@@ -470,6 +471,7 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
+LIMITS = ReadLimits(max_bytes=1 << 28)
 SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 """Of all files that may decide what a tokenizer does."""
 
@@ -552,5 +554,7 @@ def key_of(folder: Path) -> str:
         return hash_of(b"".join(parts) + tokenizer_hash(folder).encode())
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in SUFFIXES and path.is_file():
-            parts.append(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+            parts.append(
+                path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path, LIMITS)).digest()
+            )
     return hash_of(b"".join(parts))

@@ -307,7 +307,7 @@ SIGNATURES = {
         ),
     ),
     "forerun_largest": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
-    "forerun_softmax": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_softmax": (c_bool, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
     "forerun_draw": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_draw_siblings": (
         None,

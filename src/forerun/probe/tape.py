@@ -1,4 +1,9 @@
-"""Records the steps of an engine together with the proposals and their draft_probs."""
+"""Records the steps of an engine, and counts what they say about a diagnosis.
+
+At temperature 0 everything has one right answer, so single tokens decide: an emitted token that is
+not the target's first choice, a drafted one that is not the draft's own when it reads the same text
+from an empty cache. Of sampled text, tokens and acceptance must follow the distributions.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace import METHODS
 from forerun.drafters.draft_sequence import fit_vocabulary
-from forerun.drafters.eagle3.formats import is_eagle3
-from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.head import Eagle3Head, is_eagle3
 from forerun.drafters.eagle3.load import examine
 from forerun.drafters.medusa import MedusaHeads, read_medusa
 from forerun.engine.engine import Engine
@@ -24,15 +29,18 @@ from forerun.measure.judge import (
     histories_before,
     logits_of,
     num_known,
+    overlap,
     probs_of_rows,
     read_text,
 )
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
-from forerun.sampling.config import SamplingParams, draft_params
+from forerun.sampling.config import Choice, SamplingParams, draft_params, resolve_verification
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.noise import position_key, request_key, uniform
+from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Proposal
+from forerun.theory.intervals import normal_interval, uniformity_p_value
 from forerun.theory.record import StepRecord
 
 
@@ -385,3 +393,423 @@ def _histories_of(
         params, request.prompt_ids, vocab_size=vocab_size, eos_token_ids=eos_token_ids
     )
     return histories_before(history, request.token_ids)
+
+
+MIN_TOKENS = 30
+"""Least number of reached positions for a fact about acceptance."""
+CHANCE = 0.05
+"""Of all texts parting after a rejection when rejections have nothing to do with it."""
+TIE = 4.0
+"""A gap of fewer noise widths may be closed by rounding."""
+REJECTING = ("partial", "none")
+SOURCE = "greedy text replayed with fresh caches"
+
+
+@dataclass(slots=True)
+class GreedyTally:
+    """Counts over greedy requests, compared with plain decoding and replays.
+
+    Attributes:
+        noise: by how much rounding moves the gap between two logits.
+        num_after_partial: those of them right after a step that rejected something.
+        num_agreeing: those of them where the replayed draft agrees with the target.
+        alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position
+            it could read.
+        first_only: the replayed draft stands for the first drafted token of a step alone: later
+            tokens of a head continue from its own states.
+        state: where first drafted tokens stop being the draft's own, by more than a tie.
+    """
+
+    noise: float
+    num_texts: int = 0
+    margins: list[float] = field(default_factory=list)
+    num_parted: int = 0
+    num_after_partial: int = 0
+    num_steps: int = 0
+    num_rejecting: int = 0
+    hits: AcceptedShare = field(default_factory=AcceptedShare)
+    num_agreeing: int = 0
+    num_apart: int = 0
+    alphas: list[float] = field(default_factory=list)
+    first_only: bool = False
+    state: StateTally = field(default_factory=StateTally)
+    records: list[StepRecord] = field(default_factory=list)
+
+    def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
+        self.num_texts += 1
+        self.records += [step.record for step in request.steps]
+        self._compare(request, replayed, plain_ids)
+        best = replayed.target_probs[: replayed.num_read].argmax(-1)
+        self.alphas += (best == replayed.draft_probs.argmax(-1)).float().tolist()
+        wrong: dict[int, bool] = {}
+        for step in request.steps:
+            if (found := self._add_draft(request, replayed, step)) is not None:
+                wrong[step.record.context_tokens] = found
+        self.state.add(request, wrong)
+
+    def _compare(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
+        kinds = [kind for kind, _ in before_step(request)]
+        self.num_steps += len(kinds)
+        self.num_rejecting += sum(kind in REJECTING for kind in kinds)
+        ids = request.token_ids
+        place = next((i for i, (a, b) in enumerate(zip(ids, plain_ids)) if a != b), None)  # noqa: B905 (either may end first)
+        if place is None:
+            return
+        row = replayed.target_logits[place]
+        margin = abs(float(row[ids[place]] - row[plain_ids[place]])) / self.noise
+        self.margins.append(margin)
+        if margin <= TIE:
+            return
+        self.num_parted += 1
+        at = request.num_prompt + place
+        begun = sum(step.record.context_tokens <= at for _, step in before_step(request))
+        self.num_after_partial += bool(begun) and kinds[begun - 1] in REJECTING
+
+    def _add_draft(self, request: TapedRequest, replayed: Replay, step: TapedStep) -> bool | None:
+        """Count a draft; returns whether its first token contradicts the replay, if known."""
+        start = step.record.context_tokens - request.num_prompt
+        proposal = step.proposal
+        if proposal is None or not proposal.tree.is_chain or step.was_cut:
+            return None
+        most = 1 if self.first_only else step.num_reached
+        reached = min(most, step.num_reached, replayed.num_read - start)
+        if reached < 1:
+            return None
+        own = replayed.draft_probs[start : start + reached].argmax(-1).tolist()
+        best = replayed.target_probs[start : start + reached].argmax(-1).tolist()
+        for place in range(reached):
+            accepted = place < step.record.num_accepted
+            agrees = own[place] == best[place]
+            self.hits.add(1, accepted)
+            self.num_agreeing += agrees
+            self.num_apart += accepted != agrees
+        row, drafted = replayed.draft_logits[start], int(proposal.tokens[0])
+        return float(row[own[0]] - row[drafted]) > TIE * self.noise
+
+    def add_facts(self, evidence: Evidence) -> None:
+        if self.num_texts:
+            evidence.add(
+                "output_differs",
+                bool(self.margins),
+                f"{len(self.margins)} of {self.num_texts} greedy texts part from plain decoding",
+            )
+        if self.margins:
+            worst = max(self.margins)
+            words = f"widest of {len(self.margins)} gaps; one width is {self.noise:.2g}"
+            evidence.add("greedy_margin", worst, words)
+        if self.num_parted:
+            all_after = self.num_after_partial == self.num_parted
+            by_chance = (self.num_rejecting / max(1, self.num_steps)) ** self.num_parted
+            answer = False if not all_after else True if by_chance < CHANCE else None
+            words = f"{self.num_after_partial} of {self.num_parted} part after a rejection"
+            often = f"{self.num_rejecting} of {self.num_steps} steps come after one"
+            evidence.add("output_differs_after_partial", answer, f"{words}; {often}")
+        self._add_replay(evidence)
+
+    def _add_replay(self, evidence: Evidence) -> None:
+        hits = self.hits
+        if hits.num_reached < MIN_TOKENS or self.num_agreeing == 0:
+            return
+        ratio = hits.num_accepted / self.num_agreeing
+        interval = normal_interval(ratio, math.sqrt(self.num_apart) / self.num_agreeing)
+        counts = f"{hits.num_accepted} accepted, {self.num_agreeing} of {hits.num_reached} replayed"
+        evidence.add("replay_ratio", ratio, f"{SOURCE}: {counts}", interval)
+
+
+@torch.inference_mode()
+def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, rows: int) -> float:
+    """Return the largest change by rounding in the difference between the two largest logits."""
+    few = torch.cat([*logits_of(model, request.ids, request.num_prompt - 1, rows)]).float()
+    many = replayed.target_logits
+    top = many.topk(2, dim=-1).indices
+    moved = (gaps(few, top) - gaps(many, top)).abs().max()
+    floor = torch.finfo(torch.float32).eps * 8 * many.abs().max()
+    return float(torch.maximum(moved, floor))
+
+
+def gaps(logits: Float[Tensor, "rows vocab"], top: Tensor) -> Float[Tensor, " rows"]:
+    two = logits.gather(-1, top)
+    return two[:, 0] - two[:, 1]
+
+
+MIN_VALUES = 50
+"""Least number of values for a test of uniformity; with fewer it has no power."""
+CERTAIN = 0.001
+DOUBTFUL = 0.05
+MIN_NATS = 5.0
+"""Log likelihood ratio that decides between two acceptance rules."""
+OTHER_DISTRIBUTION = 0.1
+"""Total variation above what rounding can cause."""
+TINY = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Acceptance of one request's draft with the full prompt and with most of it removed."""
+
+    num_prompt: int
+    num_positions: int
+    near: float
+    far: float
+
+
+@dataclass(slots=True)
+class SampledTally:
+    """Counts and statistics over sampled requests.
+
+    Attributes:
+        emitted: numbers of the emitted tokens, least likely ones first.
+        contrasted: the same, ordered by how much likelier they are to the draft.
+        drafted: numbers of the drafted tokens under the distributions recorded for them.
+        residual: numbers of the tokens after a rejection, under the distribution of what was left.
+        overlaps: sum of min(p, q) there, q as recorded.
+        variance: of as many coin tosses with these probabilities.
+        match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
+        alphas: acceptance probabilities of the replayed draft, at every position it could read.
+        num_without_probs: of these positions, those at which its logits are not finite.
+        entropies: of the target's distribution at emitted positions, in nats.
+        cut: per request with a long prompt, what its acceptance is with and without that.
+        state: where recorded distributions stop being those of the replayed draft.
+    """
+
+    transform: Transform
+    emitted: list[float] = field(default_factory=list)
+    contrasted: list[float] = field(default_factory=list)
+    drafted: list[float] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)
+    num_accepted: int = 0
+    expected: float = 0.0
+    squares: float = 0.0
+    hits: AcceptedShare = field(default_factory=AcceptedShare)
+    overlaps: float = 0.0
+    variance: float = 0.0
+    match_nats: float = 0.0
+    alphas: list[float] = field(default_factory=list)
+    num_without_probs: int = 0
+    entropies: list[float] = field(default_factory=list)
+    cut: list[Cut] = field(default_factory=list)
+    num_one_hot: int = 0
+    num_sampled: int = 0
+    state: StateTally = field(default_factory=StateTally)
+    records: list[StepRecord] = field(default_factory=list)
+
+    def add(self, request: TapedRequest, replayed: Replay) -> None:
+        self.records += [step.record for step in request.steps]
+        self._add_text(request, replayed)
+        wrong: dict[int, bool] = {}
+        drawn: list[tuple[Tensor, Tensor]] = []
+        for step in request.steps:
+            if not step.num_drafted:
+                continue
+            self._add_count(step)
+            if (found := sampled_chain(step, replayed.target_probs.device)) is None:
+                continue
+            probs, tokens = found
+            # Coupled drafts meet the noise of a position again after a rejection: the first not.
+            coupled = step.proposal is not None and step.proposal.choice is Choice.COUPLED
+            once = 1 if coupled else len(tokens)
+            drawn.append((probs[:once], tokens[:once]))
+            start = step.record.context_tokens - request.num_prompt
+            if start < replayed.num_read:
+                apart = 1.0 - float(overlap(probs[0], replayed.draft_probs[start]))
+                wrong[step.record.context_tokens] = apart > OTHER_DISTRIBUTION
+            self._add_step(request, replayed, step, probs, tokens)
+        self.state.add(request, wrong)
+        if drawn:
+            probs, tokens = (torch.cat(column) for column in zip(*drawn, strict=True))
+            self.drafted += self.transform.values(probs, tokens, probs)
+
+    # --- the text
+
+    def _add_text(self, request: TapedRequest, replayed: Replay) -> None:
+        target, draft = replayed.target_probs, replayed.draft_probs
+        tokens = torch.tensor(request.token_ids[: len(target)], device=target.device)
+        # The order depends on the text so far alone: else a right distribution would look wrong.
+        self.emitted += self.transform.values(target, tokens, target)
+        num_read = replayed.num_read
+        if num_read:
+            read, said = target[:num_read], tokens[:num_read]
+            self.contrasted += self.transform.values(read, said, contrast(read, draft))
+            self.alphas += overlap(read, draft).tolist()
+            self.num_without_probs += int(failed_rows(draft).sum())
+        if replayed.near_probs is not None:
+            num = len(replayed.near_probs)
+            near = float(overlap(target[:num], replayed.near_probs).sum())
+            far = float(overlap(target[:num], draft[:num]).sum())
+            self.cut.append(
+                Cut(num_prompt=request.num_prompt, num_positions=num, near=near, far=far)
+            )
+        self.entropies += torch.special.entr(target).sum(-1).tolist()
+
+    # --- the steps
+
+    def _add_count(self, step: TapedStep) -> None:
+        if not step.was_cut:
+            record = step.record
+            self.num_accepted += record.num_accepted
+            self.expected += record.expected_accepted
+            self.squares += (record.num_accepted - record.expected_accepted) ** 2
+        if METHODS.get(step.record.method) in ("ngram", "mtp"):
+            return  # copies of text and the first choices of Medusa heads have no distribution
+        one_hot = step.proposal is not None and step.proposal.draft_probs is None
+        self.num_one_hot += one_hot
+        self.num_sampled += not one_hot
+
+    def _add_step(
+        self,
+        request: TapedRequest,
+        replayed: Replay,
+        step: TapedStep,
+        probs: Tensor,
+        tokens: Tensor,
+    ) -> None:
+        start, num_accepted = step.record.context_tokens - request.num_prompt, step.num_reached
+        target = replayed.target_probs[start : start + len(tokens)]
+        if len(target) < num_accepted or step.was_cut:
+            return
+        self._add_reached(step, target, probs, tokens)
+        if step.record.last_token_source != "recovered":
+            return
+        assert step.proposal is not None
+        num_accepted = step.record.num_accepted
+        method = resolve_verification(request.params, step.proposal.choice)
+        left = _residual_probs(method, target, probs, tokens, num_accepted)
+        if left is not None:
+            emitted = torch.tensor([request.token_ids[start + num_accepted]], device=left.device)
+            self.residual += self.transform.values(left[None], emitted, left[None])
+
+    def _add_reached(self, step: TapedStep, target: Tensor, probs: Tensor, tokens: Tensor) -> None:
+        num = step.num_reached
+        accept = (
+            overlap(target[:num], probs[:num]).double().clamp(max=1.0)
+        )  # equal distributions round up
+        self.hits.add(num, step.record.num_accepted)
+        self.overlaps += float(accept.sum())
+        self.variance += float((accept * (1 - accept)).sum())
+        places = torch.arange(num, device=probs.device)
+        match = target[places, tokens[:num]].double().clamp(TINY, 1 - TINY)
+        rule = (match / probs[places, tokens[:num]].double().clamp(min=TINY)).clamp(TINY, 1 - TINY)
+        accepted = places < step.record.num_accepted
+        nats = torch.where(accepted, (match / rule).log(), ((1 - match) / (1 - rule)).log())
+        self.match_nats += float(nats.sum())
+
+    # --- the facts
+
+    def add_facts(self, evidence: Evidence) -> None:
+        self._add_calibration(evidence)
+        self._add_rule(evidence)
+        self._add_drafted(evidence)
+        self._add_replayed(evidence)
+
+    def _add_replayed(self, evidence: Evidence) -> None:
+        """Add entropy, invalid probabilities and context dependence, measured in replays."""
+        if self.entropies:
+            mean = sum(self.entropies) / len(self.entropies)
+            evidence.add("target_entropy", mean, f"mean over {len(self.entropies)} emitted tokens")
+        if self.num_without_probs:
+            words = f"its replayed logits are NaN at {self.num_without_probs} of {len(self.alphas)}"
+            evidence.add("draft_nan", True, words)
+        self._add_context(evidence)
+
+    def _add_context(self, evidence: Evidence) -> None:
+        """Add how acceptance changes when most of the prompt is removed, on the longer prompts."""
+        longest = sorted(self.cut, key=lambda cut: -cut.num_prompt)[: -(-len(self.cut) // 2)]
+        num = sum(cut.num_positions for cut in longest)
+        near = sum(cut.near for cut in longest)
+        if num >= MIN_VALUES and near > 0.0:
+            words = f"replayed acceptance at {num} tokens, with all context and with some"
+            evidence.add("context_ratio", sum(cut.far for cut in longest) / near, words)
+
+    def _add_calibration(self, evidence: Evidence) -> None:
+        if self.expected <= 0.0:
+            return
+        ratio, error = self.num_accepted / self.expected, math.sqrt(self.squares) / self.expected
+        z = (self.num_accepted - self.expected) / math.sqrt(max(self.squares, TINY))
+        words = f"{self.num_accepted} accepted, {self.expected:.1f} expected, z = {z:+.1f}"
+        evidence.add("expected_accepted", self.expected, words)
+        evidence.add("calibration", ratio, words, normal_interval(ratio, error))
+
+    def _add_rule(self, evidence: Evidence) -> None:
+        if self.num_one_hot + self.num_sampled:
+            words = f"{self.num_one_hot} of {self.num_one_hot + self.num_sampled} drafts"
+            evidence.add("draft_one_hot", self.num_one_hot > self.num_sampled, words)
+        if self.overlaps <= 0.0:
+            return
+        ratio = self.hits.num_accepted / self.overlaps
+        words = f"{self.hits.num_accepted} accepted, sum(min(p, q)) = {self.overlaps:.1f}"
+        error = math.sqrt(self.variance) / self.overlaps
+        evidence.add("accept_rule_ratio", ratio, words, normal_interval(ratio, error))
+        if abs(self.match_nats) > MIN_NATS:
+            words = (
+                f"log likelihood of acceptance by match over min(1, p / q): {self.match_nats:+.0f}"
+            )
+            evidence.add("exact_match_rule", self.match_nats > 0.0, words)
+
+    def _add_drafted(self, evidence: Evidence) -> None:
+        tests = [values for values in (self.emitted, self.contrasted) if len(values) >= MIN_VALUES]
+        if tests:
+            p_value = min(1.0, len(tests) * min(map(uniformity_p_value, tests)))
+            words = f"{len(self.emitted)} emitted tokens, {len(tests)} orders"
+            evidence.add("pit_p_value", p_value, words)
+            self._add_residual(evidence, p_value)
+        if len(self.drafted) >= MIN_VALUES:
+            p_value = uniformity_p_value(self.drafted)
+            words = f"{len(self.drafted)} drafted tokens under recorded probs, p = {p_value:.2g}"
+            evidence.add("draft_probs_differ", decided(p_value), words)
+
+    def _add_residual(self, evidence: Evidence, p_of_text: float) -> None:
+        """Add whether recovered tokens follow the residual, unless the whole text is correct."""
+        if len(self.residual) < MIN_VALUES:
+            return
+        p_value = uniformity_p_value(self.residual)
+        answer = decided(p_value)
+        if answer and p_of_text > DOUBTFUL:
+            return
+        words = f"{len(self.residual)} tokens after a rejection, p = {p_value:.2g}"
+        evidence.add("residual_wrong", answer, words)
+
+
+def sampled_chain(
+    step: TapedStep, device: torch.device
+) -> tuple[Float[Tensor, "nodes vocab"], Int64[Tensor, " nodes"]] | None:
+    """Return probabilities and tokens of a sampled chain; None for any other draft."""
+    proposal = step.proposal
+    if proposal is None or proposal.draft_probs is None or not proposal.tree.is_chain:
+        return None
+    return proposal.draft_probs.float().to(device), proposal.tokens.to(device)
+
+
+def decided(p_value: float) -> bool | None:
+    """Whether a p-value rejects a hypothesis; None if it is inconclusive."""
+    return True if p_value < CERTAIN else False if p_value >= DOUBTFUL else None
+
+
+def contrast(
+    target: Float[Tensor, "rows vocab"], draft: Float[Tensor, "rows vocab"]
+) -> Float[Tensor, "rows vocab"]:
+    return (target.clamp(min=TINY).log() - draft.clamp(min=TINY).log()).nan_to_num(0.0)
+
+
+def _residual_probs(
+    method: str, target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int
+) -> Float[Tensor, " vocab"] | None:
+    """Return the residual distribution after a rejection; None for methods without one."""
+    if method == "token":
+        ratio = 1.0
+    elif method == "block":
+        ratio = prefix_ratio(target, probs, tokens, num_accepted)
+    else:
+        return None
+    left = (ratio * target[num_accepted] - probs[num_accepted]).clamp(min=0)
+    total = left.sum()
+    return left / total if float(total) > TINY else target[num_accepted]
+
+
+def prefix_ratio(target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int) -> float:
+    ratio = 1.0
+    for place in range(num_accepted):
+        token = int(tokens[place])
+        ratio = min(
+            1.0, ratio * float(target[place, token]) / max(float(probs[place, token]), TINY)
+        )
+    return ratio

@@ -143,12 +143,28 @@ class SamplingKernels:
         )
         return best, tokens
 
-    def softmax(self, scores: Rows, temperatures: Float32[Tensor, " rows"], out: Rows) -> None:
-        """Compute `processors.target_probs` at each row's temperature; `out` may be `scores`."""
+    def softmax(
+        self,
+        scores: Rows,
+        temperatures: Float32[Tensor, " rows"],
+        truncations: Float32[Tensor, "rows 3"] | None,
+        out: Rows,
+    ) -> None:
+        """Compute `processors.target_probs` of rows that need no history; `out` may be `scores`.
+
+        `truncations` holds min_p, top_k and 1 - top_p of every row.
+        """
         num_rows, vocab_size = scores.shape
-        self.library.forerun_softmax(
-            scores.data_ptr(), num_rows, vocab_size, temperatures.data_ptr(), out.data_ptr()
+        is_done = self.library.forerun_softmax(
+            scores.data_ptr(),
+            num_rows,
+            vocab_size,
+            temperatures.data_ptr(),
+            None if truncations is None else truncations.data_ptr(),
+            out.data_ptr(),
         )
+        if not is_done:
+            raise MemoryError(f"there is no memory for the distributions of {num_rows} rows")
 
     def draw(self, weights: Rows, uniforms: Float64[Tensor, " rows"]) -> Tokens:
         """Draw from unnormalised weights; see `noise.draw`."""

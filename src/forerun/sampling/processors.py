@@ -33,8 +33,9 @@ class RowParams:
     """Sampling parameters of logits rows as columns; None for parameters that no row uses.
 
     In a column 0 is off, but 1 for `repetition_penalty`. `excluded_mass` is 1 - top_p;
-    `temperature` holds 1 for greedy rows, `temperatures` 0. The latter is there only where rows are
-    on the CPU, for its kernels. `max_top_k` is on the host: a device need not be asked for it.
+    `temperature` holds 1 for greedy rows, `temperatures` 0. The latter and `truncations` (min_p,
+    top_k and 1 - top_p) are there only where rows are on the CPU, for its kernels. `max_top_k` is
+    on the host: a device need not be asked for it.
     """
 
     greedy: Bool[Tensor, "rows 1"] | None
@@ -48,7 +49,7 @@ class RowParams:
     frequency_penalty: Float32[Tensor, "rows 1"] | None
     presence_penalty: Float32[Tensor, "rows 1"] | None
     temperatures: Float32[Tensor, " rows"] | None
-    warps: bool
+    truncations: Float32[Tensor, "rows 3"] | None
 
     def rows(self, chosen: slice) -> RowParams:
         """Return the parameters of a subset of the rows."""
@@ -70,14 +71,20 @@ def pack_params(
     `rows` names the request of every logits row; None: one row per request.
     """
     index = range(len(params)) if rows is None else rows
-    if any(p.has_processors for p in params):
+    if any(p.needs_history for p in params):
         return _pack(params, torch.device(device), index)
-    return _only_temperatures(tuple(params[i].temperature for i in index), torch.device(device))
+    shapes = [(p.temperature, p.min_p, p.top_k, p.top_p) for p in params]
+    return _without_history(tuple(shapes[i] for i in index), torch.device(device))
 
 
 @lru_cache(maxsize=1024)
-def _only_temperatures(temperatures: tuple[float, ...], device: torch.device) -> RowParams:
-    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+def _without_history(
+    shapes: tuple[tuple[float, float, int, float], ...], device: torch.device
+) -> RowParams:
+    params = [
+        SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+        for temperature, min_p, top_k, top_p in shapes
+    ]
     return _pack(params, device, range(len(params)))
 
 
@@ -93,10 +100,13 @@ def _pack(
         return packed.to(device, non_blocking=True)
 
     shaping = [p for p in params if p.has_processors] and [*params]
-    temperatures = None
+    temperatures = truncations = None
+    top_k = [max(p.top_k, 0) for p in shaping]
     if device.type == "cpu":
         temperatures = torch.tensor([params[i].temperature for i in index], dtype=torch.float32)
-    top_k = [max(p.top_k, 0) for p in shaping]
+        if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in shaping):
+            dropped = [(p.min_p, k, 1 - p.top_p) for p, k in zip(params, top_k, strict=True)]
+            truncations = torch.tensor([dropped[i] for i in index], dtype=torch.float32)
     return RowParams(
         greedy=column([p.greedy for p in params], False, torch.bool),
         all_greedy=all(p.greedy for p in params),
@@ -109,7 +119,7 @@ def _pack(
         frequency_penalty=column([p.frequency_penalty for p in shaping], 0.0),
         presence_penalty=column([p.presence_penalty for p in shaping], 0.0),
         temperatures=temperatures,
-        warps=any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in shaping),
+        truncations=truncations,
     )
 
 
@@ -158,7 +168,7 @@ def _write_probs(
         # All rows of all batches on the CPU: a neighbour must not move a distribution by a
         # rounding.
         scores = scores.to(out.dtype).contiguous()
-        kernels.softmax(_kept(scores, row_params), temperatures, out)
+        kernels.softmax(scores, temperatures, row_params.truncations, out)
         return
     if row_params.all_greedy:
         _write_one_hot(scores, out)
@@ -172,19 +182,6 @@ def _write_probs(
     torch.softmax(_warp(scores, row_params), -1, out=out)
     if row_params.greedy is not None and one_hot is not None:
         out.copy_(torch.where(row_params.greedy, one_hot, out))
-
-
-def _kept(scores: Logits, row_params: RowParams) -> Logits:
-    """Return scores before temperature, -inf at tokens that truncation drops in sampled rows."""
-    if not row_params.warps:
-        return scores
-    tempered = scores
-    if row_params.temperature is not None:
-        tempered = scores / row_params.temperature
-    dropped = _warp(tempered, row_params) == -torch.inf
-    if row_params.greedy is not None:
-        dropped &= ~row_params.greedy
-    return scores.masked_fill(dropped, -torch.inf)
 
 
 def _one_hot(scores: Tensor) -> Logits:

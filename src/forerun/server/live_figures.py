@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from forerun.server.live_page import LivePoint, LivePosition, LiveSpeedup, LiveTokenTimes
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import DiscountedRatio
 from forerun.theory.record import StepRecord
+from forerun.trace.summary import Seconds
 
 HISTORY_S = 120
 """Seconds with activity that are kept."""
@@ -30,35 +31,11 @@ NUM_COLD = 1
 Z = 1.96
 
 
-@dataclass(slots=True)
-class PartTimes:
-    """Sums of the durations of each part of a step, over several steps."""
+@dataclass(slots=True, kw_only=True)
+class PartTimes(Seconds):
+    """Sums of the durations of each part of a step, and of the tokens, over several steps."""
 
-    num_steps: int = 0
-    num_sequences: int = 0
     num_emitted: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.draft_s + self.verify_s + self.other_s
-
-    def add(self, cycle: Sequence[StepRecord], num_emitted: int) -> None:
-        """Add one step of the whole batch to the sums."""
-        record = cycle[0]
-        self.num_steps += 1
-        self.num_sequences += len(cycle)
-        self.num_emitted += num_emitted
-        self.draft_s += record.draft_s
-        self.verify_s += record.verify_s
-        self.other_s += record.other_s
-
-    def merge(self, other: PartTimes) -> None:
-        """Add the sums of another object."""
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass(slots=True)
@@ -150,7 +127,9 @@ class LiveFigures:
             return
         num_emitted = sum(record.num_emitted for record in cycle)
         size = _bucket_of(len(cycle))
-        current.decoded.setdefault(size, PartTimes()).add(cycle, num_emitted)
+        times = current.decoded.setdefault(size, PartTimes())
+        times.add(cycle, len(cycle))
+        times.num_emitted += num_emitted
         if not drafts and self._num_plain_in_a_row > NUM_COLD:
             tokens_before, before_s = current.measured.get(size, (0, 0.0))
             seconds = first.draft_s + first.verify_s + first.other_s
@@ -185,7 +164,7 @@ class LiveFigures:
             for size, times in piece.decoded.items():
                 num_decoded += times.num_emitted
                 if size in baselines:
-                    compared.setdefault(size, PartTimes()).merge(times)
+                    compared.setdefault(size, PartTimes()).include(times)
         if not math.isfinite(paid.relative_error):
             return None
         as_plain_s = paid.y
@@ -236,12 +215,12 @@ class LiveFigures:
         for piece in self.window:
             for size, times in piece.decoded.items():
                 if not baselines or size in baselines:
-                    total.merge(times)
+                    total.include(times)
         if not total.num_emitted:
             return None
         return LiveTokenTimes(
-            num_steps=total.num_steps,
-            num_sequences=total.num_sequences / total.num_steps,
+            num_steps=total.num_cycles,
+            num_sequences=total.num_steps / total.num_cycles,
             draft_s=total.draft_s / total.num_emitted,
             verify_s=total.verify_s / total.num_emitted,
             other_s=total.other_s / total.num_emitted,

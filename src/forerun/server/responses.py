@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from forerun.engine.intake import Intake, Prompt
 from forerun.engine.results import RequestOutput, StreamChunk
@@ -51,6 +52,31 @@ class ResponsesRequest(GenerationRequest):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] = False
     previous_response_id: None = None
+
+    @model_validator(mode="after")
+    def _check_echoed(self) -> ResponsesRequest:
+        try:
+            msgspec.json.encode(self.echoed)
+        except UnicodeEncodeError as error:
+            message = (
+                f"a text of the fields that the response repeats is no Unicode: {error.reason}"
+            )
+            raise PydanticCustomError("not_supported", message) from None
+        return self
+
+    @property
+    def echoed(self) -> Json:
+        """The fields that the response repeats."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.longest,
+            "metadata": self.metadata or {},
+            "temperature": self.temperature,
+            "text": self.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": self.tool_choice,
+            "tools": self.tools or [],
+            "top_p": self.top_p,
+        }
 
     @property
     def longest(self) -> int | None:
@@ -269,7 +295,6 @@ class ResponsesAnswer:
 
     def _response(self, finish_reason: str | None, outputs: Sequence[RequestOutput]) -> Json:
         """Return the response; without a finish reason as it is at the beginning."""
-        body = self.body
         status = "in_progress" if finish_reason is None else "completed"
         details = None
         if finish_reason not in (None, "stop"):
@@ -283,18 +308,11 @@ class ResponsesAnswer:
             "error": None,
             "incomplete_details": details,
             "output": self._items,
-            "instructions": body.instructions,
-            "max_output_tokens": body.longest,
-            "metadata": body.metadata or {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
-            "temperature": body.temperature,
-            "text": body.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": body.tool_choice,
-            "tools": body.tools or [],
-            "top_p": body.top_p,
             "truncation": "disabled",
+            **self.body.echoed,
             "usage": _usage_of(outputs) if outputs else None,
         }
 

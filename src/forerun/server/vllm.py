@@ -21,8 +21,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from forerun.bounded_read import parse_json, read_bytes
-from forerun.client.config import ClientConfig
-from forerun.client.connection import Connection
+from forerun.client.connection import ClientConfig, Connection
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of

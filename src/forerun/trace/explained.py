@@ -156,8 +156,26 @@ def step_in_words(step: StepRecord) -> list[str]:
             for place, outcome in enumerate(outcomes_of(step), start=1):
                 why = "" if outcome == "not reached" else _why(step, place - 1, outcome)
                 lines.append(f"   token {place}: {outcome}{_token(step, place - 1, outcome)}{why}")
+        elif step.path_ranks is not None and step.path_children is not None:
+            lines += _path_in_words(step, step.path_ranks, step.path_children)
     lines.append(_last_token(step))
     lines.append(f"   {step.num_emitted} tokens emitted; the rest of the step {_ms(step.other_s)}.")
+    return lines
+
+
+def _path_in_words(
+    step: StepRecord, ranks: tuple[int, ...], children: tuple[int, ...]
+) -> list[str]:
+    """Return which node of a tree was kept at every depth."""
+    lines = []
+    for depth, (rank, num) in enumerate(zip(ranks, children, strict=False), start=1):
+        token = _token(step, depth - 1, "accepted")
+        lines.append(f"   depth {depth}: number {rank} of {num} siblings accepted{token}")
+    if len(children) > len(ranks) and children[len(ranks)]:
+        lines.append(f"   depth {len(ranks) + 1}: none of {children[len(ranks)]} siblings accepted")
+    missed = step.num_drafted - sum(children)
+    if missed:
+        lines.append(f"   {missed} other nodes: not reached, because their context was rejected")
     return lines
 
 

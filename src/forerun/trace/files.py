@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -100,6 +101,10 @@ DECODER = msgspec.json.Decoder(Record)
 
 MAX_LINE_BYTES = 1 << 22
 """No record is as long; a damaged file need not have any line ends, and memory is finite."""
+MAX_SKIPPED_BYTES = 1 << 28
+"""Of a line that is too long; where it goes on, the rest of the file is not read."""
+MAX_DAMAGED = 500_000
+"""Parts of a file that cannot be read; what follows them is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,20 +146,46 @@ def read_json_lines(path: Path) -> Iterator[Item]:
             where = f"line {number} (byte {offset})"
             offset += len(line)
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                offset += _skip_line(file)
+                num_skipped, is_over = _skip_line(file)
+                offset += num_skipped
                 yield Damage(where=where, what=f"longer than {MAX_LINE_BYTES} bytes")
+                if not is_over:
+                    yield unread(where)
+                    return
             elif line.strip():
                 yield item_of(line, where)
 
 
-def _skip_line(file: BufferedReader) -> int:
-    """Read to the end of a line and return the number of bytes read."""
+def _skip_line(file: BufferedReader) -> tuple[int, bool]:
+    """Return how many bytes of a line were read, and whether its end was among them."""
     num_bytes = 0
-    while rest := file.readline(MAX_LINE_BYTES):
+    while num_bytes < MAX_SKIPPED_BYTES and (rest := file.readline(MAX_LINE_BYTES)):
         num_bytes += len(rest)
         if rest.endswith(b"\n"):
-            break
-    return num_bytes
+            return num_bytes, True
+    return num_bytes, num_bytes < MAX_SKIPPED_BYTES
+
+
+def unread(where: str) -> Damage:
+    """Return the damage of a file that goes on without line ends."""
+    what = f"no line ends within {MAX_SKIPPED_BYTES} bytes; the rest of the file was not read"
+    return Damage(where=where, what=what)
+
+
+PieceT = TypeVar("PieceT")
+
+
+def within_damage(pieces: Iterable[PieceT]) -> Iterator[PieceT | Damage]:
+    """Yield pieces of a trace, up to a limit on how many of them are damage."""
+    num_damaged = 0
+    for piece in pieces:
+        yield piece
+        if isinstance(piece, Damage):
+            num_damaged += 1
+            if num_damaged >= MAX_DAMAGED:
+                what = f"{MAX_DAMAGED} parts cannot be read; the rest of the file was not read"
+                yield Damage(where=piece.where, what=what)
+                return
 
 
 def version_of(line: bytes) -> object:
@@ -293,7 +324,7 @@ def read_trace(path: Path) -> Iterator[Item]:
     """
     num_records, first_damage = 0, None
     try:
-        for item in read_json_lines(path):
+        for item in within_damage(read_json_lines(path)):
             if isinstance(item, Damage):
                 first_damage = first_damage or item
             else:

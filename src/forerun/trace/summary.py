@@ -6,11 +6,12 @@ once; the cost of a step is the mean over requests and steps, as tau is.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from statistics import median
+from typing import Literal
 
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, wilson_interval
@@ -49,51 +50,97 @@ class MeasuredCycleCost:
 
 
 @dataclass(slots=True, kw_only=True)
-class StepCosts:
-    """Number and seconds of decode steps, without cycles that include prefills.
+class Seconds:
+    """Cycles, their steps, and their seconds of drafting, of the target pass and of the rest."""
 
-    Both are by whether the step drafted and by how many requests shared the cycle: a step costs
-    more where there are more. Plain steps in a cycle with drafting steps are left out.
-    """
-
-    num_steps: Counter[tuple[bool, int]] = field(default_factory=Counter)
-    seconds: defaultdict[tuple[bool, int], float] = field(
-        default_factory=lambda: defaultdict(float)
-    )
-
-    def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
-        drafts = record.num_drafted > 0
-        if record.num_prefill_rows or any((other.num_drafted > 0) > drafts for other in cycle):
-            return
-        self.num_steps[drafts, len(cycle)] += 1
-        self.seconds[drafts, len(cycle)] += record.draft_s + record.verify_s + record.other_s
-
-    def include(self, other: StepCosts) -> None:
-        self.num_steps.update(other.num_steps)
-        for key, seconds in other.seconds.items():
-            self.seconds[key] += seconds
+    num_cycles: int = 0
+    num_steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
 
     @property
-    def plain_step_s(self) -> Mapping[int, float]:
+    def total_s(self) -> float:
+        return self.draft_s + self.verify_s + self.other_s
+
+    def add(self, cycle: Sequence[StepRecord], num_steps: int) -> None:
+        """Add a cycle, of which so many steps count."""
+        first = cycle[0]
+        self.num_cycles += 1
+        self.num_steps += num_steps
+        self.draft_s += first.draft_s
+        self.verify_s += first.verify_s
+        self.other_s += first.other_s
+
+    def include(self, other: Seconds) -> None:
+        """Add the cycles of another."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def merged(parts: Iterable[Seconds]) -> Seconds:
+    """Sum cycles of several kinds or batch sizes."""
+    total = Seconds()
+    for part in parts:
+        total.include(part)
+    return total
+
+
+CycleKind = Literal["plain", "drafting", "prefill"]
+
+
+@dataclass(slots=True)
+class CyclesByKind:
+    """Cycles by kind and by how many requests shared them: a step costs more where there are more.
+
+    The cycles of a group of requests are counted once for each of its steps in them.
+    """
+
+    places: defaultdict[tuple[CycleKind, int], Seconds] = field(
+        default_factory=lambda: defaultdict(Seconds)
+    )
+
+    def add(self, kind: CycleKind, cycle: Sequence[StepRecord], num_steps: int) -> None:
+        """Add a cycle, of which so many steps count."""
+        self.places[kind, len(cycle)].add(cycle, num_steps)
+
+    def include(self, other: CyclesByKind) -> None:
+        for key, seconds in other.places.items():
+            self.places[key].include(seconds)
+
+    def by_size(self, kind: CycleKind) -> dict[int, Seconds]:
+        """Return the cycles of a kind by the number of requests in them."""
+        return {size: seconds for (k, size), seconds in self.places.items() if k == kind}
+
+    @property
+    def plain_step_s(self) -> dict[int, float]:
         """Return mean seconds of a plain step by batch size, where there are enough plain steps."""
         return {
-            size: self.seconds[drafts, size] / num_steps
-            for (drafts, size), num_steps in self.num_steps.items()
-            if not drafts and num_steps >= MIN_PLAIN_STEPS and self.seconds[drafts, size] > 0.0
+            size: seconds.total_s / seconds.num_cycles
+            for size, seconds in self.by_size("plain").items()
+            if seconds.num_steps >= MIN_PLAIN_STEPS and seconds.total_s > 0.0
         }
 
     def cycle_cost(self, plain_step_s: Mapping[int, float]) -> MeasuredCycleCost | None:
         """Return kappa of the drafting steps; None if no plain step has the same batch size."""
-        drafting = {size: num for (drafts, size), num in self.num_steps.items() if drafts}
-        compared = {size: num for size, num in drafting.items() if size in plain_step_s}
+        drafting = self.by_size("drafting")
+        compared = {size: seconds for size, seconds in drafting.items() if size in plain_step_s}
         if not compared:
             return None
-        plain_s = sum(plain_step_s[size] * num for size, num in compared.items())
+        used = merged(compared.values())
+        plain_s = sum(plain_step_s[size] * part.num_cycles for size, part in compared.items())
         return MeasuredCycleCost(
-            estimate=sum(self.seconds[True, size] for size in compared) / plain_s,
-            num_steps=sum(compared.values()),
-            num_uncompared=sum(drafting.values()) - sum(compared.values()),
+            estimate=used.total_s / plain_s,
+            num_steps=used.num_steps,
+            num_uncompared=merged(drafting.values()).num_steps - used.num_steps,
         )
+
+
+def kind_of(cycle: Sequence[StepRecord]) -> CycleKind:
+    """Return the kind of a cycle: one that reads a prompt, one that drafts, or a plain one."""
+    if any(record.num_prefill_rows for record in cycle):
+        return "prefill"
+    return "drafting" if any(record.num_drafted for record in cycle) else "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +172,7 @@ class GroupSummary:
     num_tokens: int = 0
     expected_accepted: float = 0.0
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    costs: StepCosts = field(default_factory=StepCosts)
+    costs: CyclesByKind = field(default_factory=CyclesByKind)
 
     def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
         """Add one step of an engine cycle."""
@@ -136,7 +183,9 @@ class GroupSummary:
             self.acceptance.add(
                 record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted
             )
-        self.costs.add(record, cycle)
+        kind = kind_of(cycle)
+        if kind != "drafting" or record.num_drafted:  # a plain step of another's cycle costs more
+            self.costs.add(kind, cycle, 1)
 
     def include(self, other: GroupSummary) -> None:
         """Add the totals of another group."""
@@ -164,7 +213,7 @@ class GroupSummary:
         )
 
     def to_dict(self, plain_step_s: Mapping[int, float]) -> dict[str, Json]:
-        """Return JSON-ready values; `plain_step_s` as for `StepCosts.cycle_cost`."""
+        """Return JSON-ready values; `plain_step_s` as for `CyclesByKind.cycle_cost`."""
         counts, cost = self.acceptance, self.costs.cycle_cost(plain_step_s)
         return {
             "num_requests": self.num_requests,
@@ -192,34 +241,12 @@ class GroupSummary:
 
 
 @dataclass(slots=True, kw_only=True)
-class TimeSplit:
-    """Seconds of drafting, target pass and rest, with every engine cycle counted once."""
-
-    num_cycles: int = 0
-    num_prefill_cycles: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-
-    def add(self, record: StepRecord) -> None:
-        """Add the cycle of a step record; call it once per cycle."""
-        self.num_cycles += 1
-        self.num_prefill_cycles += record.num_prefill_rows > 0
-        self.draft_s += record.draft_s
-        self.verify_s += record.verify_s
-        self.other_s += record.other_s
-
-    @property
-    def total_s(self) -> float:
-        return self.draft_s + self.verify_s + self.other_s
-
-
-@dataclass(slots=True, kw_only=True)
 class TraceSummary:
     """All figures of a trace, as `summarise` computes them.
 
     Attributes:
         tags: steps by tag of their request; a request with several tags counts under each.
+        cycles: every cycle of the engine, counted once.
         num_unfinished: requests without a record of their end.
         ttft_s: seconds to the first token, one per finished request that had one.
     """
@@ -228,7 +255,7 @@ class TraceSummary:
     overall: GroupSummary = field(default_factory=GroupSummary)
     tags: dict[str, GroupSummary] = field(default_factory=dict)
     num_unfinished: int = 0
-    times: TimeSplit = field(default_factory=TimeSplit)
+    cycles: CyclesByKind = field(default_factory=CyclesByKind)
     ttft_s: list[float] = field(default_factory=list)
     num_damaged: int = 0
     damage: list[Damage] = field(default_factory=list)
@@ -239,6 +266,15 @@ class TraceSummary:
         for tag in tags:
             known = tag in self.tags or len(self.tags) < MAX_TAGS
             self.tags.setdefault(tag if known else OTHER_TAGS, GroupSummary()).include(group)
+
+    @property
+    def times(self) -> Seconds:
+        """Return the seconds of all cycles."""
+        return merged(self.cycles.places.values())
+
+    @property
+    def num_prefill_cycles(self) -> int:
+        return merged(self.cycles.by_size("prefill").values()).num_cycles
 
     @property
     def plain_step_s(self) -> Mapping[int, float]:
@@ -256,14 +292,20 @@ class TraceSummary:
         return median(self.ttft_s) if self.ttft_s else None
 
     def to_dict(self) -> dict[str, Json]:
-        plain = self.plain_step_s
+        plain, times = self.plain_step_s, self.times
         return {
             "headers": [header.to_dict() for header in self.headers],
             "overall": self.overall.to_dict(plain),
             "tags": {tag: group.to_dict(plain) for tag, group in self.tags.items()},
             "num_unfinished": self.num_unfinished,
             "median_ttft_s": self.median_ttft_s,
-            "times": asdict(self.times),
+            "times": {
+                "num_cycles": times.num_cycles,
+                "num_prefill_cycles": self.num_prefill_cycles,
+                "draft_s": times.draft_s,
+                "verify_s": times.verify_s,
+                "other_s": times.other_s,
+            },
             "num_damaged": self.num_damaged,
             "damage": [asdict(place) for place in self.damage],
         }
@@ -277,7 +319,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     early: dict[str, tuple[str, ...]] = {}  # those whose steps have not been read
     num_dropped = 0
     for cycle in cycles_of(_split_off(items, found, ended)):
-        found.times.add(cycle[0])
+        found.cycles.add(kind_of(cycle), cycle, len(cycle))
         for record in cycle:
             group = running.setdefault(record.request_id, GroupSummary(num_requests=1))
             group.add(record, cycle)

@@ -14,7 +14,7 @@ from forerun.align import report as conclusion
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
 from forerun.align.report import AlignReport
 from forerun.align.workspace import Workspace
-from forerun.measure.judged import PredictedSpeedup
+from forerun.measure.judge import PredictedSpeedup
 from forerun.theory.intervals import Interval
 
 SLOW = Interval(estimate=0.32, low=0.3, high=0.34)

@@ -28,7 +28,7 @@ from forerun.align.workspace import (
     identity_of,
     of_training,
 )
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
 
 BROUGHT = Sample(prompt_hash="a", token_ids=(1, 2, 3), spans=((2, 3),), source="fixed")
@@ -110,7 +110,7 @@ def test_a_draft_made_from_nothing_is_what_its_file_says(config, tmp_path):
         identity(replace(config, draft=None, init=tmp_path / name))["draft"] for name in "abc"
     )
     assert a == b != c
-    with pytest.raises(InvalidRequest, match="cannot be read: No such file"):
+    with pytest.raises(UnreadableInput, match="cannot be read: No such file"):
         identity(replace(config, draft=None, init=tmp_path / "d"))
 
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from forerun.align.progress import Phases
+from forerun.align.workspace import Phases
 
 
 def shown(*told: tuple[int, int]) -> str:

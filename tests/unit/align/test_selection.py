@@ -12,8 +12,7 @@ from forerun.align.rounds import DraftSelector, Judgement
 from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
 from forerun.drafters.base import Drafter
 from forerun.errors import InvalidCheckpoint
-from forerun.measure.judge import Judge
-from forerun.measure.judged import DraftFigures
+from forerun.measure.judge import DraftFigures, Judge
 
 
 class FakeJudge(Judge):

@@ -15,9 +15,8 @@ from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
 from forerun.align.config import AlignConfig, DataConfig, ObjectiveConfig, TeacherConfig
-from forerun.align.responses import draft_writer
 from forerun.align.samples import is_held_out, prompt_hash
-from forerun.align.texts import TrainingTexts, read_prompt_split
+from forerun.align.texts import TrainingTexts, draft_writer, read_prompt_split
 from forerun.engine.engine import Engine
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.checkpoint import tokenizer_hash

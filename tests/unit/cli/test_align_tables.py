@@ -4,7 +4,7 @@ import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.cli.align import print_changes, print_drafts
-from forerun.measure.judged import changes
+from forerun.measure.judge import changes
 from forerun.theory.cost import CostLine, CostTable
 
 COSTS = CostTable(lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.0, draft_s=0.4),))

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forerun.cli.writers import STYLES, ColouredText, legend
+from forerun.cli.session import STYLES, ColouredText, legend
 from forerun.models.tokenizers import adopt
 from forerun.sampling.config import TokenSource
 

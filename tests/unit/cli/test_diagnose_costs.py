@@ -8,7 +8,7 @@ import pytest
 from tests.profiles import profile_of
 
 from forerun.cli.diagnose import DiagnoseOptions, costs_of
-from forerun.measure.profile.profile import write_profile
+from forerun.measure.profile import write_profile
 from forerun.theory.cost import CostLine, CostTable
 
 LINE = CostLine(rows=(1, 5), verify_s=(0.010, 0.012), plain_s=0.010, draft_s=0.001)

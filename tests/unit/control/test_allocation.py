@@ -35,9 +35,12 @@ def priced(candidates: list[RequestCandidate], times: Times, depths: Sequence[in
         for index, (candidate, wanted) in enumerate(zip(candidates, depths, strict=True))
         for depth, survived in enumerate(candidate.curve.survival[:wanted])
     ]
-    plain = float(len(candidates)), times[candidates[0].method].plain_s
-    tokens, step_s = (plain, *growing(nodes, candidates, times))[-1]
-    return Allocation(tuple(depths), tokens, step_s)
+    own = times[candidates[0].method]
+    if not nodes:
+        return Allocation(tuple(depths), len(candidates), own.plain_s)
+    accepted, _, _, rows, drafts_s = map(sum, zip(*growing(nodes, candidates, times), strict=True))
+    step_s = drafts_s + own.verify_nodes_s(rows)
+    return Allocation(tuple(depths), len(candidates) + accepted, step_s)
 
 
 def late(candidates: list[RequestCandidate], found: Allocation) -> float:

@@ -8,15 +8,17 @@ import pytest
 
 from forerun.cli.main import main
 from forerun.diagnose.asking import (
-    MAX_QUESTIONS,
+    MAX_ANSWERS,
+    MAX_ITEMS,
     MAX_UNKNOWN,
     likeliest_causes,
     next_question,
     read_answer,
+    read_answers,
     with_answers,
 )
 from forerun.diagnose.diagnosis import CAUSES
-from forerun.diagnose.evidence import FACTS, Evidence
+from forerun.diagnose.evidence import FACTS, GROUPS, Evidence
 from forerun.errors import InvalidRequest
 
 COMPLAINT = ["diagnose", "--tokens-per-s", "60", "--tokens-per-s-plain", "80", "--ask"]
@@ -31,9 +33,9 @@ def evidence_of(**facts):
 
 def ask_until_the_end(known, reply):
     answers = {}
-    while (question := next_question(with_answers(known, answers), answers)) is not None:
-        assert question.fact not in answers
-        answers[question.fact] = reply(question.fact)
+    while question := next_question(with_answers(known, answers), answers):
+        assert not any(item.fact in answers for item in question)
+        answers |= {item.fact: reply(item.fact) for item in question}
     return answers
 
 
@@ -55,7 +57,7 @@ def test_truthful_answers_lead_to_the_cause(label, complaint):
     signs = {sign.fact: sign.yes > sign.no for sign in CAUSES[label].signs}
     known = evidence_of(**complaint)
     answers = ask_until_the_end(known, lambda fact: signs.get(fact, False))
-    assert 1 <= len(answers) <= MAX_QUESTIONS
+    assert 1 <= len(answers) < MAX_ANSWERS + MAX_ITEMS
     found = [item.cause.label for item in likeliest_causes(with_answers(known, answers))]
     assert found[0] == label
 
@@ -64,19 +66,32 @@ def test_questions_are_about_what_is_not_known():
     known = evidence_of(tokens_per_s=60.0, tokens_per_s_plain=80.0)
     evidence = with_answers(known, {})
     question = next_question(evidence, {})
-    assert question.fact not in evidence
-    assert FACTS[question.fact].type == "flag"
-    assert question.information > 0
+    assert 1 <= len(question) <= MAX_ITEMS
+    for item in question:
+        assert item.fact not in evidence
+        assert FACTS[item.fact].type == "flag"
+        assert item.information > 0
 
 
 def test_asking_ends_where_nothing_is_ever_known():
     answers = ask_until_the_end(evidence_of(slower_than_plain=True), lambda fact: None)
-    assert len(answers) == MAX_UNKNOWN
+    assert MAX_UNKNOWN <= len(answers) < MAX_UNKNOWN + MAX_ITEMS
+
+
+def test_observations_of_a_question_are_of_one_kind():
+    known = evidence_of(acceptance_low=True, tokens_per_s=60.0, tokens_per_s_plain=80.0)
+    groups = {name: group for group, facts in GROUPS.items() for name in (f.name for f in facts)}
+    answers = {}
+    for _ in range(3):
+        question = next_question(with_answers(known, answers), answers)
+        assert len({groups[item.fact] for item in question}) == 1
+        assert max(item.worth for item in question) == question[0].worth
+        answers |= {item.fact: False for item in question}
 
 
 def test_nothing_is_asked_where_the_cause_is_sure():
     known = evidence_of(speculation_refused=True, drafts_absent=True, no_gain=True)
-    assert next_question(with_answers(known, {}), {}) is None
+    assert next_question(with_answers(known, {}), {}) == ()
 
 
 def test_answers_of_a_file_are_used_and_the_next_question_is_printed(tmp_path, capsys):
@@ -91,15 +106,16 @@ def test_answers_of_a_file_are_used_and_the_next_question_is_printed(tmp_path, c
         if "question" not in found:
             break
         assert code == 4
-        assert found["question"]["fact"] not in asked
-        asked[found["question"]["fact"]] = "no"
-    assert 1 < len(asked) <= MAX_QUESTIONS
+        facts = [item["fact"] for item in found["question"]]
+        assert not any(fact in asked for fact in facts)
+        asked |= dict.fromkeys(facts, "no")
+    assert 1 < len(asked) < MAX_ANSWERS + MAX_ITEMS
     assert len(found["likeliest"]) == 3
     assert all(found["evidence"][fact]["source"] == "answered" for fact in asked)
 
 
 def test_the_terminal_asks_until_its_end(monkeypatch, capsys):
-    replies = iter(["perhaps", "n", "?"])
+    replies = iter(["perhaps", "n y", "n", "?"])
 
     def reply(_prompt):
         try:
@@ -111,7 +127,9 @@ def test_the_terminal_asks_until_its_end(monkeypatch, capsys):
     assert main(["diagnose", "--ask", "good morning to everybody"]) == 4
     shown = capsys.readouterr().out
     assert "'perhaps' is no answer" in shown
-    assert shown.count("1. Does this hold") == 2
+    assert "2 answers to 6 observations" in shown
+    assert shown.count("1. Which of these hold?") == 3
+    assert "2. Which of these hold?" in shown
     assert "Most likely, but not shown:" in shown
 
 
@@ -121,6 +139,14 @@ def test_answers_are_yes_no_or_unknown():
     for word in ("perhaps", 1, 0.0, [], {}):
         with pytest.raises(InvalidRequest, match="no answer"):
             read_answer(word)
+
+
+def test_a_line_answers_each_observation_or_all():
+    assert read_answers("y, n ?", 3) == (True, False, None)
+    assert read_answers("no", 3) == (False, False, False)
+    assert read_answers("", 2) == (None, None)
+    with pytest.raises(InvalidRequest, match="2 answers to 3"):
+        read_answers("y n", 3)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.diagnose.attribution import attribute
-from forerun.diagnose.derive import derive
+from forerun.diagnose.diagnosis import derive
 from forerun.diagnose.evidence import Evidence
 
 
@@ -66,6 +66,19 @@ def test_the_waterfall_adds_up(conditional: list[float], c: float, v: float, o: 
     rejected = sum(part.cost for part in found.parts if part.kind == "rejection")
     ideal = 1 / (len(rates) + 1)
     assert rejected == pytest.approx(1 / found.acceptance_length - ideal, abs=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.74])
+@pytest.mark.parametrize("rates", [None, [0.6, 0.7, 0.5, 0.9], [1.0, 1.0, 0.9, 0.9]])
+def test_rejections_add_up_where_k_varies(rates: list[float] | None, alpha: float | None) -> None:
+    """Rates by position then rise, or give another tau than the one that was measured."""
+    facts = {"acceptance_rate_per_position": rates, "alpha": alpha}
+    given = {name: value for name, value in facts.items() if value is not None}
+    for tau in (1.2, 2.6, 4.9):
+        found = attribute(evidence_of(acceptance_length=tau, k=4, **given))
+        assert found is not None and found.acceptance_length == pytest.approx(tau)
+        assert found.step_cost_per_token == pytest.approx(1 / tau)
+        assert all(part.cost >= 0 for part in found.parts)
 
 
 def test_without_a_plain_step_the_tokens_side_is_given():

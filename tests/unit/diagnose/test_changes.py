@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.diagnose.derive import add_changes, derive
-from forerun.diagnose.diagnosis import Change, Diagnosis, diagnose
+from forerun.diagnose.diagnosis import Change, Diagnosis, add_changes, derive, diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.sources import as_reference
 

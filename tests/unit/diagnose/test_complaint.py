@@ -24,3 +24,9 @@ def test_words_that_say_nothing_are_refused(text: str):
 def test_a_missing_file_is_a_missing_file():
     with pytest.raises(InvalidRequest, match="No such file"):
         read_source("no-such-file.log", interval_s=1.0)
+
+
+def test_one_word_that_names_no_file_is_a_complaint():
+    with pytest.raises(InvalidRequest, match="'fine' is no file"):
+        read_source("fine", interval_s=1.0)
+    assert not read_source("slow", interval_s=1.0, is_asking=True).facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.diagnose.derive import derive
+from forerun.diagnose.diagnosis import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.theory.intervals import Interval, wilson_interval
 

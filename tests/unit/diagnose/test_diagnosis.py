@@ -10,8 +10,7 @@ import pytest
 
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.page import page_of
-from forerun.diagnose.words import NAMED, headline, sections
+from forerun.diagnose.words import NAMED, headline, page_of, sections
 from forerun.errors import InvalidRequest
 from forerun.theory.cost import CostLine, CostTable
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from forerun.diagnose.evidence import FACTS, Evidence
-from forerun.diagnose.readers import documents
-from forerun.diagnose.readers.text import read_text
+from forerun.diagnose.readers import sources as documents
+from forerun.diagnose.readers.sources import read_text
 from forerun.errors import ForerunError
 
 SCHEMA = Path(documents.__file__).with_name("facts.schema.json")

@@ -16,10 +16,9 @@ from tests.records import HEADER, REQUEST, STEP, steps
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.page import page_of
 from forerun.diagnose.readers import sources
-from forerun.diagnose.readers.sources import read_source
-from forerun.diagnose.readers.text import read_text
+from forerun.diagnose.readers.sources import read_source, read_text
+from forerun.diagnose.words import page_of
 from forerun.errors import ForerunError, InvalidTrace
 from forerun.trace.files import MAX_NODES, open_trace, read_trace
 from forerun.trace.summary import summarise

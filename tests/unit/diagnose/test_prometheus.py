@@ -6,10 +6,10 @@ import io
 
 import pytest
 
-from forerun.diagnose.derive import derive
+from forerun.diagnose.diagnosis import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
-from forerun.diagnose.readers.text import read_text
+from forerun.diagnose.readers.sources import read_text
 
 COUNTERS = """\
 # HELP {p}num_drafts_total Number of drafts.

@@ -7,12 +7,11 @@ import json
 
 import pytest
 
-from forerun.diagnose.derive import derive
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import derive, diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers import text
+from forerun.diagnose.readers import sources as text
 from forerun.diagnose.readers.engine_logs import num_draft_tokens_of
-from forerun.diagnose.readers.text import MAX_BYTES, read_text
+from forerun.diagnose.readers.sources import MAX_BYTES, read_text
 from forerun.errors import InvalidRequest
 
 VLLM = (

@@ -11,8 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, plain
 
-from forerun.diagnose.derive import derive
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import derive, diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import trace as reader
 from forerun.diagnose.readers.trace import BLOCK_ROWS, blocks, read_columns, read_trace_evidence

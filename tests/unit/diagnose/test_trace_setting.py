@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.diagnose.derive import derive
+from forerun.diagnose.diagnosis import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace import read_trace_evidence
 from forerun.theory.record import StepRecord

@@ -12,9 +12,8 @@ from tests import heads, natives, tiny
 from forerun.control.base import Tree
 from forerun.control.named import FixedController
 from forerun.drafters.base import StepOutcome
-from forerun.drafters.eagle3.checkpoint import write_eagle3_head
-from forerun.drafters.eagle3.load import load_eagle3
-from forerun.drafters.eagle3.model import NativeEagle3Model
+from forerun.drafters.eagle3.drafter import NativeEagle3Model
+from forerun.drafters.eagle3.load import load_eagle3, write_eagle3_head
 from forerun.errors import IncompatibleDraft
 from forerun.models.base import Context, pack
 from forerun.sampling.config import Choice, SamplingParams

@@ -12,8 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import heads, tiny
 
-from forerun.drafters.eagle3.checkpoint import write_eagle3_head
-from forerun.drafters.eagle3.load import GOLDEN_FILE, examine, load_eagle3, write_golden
+from forerun.drafters.eagle3.load import (
+    GOLDEN_FILE,
+    examine,
+    load_eagle3,
+    write_eagle3_head,
+    write_golden,
+)
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.base import Context, pack
 

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.heads import causal
 
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
-from forerun.drafters.eagle3.formats import Eagle3Config, default_feature_layers
-from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
+from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.errors import InvalidModel
 
 WIDTH, TARGET_VOCAB, DRAFT_VOCAB = 32, 50, 12

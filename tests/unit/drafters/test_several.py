@@ -14,7 +14,7 @@ from forerun.drafters.base import Drafter, Pause
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.registry import SeveralDrafters, named_by_method
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.tree_builder import merged
+from forerun.drafters.tree_growth import merged
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import Choice, SamplingParams

@@ -9,8 +9,7 @@ import pytest
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.config import SuffixConfig
-from forerun.drafters.suffix import OutputStore, SuffixDrafter
-from forerun.drafters.suffix_automaton import NOTHING, HitRates, OwnMatch, copy_on
+from forerun.drafters.suffix import NOTHING, HitRates, OutputStore, OwnMatch, SuffixDrafter, copy_on
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal

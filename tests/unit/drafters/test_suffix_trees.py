@@ -13,7 +13,7 @@ from forerun.control.base import Plan, Tree
 from forerun.drafters.base import Pause
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.suffix import SuffixDrafter, branches_on, most_valuable
-from forerun.drafters.tree_builder import build_tree
+from forerun.drafters.tree_growth import build_tree
 from forerun.sampling.config import Choice
 
 SHAPE = Tree(num_nodes=6, depth=3, width=3)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.control.base import Tree
-from forerun.drafters.tree_builder import build_tree
+from forerun.drafters.tree_growth import build_tree
 
 WIDTH, DEPTH = 3, 3
 

@@ -13,9 +13,18 @@ from tests import tiny
 
 from forerun import Engine
 from forerun.engine import auto_drafts as found_drafts
-from forerun.engine.auto_drafts import COPIER, auto_drafts, fitting_models, with_auto
+from forerun.engine.auto_drafts import (
+    COPIER,
+    IN_FEWER_BITS,
+    auto_drafts,
+    fitting_models,
+    with_auto,
+)
+from forerun.engine.config import EngineConfig
 from forerun.errors import ForerunError, InvalidRequest
+from forerun.measure.quantise import write_quantised
 from forerun.models.catalog import zoo_path
+from forerun.models.checkpoint import read_checkpoint
 
 TARGET = str(zoo_path("zoo:code-40m"))
 
@@ -40,12 +49,44 @@ def add(cache: Path, name: str, model: str) -> Path:
 
 
 def test_a_shipped_target_has_its_shipped_draft():
-    assert auto_drafts("zoo:code-40m") == ("zoo:code-2m-for-40m", COPIER)
+    assert auto_drafts("zoo:code-40m") == ("zoo:code-2m-for-40m", IN_FEWER_BITS, COPIER)
     assert auto_drafts("zoo:books-1m") == (COPIER,)
 
 
-def test_without_a_cache_the_text_is_copied():
+def test_without_a_cache_the_target_drafts_for_itself():
+    assert auto_drafts(TARGET) == (IN_FEWER_BITS, COPIER)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"runner": "graphs"}, {"dtype": "float16"}, {"weights": "int4"}, {"weights": "int8"}],
+)
+def test_no_copy_in_4_bits_is_made_where_another_runner_or_fewer_bits_are_asked(settings):
+    assert auto_drafts(TARGET, **settings) == (COPIER,)
+    assert auto_drafts(TARGET, dtype="float32", weights="bf16") == (IN_FEWER_BITS, COPIER)
+
+
+def test_a_small_target_does_not_draft_for_itself():
+    assert auto_drafts(str(zoo_path("zoo:code-11m"))) == (COPIER,)
+
+
+def test_a_target_in_few_bits_does_not_draft_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(found_drafts, "LEAST_READ_BYTES", 0)
+    small = zoo_path("zoo:code-2m-for-40m")
+    write_quantised(small, tmp_path / "int4", "int4", lambda share: None)
+    assert auto_drafts(str(small)) == (IN_FEWER_BITS, COPIER)
+    assert auto_drafts(str(tmp_path / "int4")) == (COPIER,)
+
+
+def test_a_copy_in_4_bits_is_counted_before_anything_is_loaded(monkeypatch, caplog):
+    needed = found_drafts._files(read_checkpoint(Path(TARGET)), "cpu").memory.total_bytes
+    caplog.set_level("INFO", "forerun.loading")
+    monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (30 << 20))
+    assert auto_drafts(TARGET) == (IN_FEWER_BITS, COPIER)
+    auto_drafts.cache_clear()
+    monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (29 << 20))
     assert auto_drafts(TARGET) == (COPIER,)
+    assert "in 4 bits needs" in caplog.text
 
 
 def test_the_smaller_model_with_the_same_tokenizer_is_found(cache):
@@ -54,7 +95,7 @@ def test_the_smaller_model_with_the_same_tokenizer_is_found(cache):
     add(cache, "org/head", "eagle3-for-40m")
     broken = add(cache, "org/broken", "code-2m-for-40m")
     (broken / "model.safetensors").unlink()
-    assert auto_drafts(TARGET) == (str(good), COPIER)
+    assert auto_drafts(TARGET) == (str(good), IN_FEWER_BITS, COPIER)
 
 
 def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
@@ -80,8 +121,11 @@ def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatc
 
 
 def test_auto_stands_beside_named_drafts_and_names_none_twice():
-    drafts = with_auto(["suffix", "auto", "recycling"], "zoo:code-40m", "cpu")
-    assert drafts == ["suffix", "zoo:code-2m-for-40m", "recycling"]
+    config = EngineConfig()
+    drafts = with_auto(["suffix", "auto", "recycling"], "zoo:code-40m", "cpu", "auto", config)
+    assert drafts == ["suffix", "zoo:code-2m-for-40m", IN_FEWER_BITS, "recycling"]
+    drafts = with_auto(["auto", IN_FEWER_BITS], "zoo:code-40m", "cpu", "auto", config)
+    assert drafts == ["zoo:code-2m-for-40m", COPIER, IN_FEWER_BITS]
 
 
 def test_a_draft_that_was_found_and_cannot_be_loaded_is_left_out(monkeypatch, tmp_path, caplog):
@@ -99,4 +143,4 @@ def test_a_draft_that_was_found_and_cannot_be_loaded_is_left_out(monkeypatch, tm
 
 def test_a_loaded_target_has_no_files_to_find_a_draft_for():
     with pytest.raises(InvalidRequest, match="needs a target by its folder or name"):
-        with_auto(["auto"], tiny.network(), "cpu")
+        with_auto(["auto"], tiny.network(), "cpu", "auto", EngineConfig())

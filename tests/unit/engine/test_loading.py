@@ -13,8 +13,7 @@ from tests import heads, tiny
 from tests.cards import card_for
 
 from forerun.drafters import registry
-from forerun.drafters.eagle3.checkpoint import write_eagle3_head
-from forerun.drafters.eagle3.load import load_eagle3
+from forerun.drafters.eagle3.load import load_eagle3, write_eagle3_head
 from forerun.drafters.foreign import SharedTokenDraft
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, load_medusa, write_medusa
 from forerun.drafters.suffix import SuffixDrafter
@@ -145,6 +144,14 @@ def test_every_end_of_text_any_file_names_counts(folder, file, listed, expected)
     settings = json.loads((path / file).read_text())
     (path / file).write_text(json.dumps(settings | {"eos_token_id": listed}))
     assert eos_token_ids(path, tiny.tokenizer()) == expected
+
+
+@pytest.mark.parametrize("listed", [[[1]], {"a": 1}, "x", 1.5, True, [10**30]])
+def test_an_end_of_text_that_is_no_token_is_refused(folder, listed):
+    path = folder("ends")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(InvalidModel, match="must be a token id or a list"):
+        eos_token_ids(path, tiny.tokenizer())
 
 
 def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, draft, caplog):

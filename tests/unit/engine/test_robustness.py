@@ -14,8 +14,7 @@ import torch
 from tests import tiny
 
 from forerun.engine.config import EngineConfig
-from forerun.engine.engine import Engine
-from forerun.engine.guard import EngineGuard
+from forerun.engine.engine import Engine, EngineGuard
 from forerun.engine.thread import EngineThread
 from forerun.errors import (
     EngineBusy,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -12,6 +14,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
+from tests import tiny
 from tests.gguf_files import (
     SCALE_PLACES,
     add_tokenizer,
@@ -28,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel, NotEnoughMemory
 from forerun.models import memory
-from forerun.models.base import Context, LanguageModel, pack
+from forerun.models.base import LanguageModel
 from forerun.models.catalog import held_out_prompts, zoo_path
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.draft_card import identify
@@ -91,9 +94,7 @@ def reference(folder: Path, path: Path) -> dict[str, Tensor]:
 
 
 def logits_of(model: LanguageModel) -> Tensor:
-    context = Context(model.store, IDS)
-    batch = pack([context.span(len(IDS))], torch.tensor(IDS), range(len(IDS)), model.device)
-    return model.forward(batch).logits
+    return tiny.logits_of(model, IDS)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -178,6 +179,28 @@ def test_the_draft_of_a_folder_may_be_a_file(zoo_file):
     plain = Engine.load("zoo:code-2m-for-40m", device="cpu", num_threads=1)
     engine = plain.with_draft(zoo_file, 3)
     assert engine.generate("def f(", params)[0].text == plain.generate("def f(", params)[0].text
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+def test_logits_of_a_trained_model_are_within_a_hundredth(tmp_path, kind):
+    """Unlike the random model's, its roundings do not grow from layer to layer."""
+    path = write_gguf(tmp_path / "trained.gguf", zoo_path("zoo:code-40m"), all_of(kind))
+    ids = load_tokenizer("zoo:code-40m").encode(held_out_prompts()[0].text)[:48]
+    options = {"device": "cpu", "max_batch": 1, "max_context": 64, "num_threads": 1}
+    expected = tiny.logits_of(load_model(path, dtype="float32", **options), ids)
+    found = tiny.logits_of(load_model(path, **options), ids)
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 1e-3 < error < 1e-2  # the lower bound: activations were rounded
+
+
+def test_a_second_start_imports_neither_transformers_nor_a_compiler(zoo_file):
+    load_model(zoo_file, device="cpu", max_batch=1, num_threads=1)  # the first one fills the cache
+    program = (
+        "import sys; from forerun.models.load import load_model; "
+        f"load_model({str(zoo_file)!r}, device='cpu', max_batch=1, num_threads=1); "
+        "sys.exit('transformers' in sys.modules or 'torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_identity_follows_every_part_of_the_file(zoo_file, tmp_path):

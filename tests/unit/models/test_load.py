@@ -12,6 +12,7 @@ from tests import tiny
 from tests.contract.test_more_families import network
 from transformers import AutoModelForCausalLM
 
+from forerun.drafters.config import DRAFTER_NAMES
 from forerun.errors import (
     ForerunError,
     InvalidModel,
@@ -24,6 +25,7 @@ from forerun.models.base import Context, pack
 from forerun.models.checkpoint import WEIGHTS
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import (
+    KNOWN_NAMES,
     load_model,
     load_tokenizer,
     model_folder,
@@ -118,8 +120,8 @@ def test_of_a_supported_class_transformers_own_code_is_used(folder, configure):
 
 
 def test_quantised(folder, configure):
-    configure(quantization_config={"quant_method": "awq"})
-    with pytest.raises(InvalidModel, match="awq"):
+    configure(quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(InvalidModel, match=r"'bitsandbytes'.*read are awq"):
         load_model(folder)
 
 
@@ -159,9 +161,22 @@ def test_paths_that_do_not_exist_are_not_looked_up(source, monkeypatch):
         model_folder(source)
 
 
+def test_every_drafter_is_a_name_that_may_be_meant():
+    assert set(DRAFTER_NAMES) <= set(KNOWN_NAMES)
+
+
 def test_unknown_name():
     with pytest.raises(InvalidModel, match="'no-such-owner/model' is neither a folder nor"):
         model_folder("no-such-owner/model")
+
+
+def test_a_mistyped_name_gets_the_nearest_known_one(monkeypatch):
+    def fetch(*_, **__):
+        raise OSError("no network\nand a page of advice")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(InvalidModel, match=r"Did you mean suffix\?.*says: no network$"):
+        model_folder("sufix")
 
 
 def test_name_is_fetched_without_pickles(tmp_path, monkeypatch):

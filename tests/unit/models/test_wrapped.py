@@ -13,7 +13,7 @@ from tests.natives import native_model
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.measure.profile.rounds import Stopwatch, timed
+from forerun.measure.rigs import Stopwatch, timed
 from forerun.models.base import DraftsInOneCall, LanguageModel, LayeredModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal

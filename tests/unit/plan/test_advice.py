@@ -9,8 +9,7 @@ import pytest
 
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import given
-from forerun.plan.advice import DraftCandidate, advise, option_at, tree_options
-from forerun.plan.config import PlanConfig
+from forerun.plan.advice import DraftCandidate, PlanConfig, advise, option_at, tree_options
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import constant_acceptance_length
 

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 
 from forerun.errors import InvalidRequest, InvalidTrace
-from forerun.plan.simulation.config import (
+from forerun.plan.workload import (
     Constant,
     SimulatedServerConfig,
     load_workload,

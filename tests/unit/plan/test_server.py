@@ -10,8 +10,8 @@ from msgspec import structs
 from forerun.control.base import Chain, Plan
 from forerun.control.named import FixedController
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.comparison import ControllerComparison, simulate
-from forerun.plan.simulation.config import (
+from forerun.plan.simulation import ControllerComparison, Times, simulate
+from forerun.plan.workload import (
     Clustered,
     Constant,
     Phase,
@@ -20,9 +20,8 @@ from forerun.plan.simulation.config import (
     Slo,
     Uniform,
     Workload,
+    traffic_of,
 )
-from forerun.plan.simulation.request import traffic_of
-from forerun.plan.simulation.server import Times
 from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import acceptance_length, constant_acceptance_length

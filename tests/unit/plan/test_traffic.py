@@ -5,7 +5,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from forerun.plan.simulation.config import (
+from forerun.plan.workload import (
     Clustered,
     Constant,
     Lognormal,
@@ -14,8 +14,11 @@ from forerun.plan.simulation.config import (
     SimulatedServerConfig,
     Uniform,
     Workload,
+    key_of,
+    normals,
+    traffic_of,
+    uniforms,
 )
-from forerun.plan.simulation.request import key_of, normals, traffic_of, uniforms
 from forerun.theory.splitmix import INCREMENT, finalise
 
 COUNT = 20_000

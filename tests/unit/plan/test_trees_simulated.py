@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from forerun.measure.profile.profile import load_profile
+from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.comparison import ControllerComparison
-from forerun.plan.simulation.config import (
+from forerun.plan.simulation import ControllerComparison
+from forerun.plan.workload import (
     Constant,
     Phase,
     SimulatedServerConfig,

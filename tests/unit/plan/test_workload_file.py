@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.plan.simulation.config import (
+from forerun.plan.workload import (
     Clustered,
     Constant,
     Lognormal,

@@ -10,8 +10,8 @@ from tests.tiny import MAX_CONTEXT, tokenizer
 
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
-from forerun.measure.profile.config import ProfileConfig
-from forerun.measure.profile.rigs import LoadedPair, ModelFacts
+from forerun.measure.profile import ProfileConfig
+from forerun.measure.rigs import LoadedPair, ModelFacts
 
 SMALL = ProfileConfig(
     rows=(1, 2, 4, 8),

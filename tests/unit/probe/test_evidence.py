@@ -15,8 +15,7 @@ from forerun.engine import step as engine_step
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.models import drafting_for_itself
-from forerun.probe.run import ProbedEngine, probe_engine
+from forerun.probe.run import ProbedEngine, drafting_for_itself, probe_engine
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
 

@@ -12,18 +12,19 @@ from tests.unit.probe.planted import Clock, Costs, planted_pair
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.documents import facts_document, read_facts
+from forerun.diagnose.readers.sources import facts_document, read_facts
 from forerun.models.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.models import (
+from forerun.probe.run import (
+    ProbedEngine,
     add_card_ratio,
     add_files,
     add_pass_costs,
     add_weights,
     looks_drawn,
     pass_config,
+    probe_engine,
 )
-from forerun.probe.run import ProbedEngine, probe_engine
 from forerun.probe.tape import AcceptedShare, Onsets, StateTally, Transform
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, uniformity_p_value

@@ -16,8 +16,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.engine import step as engine_step
 from forerun.models.catalog import zoo_path
 from forerun.probe.config import EvidenceConfig
-from forerun.probe.models import add_files
-from forerun.probe.run import ProbedEngine, probe_engine
+from forerun.probe.run import ProbedEngine, add_files, probe_engine
 from forerun.sampling.config import SamplingParams
 
 WIDE = 16

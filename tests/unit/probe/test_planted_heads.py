@@ -11,9 +11,8 @@ from tests import heads, tiny
 
 from forerun.diagnose.diagnosis import CAUSES, diagnose
 from forerun.diagnose.evidence import Evidence
-from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
-from forerun.drafters.eagle3.load import model_of
+from forerun.drafters.eagle3.load import model_of, write_eagle3_head
 from forerun.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHeads, write_medusa
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.run import ProbedEngine, probe_engine

@@ -48,6 +48,27 @@ def probs_of_logits(logits: Tensor) -> Tensor:
     return processors.target_probs(logits, processors.pack_params(params))
 
 
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"min_p": 0.02},
+        {"top_k": 5},
+        {"top_k": 3000},
+        {"top_p": 0.3},
+        {"top_p": 0.9},
+        {"top_p": 0.9999},
+        {"min_p": 0.001, "top_k": 40, "top_p": 0.95},
+    ],
+    ids=str,
+)
+def test_truncated_rows(logits, by_torch, truncation):
+    """Where thousands of tokens are less likely than a rounding, one may be kept by one alone."""
+    params = [SamplingParams(temperature=t, **truncation) for t in TEMPERATURES]
+    found = processors.target_probs(logits, processors.pack_params(params))
+    expected = by_torch(lambda: processors.target_probs(logits, processors.pack_params(params)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
 def test_they_are_there():
     assert sampling_kernels() is not None
 

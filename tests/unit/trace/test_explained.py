@@ -103,6 +103,27 @@ def test_trees_have_no_hindsight_of_chains():
     assert explain_request(tree).hindsight() == []
 
 
+def test_a_tree_is_told_depth_by_depth():
+    """Seven nodes: three below the root, of which the second was kept, two below that, two more."""
+    step = replace(
+        STEPS[0],
+        num_drafted=7,
+        depth_drafted=3,
+        num_accepted=1,
+        num_emitted=2,
+        path_ranks=(2,),
+        path_children=(3, 2),
+    )
+    text = "\n".join(in_words(found(), [step]))
+    assert "depth 1: number 2 of 3 siblings accepted (id 100)" in text
+    assert "depth 2: none of 2 siblings accepted" in text
+    assert "2 other nodes: not reached" in text
+    whole = replace(step, num_accepted=2, path_ranks=(1, 1), path_children=(3, 2, 0))
+    text = "\n".join(in_words(found(), [whole]))
+    assert "none of" not in text
+    assert "depth 2: number 1 of 2 siblings accepted (id 101)" in text
+
+
 def test_the_figures_of_the_page_are_those_of_the_records():
     text = "\n".join(in_words(found(), found().steps))
     assert "20 tokens in 6 steps" in text
@@ -134,6 +155,12 @@ def test_exercises_have_answers_of_the_records():
     assert "Step 2 drafted 4 tokens and kept 0" in exercises[0][0]
     assert exercises[0][1].startswith("1 tokens with one pass")
     assert exercises[1][1].startswith("0.583 and 3.333")
+    shares = found().shares
+    largest = max(shares, key=shares.get)
+    assert exercises[2][1].startswith(f"{largest}: {shares[largest] / sum(shares.values()):.0%}")
+    best = min(found().hindsight(), key=lambda item: item.step_s / item.tokens_per_step)
+    assert exercises[3][1].startswith(f"K = {best.num_speculative_tokens}: ")
+    assert f"{best.tokens_per_step:.2f} tokens per step" in exercises[3][1]
 
 
 def test_the_command_reads_a_trace(tmp_path, capsys):

@@ -250,6 +250,21 @@ def test_a_line_without_end_needs_no_memory(lines, monkeypatch):
     assert damage_in(path) == [f"line 2 (byte {len(content[0])}): longer than 1000 bytes"]
     path.write_bytes(content[0] + b"\x00" * 5000)
     assert len(damage_in(path)) == 1
+    monkeypatch.setattr(jsonl, "MAX_SKIPPED_BYTES", 2000)
+    path.write_bytes(content[0] + b"\x00" * 5000 + b"\n" + content[1])
+    assert "the rest of the file was not read" in damage_in(path)[-1]
+    assert records_in(path) == [HEADER]
+
+
+def test_reading_ends_where_most_lines_are_damaged(lines, monkeypatch):
+    monkeypatch.setattr(jsonl, "MAX_DAMAGED", 10)
+    path, content = lines
+    path.write_bytes(content[0] + b"{}\n" * 50 + content[1])
+    assert damage_in(path)[-1].endswith(
+        "10 parts cannot be read; the rest of the file was not read"
+    )
+    assert len(damage_in(path)) == 11
+    assert records_in(path) == [HEADER]
 
 
 def test_a_newer_schema_is_said(lines):

@@ -117,8 +117,9 @@ def test_who_waits_for_others_drafts_is_no_plain_step():
 
 def test_time_of_a_cycle_counts_once():
     shared = [drafted(1, 1, request_id=name) for name in "abc"]
-    times = summarise([*shared, prefill(2)]).times
-    assert (times.num_cycles, times.num_prefill_cycles) == (2, 1)
+    found = summarise([*shared, prefill(2)])
+    times = found.times
+    assert (times.num_cycles, found.num_prefill_cycles) == (2, 1)
     assert times.draft_s == pytest.approx(0.003)
     assert times.verify_s == pytest.approx(0.905)
     assert times.other_s == pytest.approx(0.002)

@@ -1,15 +1,26 @@
-"""Reads evidence from a named source: a trace, a text file, standard input or a URL."""
+"""Reads evidence from a named source: a trace, a text file, standard input or a URL.
+
+A facts file is a JSON object, whose schema is `facts.schema.json` beside this module:
+
+    {"forerun_facts": 1, "source": "on-call notes",
+     "facts": {"tokens_per_s": 61, "output_differs": false, "changed": ["target"]}}
+
+A value may also be an object with `value`, and optionally `source` and `interval` (two ends).
+
+Time and memory are bounded whatever comes: bytes, lines and their lengths have limits, no pattern
+backtracks further than a line, and nothing of a line is kept but its numbers.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from forerun.bounded_read import (
     BoundedFile,
@@ -18,13 +29,569 @@ from forerun.bounded_read import (
     gunzipped,
     open_bounded,
     open_stdin,
+    parse_json,
 )
-from forerun.diagnose.evidence import FOLDER, Evidence, Reading
-from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
+from forerun.diagnose.evidence import FOLDER, MAX_WORD, Evidence, Reading, shown
+from forerun.diagnose.readers.engine_logs import (
+    NUMBER,
+    LineReader,
+    LlamaCppLog,
+    SglangLog,
+    SpecDecodingLog,
+    Tally,
+    matched_number,
+    num_draft_tokens_of,
+)
+from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line, metrics_of
 from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.theory.intervals import Interval
+from forerun.theory.record import Json
 
 if TYPE_CHECKING:
     import httpx
+
+
+FORMAT = 1
+KEY = "forerun_facts"
+
+
+def read_facts(document: Mapping[str, object], name: str) -> Evidence:
+    """Return the evidence of a parsed facts file."""
+    version = document.get(KEY)
+    if version != FORMAT:
+        raise InvalidRequest(
+            f"{name} has facts format {shown(version)}; this forerun reads {FORMAT}"
+        )
+    facts = document.get("facts")
+    if not isinstance(facts, Mapping):
+        raise InvalidRequest(f"{name} has no object named facts")
+    given = document.get("source")
+    source = f"{name}: {given[:MAX_WORD]}" if isinstance(given, str) else name
+    evidence = Evidence(readings=[Reading(source=name, kinds={"facts"}, num_lines=len(facts))])
+    for key, value in facts.items():
+        try:
+            _add_fact(evidence, str(key), value, source)
+        except ValueError as error:
+            raise InvalidRequest(f"{name}: {error}") from error
+    return evidence
+
+
+def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
+    """Return evidence as the content of a facts file for `read_facts`."""
+    facts: dict[str, Json] = {}
+    for fact in evidence:
+        value: Json = [*fact.value] if isinstance(fact.value, tuple) else fact.value
+        entry: dict[str, Json] = {"value": value, "source": fact.source[:MAX_WORD]}
+        if fact.interval is not None:
+            entry["interval"] = [fact.interval.low, fact.interval.high]
+        facts[fact.name] = entry
+    return {KEY: FORMAT, "source": source[:MAX_WORD], "facts": facts}
+
+
+def _add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
+    if not isinstance(value, Mapping):
+        evidence.add(key, value, source)
+        return
+    if unknown := set(map(str, value)) - {"value", "source", "interval"}:
+        raise ValueError(f"{key} has unknown entries {', '.join(sorted(unknown))[:MAX_WORD]}")
+    own = value.get("source")
+    where = own[:MAX_WORD] if isinstance(own, str) else source
+    evidence.add(key, value.get("value"), where, interval_of(key, value))
+
+
+def interval_of(key: str, value: Mapping[str, object]) -> Interval | None:
+    """Check that the interval of a fact has two ends around its value."""
+    ends, estimate = value.get("interval"), value.get("value")
+    if ends is None:
+        return None
+    numbers = [estimate, *ends] if isinstance(ends, list) else []
+    if len(numbers) != 3 or not all(
+        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+    ):
+        raise ValueError(f"{key}: interval must be two numbers around a number")
+    try:
+        middle, low, high = (float(number) for number in numbers)
+    except OverflowError as error:
+        raise ValueError(f"{key}: interval has a number that is too large") from error
+    if not low <= middle <= high:
+        raise ValueError(f"{key}: interval {low:g} to {high:g} does not hold {middle:g}")
+    return Interval(estimate=middle, low=low, high=high)
+
+
+MAX_DEPTH = 12
+MAX_OBJECTS = 100_000
+
+Object = Mapping[str, object]
+
+
+class Documents:
+    """Reads the JSON objects of engines at any depth of a document."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.kind = "JSON"
+        self._pairs: list[tuple[float, float]] = []
+
+    def read(self, document: object) -> bool:
+        """Read one document; False if it contains no known object."""
+        known = False
+        for entry in _objects_in(document):
+            known |= (
+                self._read_timings(entry)
+                or self._read_iteration(entry)
+                or self._read_meta_info(entry)
+                or self._read_request_metrics(entry)
+                or self._read_server_info(entry)
+            )
+        return known
+
+    def close(self) -> None:
+        """Add facts that depend on all documents, such as how SGLang's accept rate is defined."""
+        nodes = num_draft_tokens_of(self._pairs)
+        if nodes is not None:
+            self.tally.set_fact("k", nodes - 1)
+
+    def _read_timings(self, entry: Object) -> bool:
+        """Read llama.cpp's `timings` of a response."""
+        drafted, accepted = number(entry, "draft_n"), number(entry, "draft_n_accepted")
+        tokens, milliseconds = number(entry, "predicted_n"), number(entry, "predicted_ms")
+        if tokens is None or milliseconds is None:
+            return False
+        self.kind = "llama.cpp timings"
+        if drafted is not None and accepted is not None:
+            self.tally.count("num_drafted", drafted)
+            self.tally.count("num_accepted", accepted)
+            # Every step emits what it accepts and one more; the first token is the prompt's.
+            if tokens - 1 - accepted > 0:
+                self.tally.count("num_drafts", tokens - 1 - accepted)
+        else:
+            self.tally.count("num_drafts", 0.0)
+            self.tally.count("num_steps", tokens)
+        if milliseconds > 0:
+            self.tally.mean("tokens_per_s", 1000.0 * tokens / milliseconds, tokens)
+            prompt = number(entry, "prompt_ms")
+            if prompt is not None:
+                self.tally.mean("prefill_share", prompt / (prompt + milliseconds), tokens)
+        return True
+
+    def _read_iteration(self, entry: Object) -> bool:
+        """Read TensorRT-LLM's `specDecodingStats` of an iteration."""
+        stats = entry.get("specDecodingStats")
+        if not isinstance(stats, Mapping):
+            return False
+        self.kind = "TensorRT-LLM statistics"
+        drafted, accepted = number(stats, "numDraftTokens"), number(stats, "numAcceptedTokens")
+        requests = number(stats, "numRequestsWithDraftTokens")
+        if drafted is None or accepted is None:
+            return True
+        self.tally.count("num_drafted", drafted)
+        self.tally.count("num_accepted", accepted)
+        if requests:
+            self.tally.count("num_drafts", requests)
+            self.tally.mean("batch", requests)
+        latency, overhead = number(stats, "iterLatencyMS"), number(stats, "draftOverhead")
+        if latency and requests:
+            self.tally.mean("cycle_s", latency / 1000.0)
+            if overhead is not None and 0.0 <= overhead <= 1.0:
+                self.tally.mean("draft_s", overhead * latency / 1000.0)
+        return True
+
+    def _read_meta_info(self, entry: Object) -> bool:
+        """Read SGLang's `meta_info` of a response, under its older and newer field names."""
+        calls, length = number(entry, "spec_verify_ct"), number(entry, "spec_accept_length")
+        if calls is None and length is None:
+            return False
+        self.kind = "SGLang meta_info"
+        accepted = _first_number(entry, "spec_num_correct_drafts", "spec_accept_token_num")
+        drafted = _first_number(entry, "spec_num_proposed_drafts", "spec_draft_token_num")
+        if calls and accepted is not None and drafted is not None:
+            self.tally.count("num_drafts", calls)
+            self.tally.count("num_accepted", accepted)
+            self.tally.count("num_drafted", drafted)
+        elif length is not None and length >= 1.0:
+            self.tally.mean("acceptance_length", length, calls or 1.0)
+        rate = number(entry, "spec_accept_rate")
+        if length is not None and rate:
+            self._pairs.append((length, rate))
+        return True
+
+    def _read_request_metrics(self, entry: Object) -> bool:
+        """Read vLLM's `metrics.speculative_decoding` of a response."""
+        steps, drafted = number(entry, "num_spec_steps"), number(entry, "num_draft_tokens")
+        accepted = number(entry, "num_accepted_draft_tokens")
+        if steps is None or drafted is None or accepted is None:
+            return False
+        self.kind = "vLLM request metrics"
+        self.tally.count("num_drafts", steps)
+        self.tally.count("num_drafted", drafted)
+        self.tally.count("num_accepted", accepted)
+        self.tally.set_fact("k", number(entry, "num_spec_tokens"))
+        return True
+
+    def _read_server_info(self, entry: Object) -> bool:
+        length = number(entry, "avg_spec_accept_length")
+        if length is None:
+            return False
+        self.kind = "SGLang server_info"
+        if length >= 1.0:
+            self.tally.set_fact("acceptance_length", length)
+        return True
+
+
+def _objects_in(document: object) -> Iterator[Object]:
+    """Yield every object of a document, the outer ones first, within a limit on their number."""
+    waiting: list[tuple[object, int]] = [(document, 0)]
+    num_objects = 0
+    while waiting and num_objects < MAX_OBJECTS:
+        value, depth = waiting.pop()
+        if isinstance(value, Mapping):
+            num_objects += 1
+            yield value
+        inner = list(value.values()) if isinstance(value, Mapping) else value
+        if depth < MAX_DEPTH and isinstance(inner, list):
+            waiting += [(entry, depth + 1) for entry in inner if isinstance(entry, dict | list)]
+
+
+def number(entry: Object, name: str) -> float | None:
+    """Return a finite number of 0 or more; None otherwise."""
+    value = entry.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < 1e15 else None
+
+
+def _first_number(entry: Object, *names: str) -> float | None:
+    return next((value for name in names if (value := number(entry, name)) is not None), None)
+
+
+def label(text: str) -> re.Pattern[str]:
+    return re.compile(r"^\s*" + re.escape(text) + r":\s+" + NUMBER + r"\s*$")
+
+
+COUNTS = {
+    "num_drafts": label("Drafts"),
+    "num_drafted": label("Draft tokens"),
+    "num_accepted": label("Accepted tokens"),
+}
+GAUGES = {
+    "acceptance_length": (label("Acceptance length"), 1.0),
+    "draft_acceptance_rate": (label("Acceptance rate (%)"), 0.01),
+    "tokens_per_s": (label("Output token throughput (tok/s)"), 1.0),
+    "ttft_s": (label("Mean TTFT (ms)"), 0.001),
+}
+BATCH = label("Peak concurrent requests")
+KNOWN = re.compile(
+    r"^\s*(?:=+ ?(?:Serving Benchmark Result|Speculative Decoding|=*).*=+|-+.*-+|"
+    r"Per-position acceptance \(%\):?|(?:Successful|Failed) requests:.*|Benchmark duration.*|"
+    r"Total (?:input|generated) tokens:.*|(?:Mean|Median|P\d\d) \w+ \(ms\):.*|"
+    r"(?:Request|Total [Tt]oken) throughput.*|Peak .*)\s*$"
+)
+POSITION = re.compile(r"^\s*Position (\d{1,2}):\s+" + NUMBER + r"\s*$")
+SUMMARY = re.compile(r"Throughput: " + NUMBER + r" token/s, Acceptance length: " + NUMBER)
+
+
+class BenchmarkOutput(LineReader):
+    """Reader of the tables of labels and values that benchmark clients print."""
+
+    kind = "benchmark output"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rates: dict[int, float] = {}
+
+    def read(self, line: str) -> bool:
+        for name, pattern in COUNTS.items():
+            if (value := matched_number(pattern, line)) is not None:
+                self.tally.count(name, value)
+                return True
+        for name, (pattern, factor) in GAUGES.items():
+            if (value := matched_number(pattern, line)) is not None:
+                self.tally.set_fact(name, value * factor)
+                return True
+        if found := POSITION.match(line):
+            self._rates[int(found.group(1))] = float(found.group(2)) / 100.0
+            return True
+        if found := SUMMARY.search(line):
+            self.tally.set_fact("tokens_per_s", float(found.group(1)))
+            self.tally.set_fact("acceptance_length", float(found.group(2)))
+            return True
+        return bool(KNOWN.match(line))
+
+    def close(self) -> None:
+        """Combine the rates per position into one list, if no position is missing."""
+        if self._rates and sorted(self._rates) == list(range(len(self._rates))):
+            rates = [self._rates[index] for index in range(len(self._rates))]
+            self.tally.set_fact("acceptance_rate_per_position", rates)
+
+
+def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    """Return a case-insensitive pattern and the observations that a matching line implies."""
+    return re.compile(pattern, re.IGNORECASE), facts
+
+
+# Between two words at most so much may stand: a line is no essay, and matching stays linear.
+GAP = r".{0,80}?"
+SPECULATION = r"(?:speculat\w*+|spec[- ]?dec\w*|draft(?:ing| model)?|assist\w*|mtp|eagle)"
+
+REMARKS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
+    remark(
+        r"vocab(?:ulary)?\b" + GAP + r"(?:must match|not match|mismatch|differ|incompatib)",
+        "vocabularies_differ",
+    ),
+    remark(r"(?:tokeni[sz]er|vocab)\w*" + GAP + r"not compatible", "vocabularies_differ"),
+    remark(
+        r"(?:guided|grammar|structured)" + GAP + r"not supported" + GAP + SPECULATION,
+        "grammar_used",
+    ),
+    remark(
+        SPECULATION + GAP + r"(?:not supported|unsupported|disabled|not available|will not|"
+        r"falling back|cannot be used|is ignored|skipping)",
+        "speculation_refused",
+    ),
+    remark(
+        r"(?:disabl\w+|ignor\w+|falling back from|skip\w+|no support for|does not support) "
+        + GAP
+        + SPECULATION,
+        "speculation_refused",
+    ),
+    remark(r"not support partial sequence removal", "speculation_refused", "target_recurrent"),
+    remark(
+        r"(?:some weights|weights? of|tensor\w*|parameter\w*|keys?)"
+        + GAP
+        + r"(?:not initiali[sz]ed|newly initiali[sz]ed|missing|unexpected|not found|not loaded)",
+        "weights_incomplete",
+    ),
+    remark(r"(?:logits|probabilit\w+|draft\w*)" + GAP + r"\bnan\b", "draft_nan"),
+    remark(
+        r"(?:cuda|hip|npu)[ _-]?graphs?" + GAP + r"(?:disabled|not supported|turned off|skipp)",
+        "graphs_off",
+    ),
+    remark(r"enforce[_-]eager=True|--enforce-eager|--disable-cuda-graph", "graphs_off"),
+    remark(r"\bpreempt(?:ed|ion)", "memory_pressure"),
+    # Engines name settings of such layers whatever the model is; models and their state, only then.
+    remark(
+        r"(?:\bhybrid|\bmamba|\bssm|\bgdn|recurrent)[ -]"
+        r"(?:kv|models?|attention|layers?|states?|architecture|memory|pages?|blocks?|target)\b|"
+        r"memory_(?:recurrent|hybrid)|\bmamba num: [1-9]",
+        "target_recurrent",
+    ),
+)
+
+
+MAX_LENGTH = 400
+"""What is said in words is said at once."""
+
+
+class Remarks(LineReader):
+    """Reader of log messages of any engine that imply observations."""
+
+    kind = "engine messages"
+
+    def read(self, line: str) -> bool:
+        found = False
+        line = line[:MAX_LENGTH]
+        for pattern, facts in REMARKS:
+            if pattern.search(line):
+                found = True
+                for fact in facts:
+                    self.tally.set_fact(fact, True)
+        return found
+
+
+GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling acceptance avg")
+
+
+class TensorRtLlmLog(LineReader):
+    """Reader of TensorRT-LLM's log, whose acceptance threshold disables drafting permanently."""
+
+    kind = "TensorRT-LLM log"
+
+    def read(self, line: str) -> bool:
+        if not GATE.search(line):
+            return False
+        for name in ("speculation_off", "adaptive_k", "adaptive_stuck", "acceptance_low"):
+            self.tally.set_fact(name, True)
+        return True
+
+
+MAX_BYTES = 1 << 26
+"""Bytes that are read of a log; a longer log is cut, which a note reports."""
+MAX_LINE = 1 << 14
+MAX_SECONDS = 10.0
+CHECKED_LINES = 512
+"""Lines between two looks at the clock."""
+WORDS = (
+    *("spec", "draft", "accept", "decode", "graph", "eager", "vocab", "tokeni", "nan", "weight"),
+    *("tensor", "param", "key", "preempt", "hybrid", "mamba", "ssm", "gdn", "recurrent", "predict"),
+    *("throughput", "avg thr", "eval time", "acc per pos", "n_", "position", "ttft", "tpot", "itl"),
+    *("requests", "duration", "peak", "total", "===", "---", "removal", "guided", "grammar"),
+    *("structured", "assist", "mtp", "eagle"),
+)
+"""No reader knows a line with none of these words, so most of a log is skipped quickly."""
+MAX_DOCUMENT = 1 << 24
+ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Interface of a binary stream."""
+
+    def read(self, size: int, /) -> bytes:
+        """Read at most `size` bytes; none at the end."""
+
+
+class PartialSource:
+    """Binary stream that ends after a byte or time limit, such as the log of a running server."""
+
+    def __init__(self, file: Readable) -> None:
+        self.file = file
+        self.stopped: str | None = None
+        self._has_read = False
+
+    def read(self, size: int, /) -> bytes:
+        """Read at most `size` bytes; empty at the end of the stream or at a limit."""
+        if self.stopped is not None:
+            return b""
+        try:
+            data = self.file.read(size)
+        except UnreadableInput as error:
+            if not self._has_read:
+                raise
+            self.stopped = str(error)
+            return b""
+        self._has_read = True
+        return data
+
+
+def read_text(file: Readable, name: str) -> Evidence:
+    """Return the evidence of a log, metrics, a benchmark's output, JSON or a facts file."""
+    source = PartialSource(file)
+    evidence = _read_source_text(source, name)
+    if source.stopped is not None:
+        evidence.readings[0].notes.append(f"only the beginning was read: {source.stopped}")
+    return evidence
+
+
+def _read_source_text(file: Readable, name: str) -> Evidence:
+    head = b""
+    while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
+        head += chunk
+    if b"\x00" in head[:4096]:
+        raise InvalidRequest(
+            f"{name} is binary; give a log, metrics, JSON, facts file, or a trace of forerun"
+        )
+    if len(head) <= MAX_DOCUMENT:
+        found = _as_document(head, name)
+        if found is not None:
+            return found
+    return read_lines(lines_of(head, file), name)
+
+
+def _as_document(data: bytes, name: str) -> Evidence | None:
+    """Parse a whole JSON document, such as a facts file; None where it is none."""
+    if data.startswith(f"{KEY}:".encode()):
+        raise InvalidRequest(f"{name} is a facts file in YAML; write it as JSON")
+    if data.lstrip()[:1] not in (b"{", b"["):
+        return None
+    try:
+        document = parse_json(data, name)
+    except UnreadableInput:
+        if KEY.encode() in data[:8192]:
+            raise
+        return None
+    if isinstance(document, Mapping) and KEY in document:
+        return read_facts(document, name)
+    evidence = Evidence(readings=[Reading(source=name, num_lines=1)])
+    documents = Documents()
+    if not documents.read(document):
+        evidence.readings[0].num_unknown = 1
+        return evidence
+    _add_facts_of(documents, evidence, name)
+    return evidence
+
+
+def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
+    """Return the lines, shortened to a maximum length, and whether the input ended."""
+    rest, num_bytes = head, len(head)
+    while True:
+        *whole, rest = rest.split(b"\n")
+        for line in whole:
+            yield clean(line), False
+        rest = rest[: MAX_LINE + 1]
+        chunk = file.read(1 << 20) if num_bytes < MAX_BYTES else b""
+        if not chunk:
+            break
+        num_bytes += len(chunk)
+        rest += chunk
+    yield clean(rest), num_bytes >= MAX_BYTES
+
+
+def clean(line: bytes) -> str:
+    return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r")
+
+
+def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
+    """Pass every line to the first reader that recognises its format."""
+    metrics, documents = PrometheusText(), Documents()
+    readers: tuple[LineReader, ...] = (
+        *(SpecDecodingLog(), SglangLog(), LlamaCppLog()),
+        *(TensorRtLlmLog(), BenchmarkOutput(), Remarks()),
+    )
+    evidence = Evidence(readings=[Reading(source=name)])
+    reading = evidence.readings[0]
+    deadline = time.monotonic() + MAX_SECONDS
+    for line, was_cut in lines:
+        if was_cut:
+            reading.notes.append(f"longer than {MAX_BYTES} bytes; only the beginning was read")
+        if not line.strip():
+            continue
+        reading.num_lines += 1
+        is_metric = is_metric_line(line) or metrics.metrics.num_samples > 0
+        known = (is_metric and metrics.read(line)) or read_object(line, documents)
+        lowered = line.lower()
+        if not known and any(word in lowered for word in WORDS):
+            known = any(reader.read(line) for reader in readers)
+        reading.num_unknown += not known
+        if reading.num_lines % CHECKED_LINES == 0 and time.monotonic() > deadline:
+            reading.notes.append(f"took more than {MAX_SECONDS:g} s; the rest was not read")
+            break
+    concluding: tuple[Concluding, ...] = (metrics, documents, *readers)
+    for found in concluding:
+        _add_facts_of(found, evidence, name)
+    engines = {kind.split()[0] for kind in reading.kinds if kind.split()[0] in ENGINES}
+    if len(engines) > 1:
+        reading.notes.append(
+            f"lines of several engines ({', '.join(sorted(engines))}) in one source; where they "
+            "differ, the first one's figures are used: give each engine a source of its own"
+        )
+    return evidence
+
+
+ENGINES = frozenset({"forerun", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})
+
+
+def read_object(line: str, documents: Documents) -> bool:
+    if not line.startswith("{"):
+        return False
+    try:
+        return documents.read(parse_json(line, "the line"))
+    except UnreadableInput:
+        return False
+
+
+Concluding = LineReader | Documents
+
+
+def _add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
+    reader.close()
+    if reader.tally.is_empty:
+        return
+    evidence.readings[0].kinds.add(reader.kind)
+    engine = reader.kind.split()[0]
+    if engine in ENGINES:
+        evidence.add("engine", engine, name)
+    reader.tally.add_to(evidence, f"{name}: {reader.kind}")
+
 
 MAX_PAGE_BYTES = 1 << 25
 TIMEOUT_S = 10.0
@@ -78,8 +645,8 @@ def page_of(url: str) -> PrometheusText:
     return page
 
 
-HEADER_BYTES = 1 << 16
-"""Status lines, headers and trailers of one exchange, beside the body; httpx allows 100 KB."""
+HEADER_BYTES = (16 + 64) << 10
+"""Status lines, headers and trailers of an exchange, and one read: the limit of a body is first."""
 
 
 def http_get(url: str, limits: ReadLimits) -> bytes:
@@ -146,7 +713,7 @@ FIRST_DATA_S = 20.0
 
 
 def read_source(name: str, *, interval_s: float, is_asking: bool = False) -> Evidence:
-    """Return the evidence of one source; a name with blanks that is no file is a complaint.
+    """Return the evidence of one source; words that name no file are a complaint.
 
     Args:
         name: file, URL, "-" or words.
@@ -160,7 +727,7 @@ def read_source(name: str, *, interval_s: float, is_asking: bool = False) -> Evi
             with open_stdin(LIMITS) as stream:
                 return _read_stream(stream, "stdin")
         path = Path(name)
-        if " " in name.strip() and not os.path.lexists(path):
+        if (" " in name.strip() or name.isalpha()) and not os.path.lexists(path):
             return read_complaint(name, is_asking=is_asking)
         if path.is_dir():
             return read_trace(path)
@@ -185,8 +752,6 @@ def read_trace(path: Path) -> Evidence:
 def _read_stream(file: BoundedFile, name: str) -> Evidence:
     """Return the evidence of a stream; a trace is copied into a file first."""
     if file.peek(len(TRACE_START)) != TRACE_START:
-        from forerun.diagnose.readers.text import read_text
-
         return read_text(file, name)
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -198,7 +763,7 @@ def _read_stream(file: BoundedFile, name: str) -> Evidence:
 
 def as_reference(evidence: Evidence) -> Evidence:
     """Rename the figures of a run to those of the reference run for a comparison."""
-    from forerun.diagnose.rates import add_costs, add_rates
+    from forerun.diagnose.evidence import add_costs, add_rates
 
     add_rates(evidence)
     add_costs(evidence)

@@ -1,25 +1,39 @@
-"""Converts a forerun trace to evidence."""
+"""Converts a forerun trace to evidence: counts, costs, shares and comparisons of its parts."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 from msgspec.structs import replace
 
 from forerun.bounded_read import check_regular
-from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading
-from forerun.diagnose.readers.trace_facts import add_contrasts, add_figures
-from forerun.diagnose.readers.trace_totals import TraceTotals
+from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, is_limit
+from forerun.diagnose.readers.trace_totals import (
+    OUTCOMES,
+    PAUSES,
+    PAUSING,
+    Comparison,
+    Mask,
+    StretchCounts,
+    Stretches,
+    TraceTotals,
+    compare,
+    ends,
+)
 from forerun.errors import InvalidTrace, UnreadableInput
-from forerun.theory.acceptance import ngrams
+from forerun.theory.acceptance import AcceptanceCounts, ngrams
+from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.files import (
     COUNTS,
@@ -27,10 +41,385 @@ from forerun.trace.files import (
     MAX_COUNT,
     MAX_NODES,
     MAX_SECONDS,
+    MAX_SKIPPED_BYTES,
     NODE_COUNTS,
     Damage,
     item_of,
+    unread,
+    within_damage,
 )
+from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
+
+MIN_CHANGES = 0.2
+"""Share of steps with another K than the one before from which on K swings: probes of a controller
+that decodes plainly are fewer."""
+MIN_RISES = 0.03
+"""Of steps, the share with a larger K than the one before, from which on K is being chosen."""
+
+
+def add_figures(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Add facts that are figures, and the data series of the charts."""
+    counts = AcceptanceCounts()
+    for (_, depth, accepted, drafted), steps in totals.acceptance.items():
+        counts.steps[depth, accepted] += steps
+        counts.num_drafted += drafted * steps
+    evidence.note("num_steps", totals.num_steps, source)
+    evidence.note("num_drafts", counts.num_steps, source)
+    evidence.note("num_drafted", counts.num_drafted, source)
+    evidence.note("num_accepted", counts.num_accepted, source)
+    if counts.num_steps:
+        _add_counts(evidence, totals, counts, source)
+    add_costs(evidence, totals, source)
+    _add_shares(evidence, totals, source)
+    add_requests(evidence, requests, source)
+
+
+def _add_counts(
+    evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
+) -> None:
+    """Add the number of drafted tokens and how many of them were accepted."""
+    by_k: Counter[int] = Counter()
+    for (k, _, _, _), steps in totals.acceptance.items():
+        by_k[k] += steps
+    evidence.note("k", by_k.most_common(1)[0][0], source)
+    evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in sorted(by_k.items()))
+    evidence.note("num_emitted", counts.num_emitted, source)
+    evidence.note("accepted_per_position", counts.accepted_per_position, source)
+    evidence.note("drafted_per_position", counts.drafted_per_position, source)
+    evidence.note("conditional_acceptance_per_position", counts.conditional_acceptance, source)
+    if is_limit(evidence):
+        full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
+        evidence.note("full_accept_share", full / counts.num_steps, source)
+    none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
+    evidence.note("zero_accept_share", none / counts.num_steps, source)
+    if totals.expected > 0.0:
+        ratio = counts.num_accepted / totals.expected
+        interval = normal_interval(ratio, math.sqrt(totals.squares) / totals.expected)
+        evidence.note("expected_accepted", totals.expected, source)
+        evidence.note("calibration", ratio, source, interval)
+    overlap, num_known = totals.overlap
+    reached = sum(counts.reached_per_position)
+    if num_known and overlap > 0.0:
+        found = counts.num_accepted / reached / (overlap / num_known)
+        evidence.note("accept_rule_ratio", found, source)
+
+
+def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add times of drafting and plain steps, at the same number of requests in a cycle."""
+    drafting, plain_step_s = totals.cycles.by_size("drafting"), totals.cycles.plain_step_s
+    if not drafting:
+        return
+    compared = {size: total for size, total in drafting.items() if size in plain_step_s}
+    used = merged((compared or drafting).values())
+    if not used.num_cycles or used.total_s <= 0.0:
+        return
+    evidence.note("cycle_s", used.total_s / used.num_cycles, source)
+    for name in ("draft_s", "verify_s", "other_s"):
+        evidence.note(name, getattr(used, name) / used.num_cycles, source)
+    evidence.note("batch", used.num_steps / used.num_cycles, source)
+    if compared:
+        plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
+        evidence.note("plain_step_s", plain_s / used.num_cycles, source)
+        _add_batch(evidence, compared, plain_step_s, source)
+        _add_verify_curve(evidence, totals, plain_step_s, source)
+
+
+MIN_CYCLES = 20
+COSTLIER, AS_COSTLY = 1.3, 1.1
+"""kappa at many sequences over that at few: a good part of the gain goes, or none to speak of."""
+FAR = 2.0
+"""Many are at least so many times few: nearer ones tell nothing."""
+
+
+def _add_batch(
+    evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
+) -> None:
+    """Add how plain steps slow down with the batch, and kappa at the smallest and largest batch."""
+    few, many = min(plain_step_s), max(plain_step_s)
+    if many >= FAR * few:
+        growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
+        evidence.note("batch_linearity", max(0.0, growth), f"{source}: {few} and {many} sequences")
+    kappas = {
+        size: total.total_s / total.num_cycles / plain_step_s[size]
+        for size, total in sorted(drafting.items())
+        if total.num_cycles >= MIN_CYCLES
+    }
+    few, many = min(kappas, default=0), max(kappas, default=0)
+    if few and many >= FAR * few:
+        ratio = kappas[many] / kappas[few]
+        answer = True if ratio >= COSTLIER else False if ratio <= AS_COSTLY else None
+        words = f"kappa {kappas[few]:.2f} for {few}, {kappas[many]:.2f} for {many}"
+        evidence.note("slower_with_batch", answer, f"{source}: {words}")
+
+
+def _add_verify_curve(
+    evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
+) -> None:
+    """Add pass times by number of rows, at the batch size with the most cycles."""
+    sizes: Counter[int] = Counter()
+    for (size, _), total in totals.rows.items():
+        if size in plain_step_s:
+            sizes[size] += total.num_cycles
+    ((size, _),) = sizes.most_common(1)
+    curve = [
+        (float(rows), total.verify_s / total.num_cycles / plain_step_s[size])
+        for (s, rows), total in sorted(totals.rows.items())
+        if s == size and total.num_cycles >= MIN_PLAIN_STEPS
+    ]
+    if len(curve) > 1:
+        evidence.note("verify_rows", [rows for rows, _ in curve], source)
+        evidence.note("verify_costs", [cost for _, cost in curve], source)
+
+
+def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    prefill = merged(totals.cycles.by_size("prefill").values())
+    everything_s = merged(totals.cycles.places.values()).total_s
+    if everything_s > 0.0:
+        evidence.note("prefill_share", prefill.total_s / everything_s, source)
+        decode_s = everything_s - prefill.total_s
+        if decode_s > 0.0:
+            decoded = totals.num_tokens - prefill.num_steps
+            evidence.note("tokens_per_s", max(0, decoded) / decode_s, source)
+    steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
+    if steps:
+        drafted = totals.drafting_steps.total()
+        evidence.note("k0_share", max(0.0, 1.0 - drafted / steps), source)
+    if totals.num_pairs:
+        evidence.note("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+        _add_swing(evidence, totals, source)
+    if graphs := totals.graph_hits.total():
+        evidence.note("graph_hit_share", totals.graph_hits[True] / graphs, source)
+
+
+def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add how much K varies between steps, if a controller chooses it."""
+    if PAUSING & totals.methods.keys():
+        return
+    moved, of = totals.k_swing
+    if of:
+        swing = moved / of if totals.num_k_changes >= MIN_CHANGES * totals.num_pairs else 0.0
+        evidence.note("k_swing", swing, f"{source}: mean change of K over mean K")
+    rises = totals.num_k_rises / totals.num_pairs
+    if rises > MIN_RISES:
+        evidence.note("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
+
+
+def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    if not requests:
+        return
+    evidence.note("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
+    evidence.note("num_output_tokens", fmean(r.num_output_tokens for r in requests), source)
+    if ttft := [request.ttft_s for request in requests if request.ttft_s is not None]:
+        evidence.note("ttft_s", median(ttft), source)
+    for name in ("temperature", "top_k", "top_p"):
+        asked = {request.parameters.get(name) for request in requests}
+        value = asked.pop() if len(asked) == 1 else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            evidence.note(name, value, source)
+
+
+LEAST = 0.1
+"""Of the draft: a smaller difference explains no complaint."""
+CHANCE = 0.03
+"""Of seeing a difference that is not there, by each comparison."""
+AGAINST_TREND = 0.05
+"""Difference that matters where the opposite is to be expected; and chance of seeing it, which in
+truth is much smaller there."""
+MIN_STEPS = 50
+"""Of a tag or of a slice of time, to be named at all."""
+OTHER_TEXT = 0.4
+"""Prompts of another length are other prompts: up to two fifths of acceptance are between them
+where nothing is wrong."""
+MAX_POINTS = 60
+MAX_COMPARED_TAGS = 500
+"""Tags that are compared: those of the most requests."""
+FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
+"""Tags `key:value` of these keys say how a prompt was put, others what it is about."""
+
+
+def add_contrasts(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Add facts that compare parts of a trace, and the data series of their charts."""
+    stretches = totals.stretches
+    _add_outcomes(evidence, stretches.by("previous"), source)
+    if not PAUSING & totals.methods.keys():
+        paused = stretches.by("paused")
+        no_recent, after = (paused.place == index for index in range(len(PAUSES)))
+        found = compare(paused, no_recent, after)
+        _add_fall(evidence, "acceptance_falls_after_handoff", found, source)
+    for name, key in (("context", "context"), ("generation", "index")):
+        places = stretches.by(key)
+        _add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
+    company = stretches.by("company")
+    found = compare(company, company.place == 0, company.place == 1)
+    _add_fall(evidence, "acceptance_falls_with_batch", found, source)
+    _add_growth(evidence, totals.far, source)
+    known = {request.request_id: request for request in requests}
+    by_stretch = [known.get(name) for name in stretches.request_ids]
+    _add_tags(evidence, stretches.by("all"), by_stretch, source)
+    _add_temperatures(evidence, stretches.by("all"), by_stretch, source)
+    _add_acceptance_over_time(evidence, totals, source)
+
+
+def _add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
+    """Compare acceptance by the outcome of the previous draft.
+
+    Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
+    least as much as one after less, unless the state it drafts from is wrong.
+    """
+    none, partial, full = (places.place == index for index in range(len(OUTCOMES)))
+    for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
+        found = compare(places, high, low)
+        fact = f"acceptance_falls_after_{name}"
+        _add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
+
+
+def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
+    evidence: Evidence,
+    name: str,
+    found: Comparison | None,
+    source: str,
+    *,
+    least: float = LEAST,
+    share: float = 0.0,
+    chance: float = CHANCE,
+) -> None:
+    """Add whether acceptance is lower in the second group of a comparison than in the first."""
+    if found is None:
+        return
+    high, low = found.high, found.low
+    answer = found.is_lower(max(least, share * high.mean), chance)
+    sides = ", ".join(
+        f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
+    )
+    words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
+    evidence.note(name, answer, f"{source}: {words}")
+
+
+NO_GROWTH, MIN_GROWTH = 1.15, 1.6
+"""Growth of a pass from short to long contexts that is named where that of plain steps is not
+known: attention over the context takes longer there with drafts and without."""
+Cycles = Mapping[tuple[int, int, int], Seconds]
+"""By requests, rows per request and logarithm of the context."""
+
+
+def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
+    """Add how pass time grows with context beyond that of plain steps, at equal size and rows."""
+    found: list[tuple[int, float, str]] = []
+    for size, rows in {place[:2] for place in cycles if place[1] > 1}:
+        for split in {place[2] for place in cycles if place[:2] == (size, rows)}:
+            drafting = _growth(cycles, (size, rows), split)
+            plain = _growth(cycles, (size, 1), split)
+            if drafting is None:
+                continue
+            num, growth = drafting
+            if plain is None and NO_GROWTH < growth < MIN_GROWTH:
+                continue
+            words = f"a pass of {rows} rows takes {growth:.2f} times as long at long contexts"
+            if plain is not None:
+                words += f", a plain one {plain[1]:.2f} times"
+                growth /= plain[1]
+            found.append((num, growth, words))
+    if found:
+        _, growth, words = max(found)
+        evidence.note("context_growth", growth, f"{source}: {words}")
+
+
+def _growth(cycles: Cycles, of: tuple[int, int], split: int) -> tuple[int, float] | None:
+    """Return how much longer passes take beyond a context, and in how many cycles it was seen."""
+    sides = [(place[2] > split, total) for place, total in cycles.items() if place[:2] == of]
+    short, long = (merged(total for is_long, total in sides if is_long is i) for i in (False, True))
+    num = min(short.num_cycles, long.num_cycles)
+    if num < MIN_CYCLES or short.verify_s <= 0.0:
+        return None
+    return num, (long.verify_s / long.num_cycles) / (short.verify_s / short.num_cycles)
+
+
+def _add_tags(
+    evidence: Evidence,
+    places: StretchCounts,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
+) -> None:
+    """Add acceptance by tag; a request with several tags counts under each."""
+    tags: dict[str, list[int]] = {}
+    for index, request in enumerate(by_stretch):
+        for tag in () if request is None else request.tags:
+            tags.setdefault(tag, []).append(index)
+    common = sorted(tags.items(), key=lambda entry: -len(entry[1]))[:MAX_COMPARED_TAGS]
+    known = {tag: np.isin(places.stretch, indices) for tag, indices in common}
+    sides = [(tag, mask, *alpha_1(places, mask)) for tag, mask in known.items()]
+    ordered = sorted((s for s in sides if s[3] >= MIN_STEPS), key=lambda side: side[2])
+    evidence.series["tag"] = tuple((tag[:60], a, n) for tag, _, a, n in ordered[:MAX_POINTS])
+    formats = [side for side in ordered if side[0].partition(":")[0] in FORMATS]
+    domains = [side for side in ordered if side[0].partition(":")[0] not in FORMATS]
+    for name, found in (
+        ("acceptance_differs_by_template", formats),
+        ("acceptance_differs_by_domain", domains),
+    ):
+        if len(found) > 1:
+            low, high = found[0], found[-1]
+            pairs = len(found) * (len(found) - 1)  # the best was looked for, and the worst
+            words = f"{source}: {high[0][:60]} and {low[0][:60]}"
+            comparison = compare(places, high[1], low[1])
+            _add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
+
+
+def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
+    num_steps = float(places.num_steps[mask].sum())
+    return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
+
+
+def _add_temperatures(
+    evidence: Evidence,
+    places: StretchCounts,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
+) -> None:
+    """Compare greedy with sampled requests, if a trace contains both."""
+    asked = [(i, request) for i, request in enumerate(by_stretch) if request is not None]
+    cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
+    greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
+    found = compare(places, greedy, known & ~greedy)
+    _add_fall(evidence, "acceptance_falls_with_temperature", found, source)
+
+
+def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    ordered = sorted(totals.over_time, key=lambda point: point[0])
+    if not ordered:
+        return
+    points = []
+    width = -(-len(ordered) // MAX_POINTS)
+    for start in range(0, len(ordered), width):
+        times_s, num_steps, num_first = zip(*ordered[start : start + width], strict=True)
+        rate = sum(num_first) / max(1, sum(num_steps))
+        points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
+    evidence.series["time"] = tuple(points)
+    best = _sharpest(totals.stretches)
+    # A trace that did not change within itself may all lie behind the change.
+    if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
+        _add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
+
+
+NUM_CUTS = 16
+"""Moments at which acceptance may have dropped."""
+
+
+def _sharpest(stretches: Stretches) -> Comparison | None:
+    """Return the most significant drop of acceptance over several candidate times."""
+    places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
+    if not len(starts_s):
+        return None
+    found: list[Comparison] = []
+    for moment in np.unique(np.quantile(starts_s, np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1))):
+        before: Mask = (starts_s < moment)[places.stretch]
+        if (comparison := compare(places, before, ~before)) is not None:
+            found.append(comparison)
+    return max(found, key=lambda comparison: comparison.t, default=None)
+
 
 STEP_TYPES: Mapping[str, pa.DataType] = {
     **dict.fromkeys(
@@ -58,7 +447,7 @@ Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
 def read_columns(path: Path) -> Iterator[Piece]:
     """Yield the content of a trace lazily: tables of steps, headers, requests and damage."""
     try:
-        yield from _json_pieces(path)
+        yield from within_damage(_json_pieces(path))
     except OSError as error:
         raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
     except UnreadableInput as error:
@@ -69,8 +458,12 @@ def _json_pieces(path: Path) -> Iterator[Piece]:
     """Yield tables and records of a JSON lines trace, chunk by chunk."""
     check_regular(path)
     with path.open("rb") as file:
-        number, rest = 1, b""
+        number, rest, num_endless = 1, b"", 0
         while chunk := file.read(CHUNK_BYTES):
+            num_endless = 0 if b"\n" in chunk else num_endless + len(chunk)
+            if num_endless >= MAX_SKIPPED_BYTES:
+                yield unread(f"line {number}")
+                return
             whole, rest = cut(rest + chunk)
             lines = whole.splitlines(keepends=True)
             yield from _lines_pieces(lines, number)

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forerun.trace.summary import CyclesByKind, Seconds
+
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
 """Of a request where there are few of them: after so many steps its text has moved on."""
@@ -300,21 +302,6 @@ SLICES = 16
 """Points in time that a block gives: enough to see when something changed."""
 
 
-@dataclass(slots=True)
-class Seconds:
-    """Seconds of all cycles of one kind, split into drafting, target pass and rest."""
-
-    num_cycles: int = 0
-    num_steps: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.draft_s + self.verify_s + self.other_s
-
-
 PAUSING = frozenset({"suffix"})
 """Drafters that draft nothing where the text does not repeat itself, at any K."""
 
@@ -325,7 +312,7 @@ class TraceTotals:
 
     Attributes:
         acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
-        cycles: by kind (plain, drafting, prefill) and number of requests in them.
+        cycles: by kind and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
         far: of plain and drafting cycles by requests, rows per request and logarithm of context.
         texts: the first tokens of the trace by request, where it has them.
@@ -344,7 +331,7 @@ class TraceTotals:
     num_steps: int = 0
     num_tokens: int = 0
     acceptance: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    cycles: dict[tuple[str, int], Seconds] = field(default_factory=dict)
+    cycles: CyclesByKind = field(default_factory=CyclesByKind)
     rows: dict[tuple[int, int], Seconds] = field(default_factory=dict)
     far: dict[tuple[int, int, int], Seconds] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
@@ -423,20 +410,21 @@ class TraceTotals:
             self._add_seconds(row)
 
     def _add_seconds(self, row: Mapping[str, Any]) -> None:
-        kind, num_rows = str(row["kind"]), int(row["rows"])
+        kind, num_rows = row["kind"], int(row["rows"])
         size, num_cycles = int(row["size"]), int(row["count_all"])
-        places = [self.cycles.setdefault((kind, size), Seconds())]
+        part = Seconds(
+            num_cycles=num_cycles,
+            num_steps=num_cycles * size,
+            draft_s=row["draft_s_max_sum"],
+            verify_s=row["verify_s_max_sum"],
+            other_s=row["other_s_max_sum"],
+        )
+        self.cycles.places[kind, size].include(part)
         if kind == "drafting":
-            places.append(self.rows.setdefault((size, num_rows), Seconds()))
+            self.rows.setdefault((size, num_rows), Seconds()).include(part)
         if kind != "prefill":
             place = size, num_rows, int(row["context"])
-            places.append(self.far.setdefault(place, Seconds()))
-        for total in places:
-            total.num_cycles += num_cycles
-            total.num_steps += num_cycles * size
-            total.draft_s += row["draft_s_max_sum"]
-            total.verify_s += row["verify_s_max_sum"]
-            total.other_s += row["other_s_max_sum"]
+            self.far.setdefault(place, Seconds()).include(part)
 
     def _add_texts(self, steps: pa.Table) -> None:
         known = steps.filter(pc.is_valid(steps["token_ids"])) if self.num_kept < KEPT else steps[:0]
@@ -536,14 +524,3 @@ def _log_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
 def _add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
     for value in pc.value_counts(values).to_pylist():
         counter[value["values"]] += value["counts"]
-
-
-def merged(parts: Sequence[Seconds]) -> Seconds:
-    """Sum the cycles of several batch sizes."""
-    return Seconds(
-        num_cycles=sum(part.num_cycles for part in parts),
-        num_steps=sum(part.num_steps for part in parts),
-        draft_s=math.fsum(part.draft_s for part in parts),
-        verify_s=math.fsum(part.verify_s for part in parts),
-        other_s=math.fsum(part.other_s for part in parts),
-    )

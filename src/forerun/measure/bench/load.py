@@ -17,7 +17,7 @@ from functools import partial
 from forerun.engine.results import Backend, Completion
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.config import LEAST_BLOCKS
-from forerun.measure.bench.summary import MIN_BLOCKS
+from forerun.measure.bench.report import MIN_BLOCKS
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
 

@@ -1,24 +1,320 @@
-"""Reports of comparisons for JSON: exactness, figures, and the speedups that costs predict."""
+"""Summaries and reports of comparisons: figures, exactness, and the speedups costs predict."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
 
-from forerun.measure.bench.compare import Block, Generator, Measurement
-from forerun.measure.bench.config import BenchConfig, DemoConfig
-from forerun.measure.bench.summary import (
-    ArmSummary,
-    BestOfSeveral,
-    best_of_several,
-    faster_chain,
-    rows_of,
-    verdict,
-)
+from forerun.measure.bench.compare import BenchArm, Block, Generator, Measurement
+from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
+from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
-from forerun.theory.intervals import Interval
+from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share
+from forerun.theory.intervals import Interval, bootstrap_ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
+"""Interval of sum(numerators) / sum(denominators) over paired blocks."""
+
+MIN_BLOCKS = 5
+"""Least number of blocks from which an interval is trusted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmSummary:
+    """Figures of one arm over all blocks.
+
+    Attributes:
+        num_blocks: batches measured; batches of one prompt are prompts.
+        decode_tokens_per_s: without the prefill and the token it yields.
+        speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
+        step_s: mean seconds of a decode step.
+        cycle_cost: kappa, the same in plain decode steps.
+        break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
+        mean_context: tokens before the row of a decode step, on average.
+        decode_steps: steps of a prompt after the one that ended its prefill.
+        distinct_4gram_share: mean over the completions; low where text loops.
+    """
+
+    arm: BenchArm
+    num_blocks: int
+    num_tokens: int
+    tokens_per_s: Interval
+    decode_tokens_per_s: Interval
+    speedup: Interval
+    decode_speedup: Interval
+    acceptance: AcceptanceCounts
+    step_s: float
+    cycle_cost: float
+    break_even: float | None
+    mean_context: float
+    mean_prompt: float
+    decode_steps: float
+    distinct_4gram_share: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau over the steps that drafted; 1 for plain decoding."""
+        return self.acceptance.acceptance_length or 1.0
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "name": self.arm.name,
+            "method": self.arm.method,
+            "k": self.arm.num_speculative_tokens,
+            "tree": None if self.arm.tree is None else str(self.arm.tree),
+            "num_blocks": self.num_blocks,
+            "num_tokens": self.num_tokens,
+            "tokens_per_s": self.tokens_per_s.estimate,
+            "tokens_per_s_ci": ends(self.tokens_per_s),
+            "decode_tokens_per_s": self.decode_tokens_per_s.estimate,
+            "decode_tokens_per_s_ci": ends(self.decode_tokens_per_s),
+            "speedup": self.speedup.estimate,
+            "speedup_ci": ends(self.speedup),
+            "decode_speedup": self.decode_speedup.estimate,
+            "decode_speedup_ci": ends(self.decode_speedup),
+            "acceptance_length": self.acceptance_length,
+            "acceptance_rate_per_position": list(self.acceptance.acceptance_rate_per_position),
+            "drafted_per_position": list(self.acceptance.drafted_per_position),
+            "accepted_per_position": list(self.acceptance.accepted_per_position),
+            "num_drafted": self.acceptance.num_drafted,
+            "num_accepted": self.acceptance.num_accepted,
+            "draft_acceptance_rate": self.acceptance.draft_acceptance_rate,
+            "step_s": self.step_s,
+            "cycle_cost": self.cycle_cost,
+            "break_even": self.break_even,
+            "mean_context": self.mean_context,
+            "mean_prompt": self.mean_prompt,
+            "decode_steps": self.decode_steps,
+            "distinct_4gram_share": self.distinct_4gram_share,
+        }
+
+
+def summarise(
+    blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
+) -> list[ArmSummary]:
+    """Compute the figures of every arm, compared with the first arm."""
+    columns = _columns_of(measurable(blocks))
+    interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
+    return [_summarise_arm(column, columns[0], interval) for column in columns]
+
+
+def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
+    """Return the figures of every arm; empty if too few blocks were measured."""
+    enough = len(measurable(blocks)) >= LEAST_BLOCKS
+    return tuple(summarise(blocks)) if enough else ()
+
+
+def measurable(blocks: Sequence[Block]) -> list[Block]:
+    return [block for block in blocks if all(m.num_decoded > 0 for m in block)]
+
+
+def _summarise_arm(
+    own: Sequence[Measurement], plain: Sequence[Measurement], interval: RatioInterval
+) -> ArmSummary:
+    """Compute the figures of one arm from its measurements and those of plain decoding."""
+    acceptance = sum((m.acceptance for m in own), AcceptanceCounts()).drafting
+    own_step_s = step_s(own)
+    kappa = own_step_s / step_s(plain)
+    num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
+    num_prompts = sum(len(m.batch) for m in own)
+    return ArmSummary(
+        arm=own[0].arm,
+        num_blocks=len(own),
+        num_tokens=sum(m.num_tokens for m in own),
+        tokens_per_s=interval([m.num_tokens for m in own], [m.total_s for m in own]),
+        decode_tokens_per_s=interval([m.num_decoded for m in own], [m.decode_s for m in own]),
+        speedup=interval(
+            [m.total_s for m in plain],
+            [m.total_s * p.num_tokens / m.num_tokens for m, p in zip(own, plain, strict=True)],
+        ),
+        decode_speedup=interval(
+            [m.decode_s for m in plain],
+            [m.decode_s * p.num_decoded / m.num_decoded for m, p in zip(own, plain, strict=True)],
+        ),
+        acceptance=acceptance,
+        step_s=own_step_s,
+        cycle_cost=kappa,
+        # tau = 1 + rate * nodes per step, so tau = kappa at this rate, for every acceptance profile
+        break_even=(kappa - 1.0) * num_steps / num_drafted if num_drafted else None,
+        mean_context=mean_context(own),
+        mean_prompt=sum(m.num_prompt_tokens for m in own) / num_prompts,
+        decode_steps=sum(m.num_decode_steps for m in own) / num_prompts,
+        distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
+    )
+
+
+def best_arm(blocks: Sequence[Block]) -> BenchArm:
+    def tokens_per_s(measurements: Sequence[Measurement]) -> float:
+        return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)
+
+    return max(_columns_of(blocks), key=tokens_per_s)[0].arm
+
+
+def _columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
+    return [list(column) for column in zip(*blocks, strict=True)]
+
+
+def step_s(measurements: Sequence[Measurement]) -> float:
+    """Return the mean seconds of a decode step."""
+    # The prompts of a batch share their steps: each is counted with its own seconds.
+    seconds = sum(m.decode_s * len(m.batch) for m in measurements)
+    return seconds / sum(m.num_decode_steps for m in measurements)
+
+
+def mean_context(measurements: Sequence[Measurement]) -> float:
+    num_tokens = sum(m.num_prompt_tokens + m.num_tokens / 2 for m in measurements)
+    return num_tokens / sum(len(m.batch) for m in measurements)
+
+
+def ends(interval: Interval) -> list[float]:
+    return [interval.low, interval.high]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestOfSeveral:
+    """Best arm, chosen on one half of the blocks, with its figures on the other half."""
+
+    num_candidates: int
+    num_chosen_on: int
+    summary: ArmSummary
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "num_candidates": self.num_candidates,
+            "num_chosen_on": self.num_chosen_on,
+            "scored": self.summary.to_dict(),
+        }
+
+
+def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
+    """Choose the best arm except the first on every other block, and score it on the rest."""
+    blocks = measurable(blocks)
+    chosen_on, scored_on = blocks[0::2], blocks[1::2]
+    if len(scored_on) < LEAST_BLOCKS or len(blocks[0]) < 3:
+        return None
+    winner = best_arm([block[1:] for block in chosen_on])
+    pairs = [(block[0], next(m for m in block if m.arm.name == winner.name)) for block in scored_on]
+    return BestOfSeveral(
+        num_candidates=len(blocks[0]) - 1, num_chosen_on=len(chosen_on), summary=summarise(pairs)[1]
+    )
+
+
+def verdict(summary: ArmSummary) -> str:
+    """Return a sentence that states whether the arm is faster, and why."""
+    if summary.arm.num_speculative_tokens == 0:
+        return f"baseline: one target pass per token, {1000.0 * summary.step_s:.1f} ms each"
+    return f"{outcome(summary)}: {reason(summary)}"
+
+
+def outcome(summary: ArmSummary) -> str:
+    """Return a phrase: the arm is faster, slower, or not shown to be either."""
+    speedup = summary.speedup
+    if summary.num_blocks < MIN_BLOCKS:
+        return f"no difference shown ({summary.num_blocks} blocks are too few)"
+    if speedup.is_above(1.0):
+        return f"faster, {speedup.estimate:.2f}x"
+    if speedup.is_below(1.0):
+        return f"slower, {speedup.estimate:.2f}x"
+    ends = f"{speedup.low:.2f} to {speedup.high:.2f}"
+    return f"no difference shown (the interval {ends} includes 1)"
+
+
+def reason(summary: ArmSummary) -> str:
+    """Explain an arm's speedup by its draft acceptance rate, compared with the break-even rate."""
+    acceptance, break_even = summary.acceptance, summary.break_even
+    rate = acceptance.draft_acceptance_rate
+    if rate is None or break_even is None:
+        return "nothing was drafted"
+    counts = f"accepts {acceptance.num_accepted} of {acceptance.num_drafted} drafted ({rate:.2f})"
+    if break_even > 1.0:
+        costs = f"a step costs {summary.cycle_cost:.2f} plain steps"
+        return f"{counts}, and {costs}, more than full acceptance would repay"
+    side = "above" if rate > break_even else "below"
+    sentence = f"{counts}, {side} the break-even of {max(0.0, break_even):.2f}"
+    if rate > break_even and summary.speedup.is_below(1.0):
+        return f"{sentence}; reading the prompt with the draft costs the rest"
+    return sentence
+
+
+def faster_chain(tree: ArmSummary, rows: Sequence[ArmSummary]) -> ArmSummary | None:
+    """Return the fastest chain of a tree's draft, if its interval lies above that of the tree."""
+    chains = [
+        row
+        for row in rows
+        if row.arm.draft == tree.arm.draft
+        and row.arm.num_speculative_tokens
+        and row.arm.tree is None
+        and not row.arm.adaptive
+    ]
+    best = max(chains, key=lambda row: row.speedup.estimate, default=None)
+    if tree.arm.tree is None or best is None:
+        return None
+    return best if best.speedup.is_above(tree.speedup.high) else None
+
+
+ARM_COLOURS = (BASELINE, *COLOURS)
+
+
+def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence[Path]) -> None:
+    """Draw the arms and write the plot to every path, whose suffix selects the format."""
+    with picture(paths, width=9.0, height=3.6 * len(panels)) as figure:
+        lines = figure.subplots(len(panels), 2, width_ratios=[3, 2], squeeze=False)
+        figure.suptitle(title, fontsize=11)
+        for (name, summaries), (speeds, survivals) in zip(panels.items(), lines, strict=True):
+            speeds.set_title(name, fontsize=9, loc="left")
+            _draw_speeds(speeds, summaries)
+            _draw_survival(survivals, summaries)
+
+
+def _draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
+    """Draw horizontal bars with 95% intervals, each labelled with its speedup."""
+    for row, summary in enumerate(summaries):
+        speed, ratio = summary.tokens_per_s, summary.speedup
+        reach = [[speed.estimate - speed.low], [speed.high - speed.estimate]]
+        axes.barh(row, speed.estimate, color=colour(row), height=0.6)
+        axes.errorbar(speed.estimate, row, xerr=reach, color="black", capsize=4, linewidth=1)
+        found = f"{ratio.estimate:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
+        axes.annotate(
+            found if row else "baseline",
+            (speed.high, row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(summaries)), [summary.arm.name for summary in summaries])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * max(summary.tokens_per_s.high for summary in summaries))
+    axes.set_xlabel("tokens per second, prefill included (95% interval)")
+
+
+def _draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
+    """Draw the share of steps accepted through each position."""
+    for row, summary in enumerate(summaries):
+        survival = summary.acceptance.survival
+        if survival:
+            positions = range(1, len(survival) + 1)
+            axes.plot(positions, survival, marker="o", color=colour(row), label=summary.arm.name)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("drafted position")
+    axes.set_ylabel("accepted through it")
+    axes.set_xticks(range(1, 1 + max(s.acceptance.max_depth for s in summaries)))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+
+
+def colour(row: int) -> str:
+    return ARM_COLOURS[row % len(ARM_COLOURS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -351,8 +351,12 @@ def build_native_model(
     shapes = parameter_shapes(decoder)
 
     def read_rest(name: str) -> Tensor:
-        # Blocks take the place of these; only their shapes are of use.
-        return torch.empty(shapes[name], device="meta") if name in blocks.unread else read(name)
+        if name not in blocks.unread:
+            return read(name)
+        # Blocks take the place of these, which hold nothing. Meta tensors would do too, but joining
+        # them imports a compiler, which takes seconds.
+        rows, columns = shapes[name]
+        return torch.empty(1, 1).expand(rows, columns if name == "lm_head.weight" else 0)
 
     num_parameters = 0
     for index in range(num_layers):

@@ -27,6 +27,10 @@ inline int64_t step_key(int64_t request_key, int64_t num_committed, int64_t node
     return int64_t(absorb(step, uint64_t(node)));
 }
 
+// In kernels.cpp: as forerun_decoder_sampled_chain.
+bool sampled_chain(void* decoder, const ForerunPass& pass, const ForerunStore& store, int num_tokens,
+                   const Sampling& sampling, int64_t* drafted);
+
 class Cycles {
   public:
     explicit Cycles(const ForerunCycles& asked)
@@ -104,18 +108,21 @@ class Cycles {
     bool draw_chains(const ForerunPass& rows) {
         const int num_spans = int(drafting_.size()), depth = asked_.depth;
         std::vector<float> temperatures;
+        std::vector<ForerunTruncation> truncations;
         keys_.clear();
-        for (int i : drafting_) temperatures.push_back(float(members_[i].draft_temperature));
+        for (int i : drafting_) {
+            temperatures.push_back(float(members_[i].draft_temperature));
+            truncations.push_back(members_[i].truncation);
+        }
         for (int node = 0; node < depth; ++node)
             for (int i : drafting_) {
                 const ForerunMember& m = members_[i];
                 keys_.push_back(asked_.by_race ? position_key(m.noise_key, m.num_committed + node)
                                                : step_key(m.noise_key, m.num_committed, node, kDraftDraw));
             }
-        if (!forerun_decoder_sampled_chain(asked_.draft, &rows, asked_.draft_store, depth, asked_.vocab_size,
-                                           temperatures.data(), keys_.data(), asked_.by_race, nullptr,
-                                           asked_.draft_probs, chains_.data()))
-            return false;
+        const Sampling sampling{asked_.vocab_size,   temperatures.data(), truncations.data(), keys_.data(),
+                                asked_.by_race != 0, nullptr,             asked_.draft_probs};
+        if (!sampled_chain(asked_.draft, rows, *asked_.draft_store, depth, sampling, chains_.data())) return false;
         for (int span = 0; span < num_spans; ++span)
             for (int node = 0; node < members_[drafting_[span]].num_drafted; ++node)
                 if (std::isnan(draft_row(span)[node * draft_stride()])) return false;
@@ -183,7 +190,7 @@ class Cycles {
 
     void to_probs(const ForerunMember& m, float* rows) const {
         for (int64_t row = 0; row <= m.num_drafted; ++row, rows += asked_.vocab_size)
-            softmax(rows, asked_.vocab_size, float(m.temperature), rows);
+            distribution(rows, asked_.vocab_size, float(m.temperature), &m.truncation, rows);
     }
 
     // Accept drafted tokens that the target draws at their positions.
@@ -234,8 +241,9 @@ class Cycles {
                 unread.push_back(token);
                 has_ended |= std::find(m.ends, m.ends + m.num_ends, token) != m.ends + m.num_ends;
             };
-            // The draft has read its own tokens but the last.
-            const int64_t num_fed = m.num_drafted ? std::min<int64_t>(outcome.num_accepted, asked_.depth - 1) : 0;
+            // The draft has read its own tokens but the last; in a shared store the target has read that one too.
+            const int64_t num_read = asked_.depth - (asked_.draft_store && asked_.draft_store->data != asked_.store->data);
+            const int64_t num_fed = m.num_drafted ? std::min(outcome.num_accepted, num_read) : 0;
             m.num_draft_rows += m.num_drafted ? int64_t(unread.size()) + num_fed : 0;
             unread.clear();
             for (int64_t node = 0; node < outcome.num_accepted; ++node) emit(drafted[node]);

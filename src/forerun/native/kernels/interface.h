@@ -173,9 +173,15 @@ bool forerun_decoder_likely_trees(void* decoder, const ForerunPass* pass, const 
 void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
                      int64_t* tokens);
 
-// The distribution of every row at its temperature; 0 is greedy.
-void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
-                     const float* temperatures, float* probs);
+// What is dropped from a distribution, 0 for nothing; top_k is a whole number.
+struct ForerunTruncation {
+    float min_p, top_k, excluded_mass;
+};
+
+// The distribution of every row at its temperature, 0 is greedy, and its truncation; null where none is truncated.
+// False without memory.
+bool forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
+                     const float* temperatures, const ForerunTruncation* truncations, float* probs);
 
 // Inverse-CDF draws from unnormalised weights; uniforms in [0, 1).
 void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,
@@ -271,6 +277,8 @@ struct ForerunMember {
     const int64_t* ends;  // [num_ends] tokens that may end it
     int64_t num_ends;
     double temperature, draft_temperature;
+    ForerunTruncation truncation;  // of both distributions
+    float unused;
 };
 
 // final_token follows the accepted ones. Of kWalkRule the expected number follows from the matches.

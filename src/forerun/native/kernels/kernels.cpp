@@ -12,21 +12,6 @@
 namespace forerun {
 namespace {
 
-// How drafted tokens are drawn, and where their distributions go; see interface.h.
-struct Sampling {
-    int64_t vocab_size;
-    const float* temperatures;
-    const int64_t* keys;
-    bool by_race;
-    const ForerunStops* stops;
-    float* probs;
-
-    int64_t token(size_t at) const {
-        const float* row = probs + at * vocab_size;
-        return by_race ? race(row, vocab_size, keys[at]) : draw(row, vocab_size, uniform(keys[at]));
-    }
-};
-
 // Which spans of a chain have come to a token that is not to be drafted.
 class Stops {
   public:
@@ -182,10 +167,10 @@ class Decoder final : public AnyDecoder {
                 const float* scores = logits.data() + i * own;
                 stops.measure(scores, most, sampling.temperatures[i], n, i);
                 if (target_ids_.empty()) {
-                    softmax(scores, most, sampling.temperatures[i], row);
+                    sampling.shape(scores, most, i, row);
                     std::fill(row + most, row + wanted, std::isnan(row[0]) ? kNaN : 0.f);
                 } else {
-                    softmax(scores, own, sampling.temperatures[i], narrow.data());
+                    sampling.shape(scores, own, i, narrow.data());
                     std::fill(row, row + wanted, std::isnan(narrow[0]) ? kNaN : 0.f);
                     for (int64_t token = 0; token < own; ++token)
                         row[target_ids_[token]] = narrow[token];
@@ -348,6 +333,12 @@ bool within_memory(Work&& work) {
 }
 
 }  // namespace
+
+bool sampled_chain(void* decoder, const ForerunPass& pass, const ForerunStore& store, int num_tokens,
+                   const Sampling& sampling, int64_t* drafted) {
+    return within_memory([&] { as_decoder(decoder)->sampled_chain(pass, store, num_tokens, sampling, drafted); });
+}
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -356,7 +347,7 @@ using namespace forerun;
 // engine/cycles.py).
 static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
 static_assert(sizeof(ForerunTreeNode) == 4 * 8);
-static_assert(sizeof(ForerunMember) == 14 * 8 && sizeof(ForerunOutcome) == 3 * 8);
+static_assert(sizeof(ForerunMember) == 16 * 8 && sizeof(ForerunOutcome) == 3 * 8);
 
 size_t forerun_interface() {
     size_t result = 0;
@@ -437,10 +428,8 @@ bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const
                                    int32_t num_tokens, int32_t vocab_size,
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
                                    const ForerunStops* stops, float* probs, int64_t* drafted) {
-    const Sampling sampling{vocab_size, temperatures, keys, by_race != 0, stops, probs};
-    return within_memory([&] {
-        as_decoder(decoder)->sampled_chain(*pass, *store, num_tokens, sampling, drafted);
-    });
+    const Sampling sampling{vocab_size, temperatures, nullptr, keys, by_race != 0, stops, probs};
+    return sampled_chain(decoder, *pass, *store, num_tokens, sampling, drafted);
 }
 
 bool forerun_decoder_likely_trees(void* decoder, const ForerunPass* pass, const ForerunStore* store,
@@ -460,10 +449,12 @@ void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, 
     }
 }
 
-void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
-                     const float* temperatures, float* probs) {
-    for (int64_t row = 0; row < num_rows; ++row, scores += vocab_size, probs += vocab_size)
-        softmax(scores, vocab_size, temperatures[row], probs);
+bool forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
+                     const float* temperatures, const ForerunTruncation* truncations, float* probs) {
+    return within_memory([&] {
+        for (int64_t row = 0; row < num_rows; ++row, scores += vocab_size, probs += vocab_size)
+            distribution(scores, vocab_size, temperatures[row], truncations ? truncations + row : nullptr, probs);
+    });
 }
 
 void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,

@@ -40,11 +40,12 @@ struct Matrix {
 // Where a tile fetches what comes next from memory while it computes on what is in the cache.
 struct Ahead {
     const char* from = nullptr;
-    int num_lines = 0;  // per word of 64 outputs, which is kVectors lines
+    int num_lines = 0;  // per word
+    int step = kVectors * kLine;  // from word to word: of 64 outputs
 };
 
 inline void fetch(const Ahead& ahead, int word) {
-    const char* from = ahead.from + size_t(word) * kVectors * kLine;
+    const char* from = ahead.from + size_t(word) * ahead.step;
     for (int line = 0; line < ahead.num_lines; ++line) __builtin_prefetch(from + line * kLine, 0, 2);
 }
 
@@ -87,10 +88,56 @@ inline Ahead lines_of(const uint32_t* next, int index, int num_tiles) {
     return {reinterpret_cast<const char*>(next) + index * num_lines * kLine, num_lines};
 }
 
+#if !defined(__AVX512BF16__)
+// From so many rows on bf16 is widened once for all of them: their multiply-adds, in the same order, are those of
+// fp32 and have the registers and the ports to themselves.
+constexpr int kWidenedRows = 16;
+constexpr int kWidened = 128;  // inner elements at a time, of so many rows: either stays in L1
+constexpr int kRowsTogether = 8 * kMaxRows;
+
+inline void multiply_widened(const bf16* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
+                             int next_panel, float* sums) {
+    static constexpr Tile<float> kTiles[] = {tiles<float, 1>, tiles<float, 2>, tiles<float, 3>,
+                                             tiles<float, 4>, tiles<float, 5>, tiles<float, 6>};
+    alignas(64) static thread_local uint32_t words[kWidened * kPanel];
+    alignas(64) static thread_local float rows[kRowsTogether * kWidened];
+    for (int first = 0; first < matrix.num_words; first += kWidened / 2) {
+        const int num_words = std::min(kWidened / 2, matrix.num_words - first);
+        const uint32_t* from = matrix.panel(panel) + size_t(first) * kPanel;
+        const uint32_t* next = first + num_words < matrix.num_words ? from + size_t(num_words) * kPanel
+                               : next_panel >= 0                    ? matrix.panel(next_panel)
+                                                                    : nullptr;
+        for (int u = 0; u < num_words; ++u)
+            for (int i = 0; i < kPanel; ++i) {
+                const uint32_t pair = from[u * kPanel + i];
+                words[2 * u * kPanel + i] = pair << 16;
+                words[(2 * u + 1) * kPanel + i] = pair & 0xffff0000u;
+            }
+        for (int begin = 0; begin < num_rows; begin += kRowsTogether) {
+            const int end = std::min(begin + kRowsTogether, num_rows);
+            for (int row = begin; row < end; ++row)
+                for (int i = 0; i < 2 * num_words; ++i)
+                    rows[(row - begin) * kWidened + i] = widen(x[row * stride + 2 * first + i]);
+            for (int row = begin; row < end; row += kMaxRows) {
+                // The first two tiles fetch half of the next words each.
+                const char* half = reinterpret_cast<const char*>(next) + row / kMaxRows * 2 * num_words * kLine;
+                const Ahead ahead = next && row < 2 * kMaxRows ? Ahead{half, 1, kLine} : Ahead{};
+                kTiles[std::min(kMaxRows, end - row) - 1](rows + (row - begin) * kWidened, kWidened, words,
+                                                          2 * num_words, sums + row * kPanel, first == 0, ahead);
+            }
+        }
+    }
+}
+#endif
+
 // sums[row][kPanel] = x[row] . panel; x has `stride` values per row, padded with zeros to words.
 template <class T>
 void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
                     int next_panel, float* sums) {
+#if !defined(__AVX512BF16__)
+    if constexpr (kDepth<T> == 2)
+        if (num_rows >= kWidenedRows) return multiply_widened(x, stride, num_rows, matrix, panel, next_panel, sums);
+#endif
     static constexpr Tile<T> kTiles[] = {tiles<T, 1>, tiles<T, 2>, tiles<T, 3>,
                                          tiles<T, 4>, tiles<T, 5>, tiles<T, 6>};
     const int num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;

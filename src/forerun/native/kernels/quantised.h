@@ -353,16 +353,24 @@ struct QuantisedGroup {
 // The group's scale is the one of least squared error among a few: the largest weight's, which int8
 // keeps, and smaller ones, which clip it. The range of 4 bits is -8 to 7, so the scale may be negative.
 inline QuantisedGroup quantise_group(const float* x, int size, int bits) {
-    float low = 0, high = 0;
-    bool is_finite = true;
-    for (int i = 0; i < size; ++i) {
-        low = std::min(low, x[i]), high = std::max(high, x[i]);
-        is_finite = is_finite && std::isfinite(x[i]);
+    Sums lows{}, highs{}, nans{};
+    for (int i = 0; i < size; i += kNative) {
+        const Sums v = load_sums(x + i);
+        lows = v < lows ? v : lows, highs = v > highs ? v : highs, nans += v - v;
     }
-    QuantisedGroup best{to_half(is_finite ? 0.f : NAN), {}};
+    float low = 0, high = 0, nan = 0;
+    for (int lane = 0; lane < kNative; ++lane)
+        low = std::min(low, lows[lane]), high = std::max(high, highs[lane]), nan += nans[lane];
+    QuantisedGroup best{to_half(nan == 0 ? 0.f : NAN), {}};
     const float most = std::max(-low, high);
-    if (!is_finite || most == 0) return best;
-    const int top = bits == 8 ? kLargestInt8 : 7, bottom = bits == 8 ? -top : -8;
+    if (nan != 0 || most == 0) return best;
+    const int top = bits == 8 ? kLargestInt8 : 7;
+    const Sums zero{}, first = zero - float(bits == 8 ? top : 8), last = zero + float(top);
+    const Sums shift = zero + 12582912.f;  // as in `QuantisedRows`
+    const auto whole = [&](Sums scaled) {
+        const Sums rounded = (scaled + shift) - shift, raised = rounded > first ? rounded : first;
+        return raised < last ? raised : last;
+    };
     const int num_tried = bits == 8 ? 1 : 9;
     float least = INFINITY;
     for (int tried = 0; tried < num_tried; ++tried) {
@@ -371,33 +379,40 @@ inline QuantisedGroup quantise_group(const float* x, int size, int bits) {
         if (from_half(half) * (divisor + 0.5f) < most) ++half;  // very small ones have few bits
         if (bits == 4 && high > -low) half |= 0x8000;
         const float scale = from_half(half), inverse = 1 / scale;
-        QuantisedGroup made{half, {}};
-        float error = 0;
-        for (int i = 0; i < size; ++i) {
-            const float whole = std::nearbyint(x[i] * inverse);
-            const float kept = std::min(std::max(whole, float(bottom)), float(top));
-            made.values[i] = int8_t(kept);
-            error += (kept * scale - x[i]) * (kept * scale - x[i]);
-        }
-        if (error < least) least = error, best = made;
+        Sums errors[kParts] = {};  // the same sum on every processor
+        for (int i = 0; i < size; i += kLanes)
+            for (int p = 0; p < kParts; ++p) {
+                const Sums given = load_sums(x + i + p * kNative);
+                const Sums error = whole(given * inverse) * scale - given;
+                errors[p] += error * error;
+            }
+        float lanes[kLanes];
+        for (int p = 0; p < kParts; ++p) store_sums(lanes + p * kNative, errors[p]);
+        const float error = sum(load(lanes));
+        if (error < least) least = error, best.scale = half;
+    }
+    const float inverse = 1 / from_half(best.scale);
+    for (int i = 0; i < size; i += kNative) {
+        float lanes[kNative];
+        store_sums(lanes, whole(load_sums(x + i) * inverse));
+        for (int lane = 0; lane < kNative; ++lane) best.values[i + lane] = int8_t(lanes[lane]);
     }
     return best;
 }
 
 inline void put_group(const Matrix& matrix, int place, int group, const QuantisedGroup& from) {
-    const int lane = place % kPanel;
+    const int lane = place % kPanel, size = matrix.group, bits = matrix.bits;
+    const size_t num_bytes = matrix.group_bytes();
     char* to = reinterpret_cast<char*>(matrix.words + size_t(place / kPanel) * matrix.panel_words) +
-               group * matrix.group_bytes();
-    for (int i = 0; i < matrix.group; ++i) {
-        if (matrix.bits == 8) {
-            to[(size_t(i / 4) * kPanel + lane) * 4 + i % 4] = char(from.values[i]);
-        } else {
-            char& byte = to[(size_t(i / 8) * kPanel + lane) * 4 + i % 4];
-            const int nibble = from.values[i] + 8;
-            byte = char(i % 8 < 4 ? (byte & 0xf0) | nibble : (byte & 0x0f) | nibble << 4);
-        }
+               group * num_bytes;
+    const auto nibbles = [](uint32_t bytes) { return (bytes & 0x0f0f0f0fu) ^ 0x08080808u; };  // 8 added
+    for (int i = 0, word = lane; i < size; i += 32 / bits, word += kPanel) {
+        uint32_t parts[2];
+        std::memcpy(parts, from.values + i, bits == 8 ? 4 : 8);
+        if (bits == 4) parts[0] = nibbles(parts[0]) | nibbles(parts[1]) << 4;
+        std::memcpy(to + size_t(word) * 4, parts, 4);
     }
-    std::memcpy(to + matrix.group_bytes() - (kPanel - lane) * sizeof(uint16_t), &from.scale, 2);
+    std::memcpy(to + num_bytes - (kPanel - lane) * sizeof(uint16_t), &from.scale, 2);
 }
 
 inline QuantisedGroup group_of(const Matrix& matrix, int place, int group) {

@@ -118,6 +118,68 @@ inline void softmax(const float* scores, int64_t size, float temperature, float*
     for (int64_t i = 0; i < size; ++i) probs[i] *= share;
 }
 
+// Drops tokens from a distribution by min_p, top_k and top_p in this order; see sampling/processors.py. Of tokens
+// with the same score at the edge of top_p the higher ones stay.
+inline void truncate(const float* scores, int64_t size, float temperature, const ForerunTruncation& by, float* probs) {
+    if (std::isnan(probs[0]) || !(temperature > 0)) return;
+    const float best = largest_of(scores, size), least = by.min_p * largest_of(probs, size);
+    const double wanted = 1 - double(by.excluded_mass);
+    std::vector<int64_t> tokens;
+    double mass = 0;
+    // Few tokens decide: those near the best are looked at first. Behind `depth` min_p keeps none.
+    for (float depth = by.min_p > 0 ? 1 - std::log(by.min_p) : 8;; depth *= 2) {
+        const float bound = depth < 100 ? best - depth * temperature : -INFINITY;
+        tokens.clear(), mass = 0;
+        for (int64_t start = 0; start < size; start += kLanes) {
+            if (!any((Ints)(load_some(scores + start, size - start, -INFINITY) >= splat(bound)))) continue;
+            for (int64_t i = start; i < std::min(start + kLanes, size); ++i)
+                if (scores[i] >= bound && probs[i] >= least) tokens.push_back(i), mass += probs[i];
+        }
+        const bool is_enough = by.top_k > 0 ? float(tokens.size()) >= by.top_k : by.excluded_mass > 0 && mass >= wanted;
+        if (is_enough || by.min_p > 0 || bound == -INFINITY) break;
+    }
+    const auto is_lower = [&](int64_t a, int64_t b) { return scores[a] < scores[b] || (scores[a] == scores[b] && a < b); };
+    auto rest = tokens.end();  // from here on the most likely ones, in ascending order
+    const auto take = [&] { std::pop_heap(tokens.begin(), rest, is_lower), --rest; };
+    if (by.top_k > 0 || by.excluded_mass > 0) std::make_heap(tokens.begin(), rest, is_lower);
+    if (by.top_k > 0) {
+        for (mass = 0; rest != tokens.begin(); mass += probs[*rest]) {
+            const bool is_equal = rest != tokens.end() && scores[tokens.front()] == scores[*rest];
+            if (float(tokens.end() - rest) >= by.top_k && !is_equal) break;
+            take();
+        }
+        tokens.erase(tokens.begin(), rest);
+        rest = tokens.begin();
+    } else if (!(by.min_p > 0)) {
+        mass = 1;
+    }
+    if (by.excluded_mass > 0) {
+        const bool is_sorted = by.top_k > 0;
+        auto first = tokens.end();
+        double sum = 0;
+        do {
+            if (!is_sorted) take();
+            sum += probs[*--first];
+        } while (first != tokens.begin() && sum < wanted * mass);
+        tokens.erase(tokens.begin(), first);
+    }
+    std::vector<float> kept;
+    mass = 0;
+    for (int64_t token : tokens) kept.push_back(probs[token]), mass += probs[token];
+    std::fill(probs, probs + size, 0.f);
+    const float share = float(1 / mass);
+    for (size_t i = 0; i < tokens.size(); ++i) probs[tokens[i]] = kept[i] * share;
+}
+
+// The distribution of a row at a temperature and a truncation, null for none; `probs` may be `scores`.
+inline void distribution(const float* scores, int64_t size, float temperature, const ForerunTruncation* by, float* probs) {
+    if (!by || !(by->min_p > 0 || by->top_k > 0 || by->excluded_mass > 0))
+        return softmax(scores, size, temperature, probs);
+    const std::vector<float> unchanged(scores, scores + size);
+    softmax(scores, size, temperature, probs);
+    truncate(unchanged.data(), size, temperature, *by, probs);
+}
+
 // What a stop rule looks at: the entropy in nats, or the largest probability, of the distribution of a row at a
 // temperature, at 0 of the one at 1; NaN where there is none. See theory/stop_rule.py.
 inline float uncertainty(const float* scores, int64_t size, float temperature, bool is_entropy) {
@@ -295,6 +357,26 @@ inline double coupled_match(const float* target, const float* draft, int64_t siz
     within.enter(of_target, of_draft, kMembers);
     return between.prob() * within.prob();
 }
+
+// How drafted tokens are drawn, and where their distributions go; see interface.h. Truncations: per span, or null.
+struct Sampling {
+    int64_t vocab_size;
+    const float* temperatures;
+    const ForerunTruncation* truncations;
+    const int64_t* keys;
+    bool by_race;
+    const ForerunStops* stops;
+    float* probs;
+
+    int64_t token(size_t at) const {
+        const float* row = probs + at * vocab_size;
+        return by_race ? race(row, vocab_size, keys[at]) : draw(row, vocab_size, uniform(keys[at]));
+    }
+
+    void shape(const float* scores, int64_t size, int span, float* row) const {
+        distribution(scores, size, temperatures[span], truncations ? truncations + span : nullptr, row);
+    }
+};
 
 // ------------------------------------------------------------------------------- chains: probability stage
 

@@ -1,22 +1,36 @@
-"""Enumerates two steps with sampled draft trees over all drafts and test outcomes.
+"""Enumerates two steps with draft trees, sampled or verified by a walk.
 
 The noise of a step is keyed by the committed length, by node and by purpose, so that no key occurs
 twice (`_check_keys`). Then all draws are independent and the probability of a text is a sum over
 drafts and outcomes. The outcomes are those of the engine's draw stage on every pattern of passed
 and failed tests.
+
+A prefix is the integer its tokens spell in base `vocab_size`, first token first; level l of a table
+holds one row per prefix of length l. All tables are fp64 and carry a leading axis of pairs,
+enumerated at once.
+
+The engine's own `walk` is asked about every choice of draft and target tokens. What it emits must
+be the target's draws at the rows it visited and depend on no other row; then a text has the
+probability of these draws: the target's conditionals, provided that no position's noise is
+consumed twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from forerun.sampling.noise import Purpose, step_key
+from forerun.control.base import Capacity, RequestState
+from forerun.control.goodput import GoodputController
+from forerun.sampling.chain import Rule, accept_probs, final_weights, num_accepted
+from forerun.sampling.kernels import SamplingKernels, sampling_kernels
+from forerun.sampling.noise import Purpose, chain_keys, position_key, request_key, step_key
 from forerun.sampling.tree_rules import (
     TreeRule,
     TreeWeights,
@@ -24,9 +38,427 @@ from forerun.sampling.tree_rules import (
     tree_keys,
     tree_weights,
 )
-from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted, loaded_kernels
-from forerun.testing.exact.pairs import Inexact, ModelPairs
+from forerun.sampling.walk import target_keys, target_tokens, walk
+from forerun.theory.cost import CostLine, CostTable
+from forerun.theory.record import StepRecord
+from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree, expanded
+
+Interval = tuple[Tensor, Tensor]
+
+
+class Inexact(Exception):
+    """Raised if a verifier lacks a property that its exactness requires."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Histories:
+    """Possible histories of noise and committed tokens with their probabilities, per model pair.
+
+    Children of one history are consecutive, so an interval recorded for the ancestors of these
+    histories applies to equal runs of them.
+
+    Attributes:
+        prefixes: the tokens each history committed (see `pairs` for the numbering).
+        intervals: by key, where its uniform lies: lower and upper ends, (pairs, ancestors).
+    """
+
+    weights: Float64[Tensor, "pairs histories"]
+    prefixes: Int64[Tensor, " histories"]
+    length: int
+    intervals: Mapping[int, Interval]
+
+    @classmethod
+    def begin(cls, num_pairs: int) -> Histories:
+        """Return the single history before the first draw."""
+        return cls(
+            weights=torch.ones(num_pairs, 1, dtype=torch.float64),
+            prefixes=torch.zeros(1, dtype=torch.int64),
+            length=0,
+            intervals={},
+        )
+
+    def interval(self, key: int) -> Interval:
+        """Return the interval of the uniform of `key` in each history; [0, 1) for an unused key."""
+        if key not in self.intervals:
+            return torch.zeros_like(self.weights), torch.ones_like(self.weights)
+        low, high = self.intervals[key]
+        run = self.weights.shape[1] // low.shape[1]
+        return low.repeat_interleave(run, 1), high.repeat_interleave(run, 1)
+
+    def masked(self, kept: Tensor) -> Histories:
+        return replace(self, weights=self.weights * kept)
+
+    def compare(
+        self, key: int, threshold: Float64[Tensor, "pairs histories"], passed: bool
+    ) -> Histories:
+        low, high = self.interval(key)
+        inside = (low, high.minimum(threshold)) if passed else (low.maximum(threshold), high)
+        return replace(
+            self,
+            weights=self.weights * _share(inside, (low, high)),
+            intervals={**self.intervals, key: inside},
+        )
+
+    def draw(self, key: int, weights: Float64[Tensor, "pairs histories vocab"]) -> Histories:
+        """Split every history by the token that an inverse-CDF draw returns."""
+        vocab_size = weights.shape[-1]
+        sums = weights.cumsum(-1)
+        ends = sums / sums[..., -1:]
+        starts = torch.cat([torch.zeros_like(ends[..., :1]), ends[..., :-1]], -1)
+        low, high = (bound[..., None] for bound in self.interval(key))
+        inside = (starts.maximum(low), ends.minimum(high))
+        shares = _share(inside, (low, high))
+        return replace(
+            self,
+            weights=(self.weights[..., None] * shares).flatten(1),
+            prefixes=self.prefixes.repeat_interleave(vocab_size),
+            intervals={**self.intervals, key: (inside[0].flatten(1), inside[1].flatten(1))},
+        )
+
+    def commit(self, tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Histories:
+        prefixes = self.prefixes
+        for column in tokens.unbind(1):
+            prefixes = prefixes * vocab_size + column
+        return replace(self, prefixes=prefixes, length=self.length + tokens.shape[1])
+
+    def mass(self, num_texts: int) -> Float64[Tensor, "pairs texts"]:
+        total = torch.zeros(len(self.weights), num_texts, dtype=torch.float64)
+        return total.index_add_(1, self.prefixes, self.weights)
+
+
+def _share(inside: Interval, whole: Interval) -> Tensor:
+    width = (inside[1] - inside[0]).clamp(min=0)
+    total = whole[1] - whole[0]
+    return torch.where(total > 0, width / total, 0.0)
+
+
+Table = tuple[Tensor, ...]
+BATCH = 64
+"""Pairs enumerated together: tensors stay in cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelPairs:
+    """Target distributions over a tiny vocabulary, each paired with a draft distribution."""
+
+    target: Table
+    draft: Table
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.target[0])
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target[0].shape[-1]
+
+    @property
+    def horizon(self) -> int:
+        """Number of tokens whose joint distribution the probability tables determine."""
+        return len(self.target)
+
+    def target_rows(self, num_committed: int, depth: int) -> Tensor:
+        return self.target[num_committed + depth]
+
+    def draft_rows(self, num_committed: int, depth: int) -> Tensor:
+        return self.draft[num_committed + depth]
+
+    def with_full_drafts(self) -> ModelPairs:
+        """Return pairs whose draft distributions give every token a positive probability."""
+        full = torch.stack([(rows > 0).flatten(1).all(-1) for rows in self.draft]).all(0)
+        return ModelPairs(
+            target=tuple(rows[full] for rows in self.target),
+            draft=tuple(rows[full] for rows in self.draft),
+        )
+
+    def joint(self) -> Float64[Tensor, "pairs texts"]:
+        """Return the target's distribution of the first `horizon` tokens."""
+        return self.complete({0: torch.ones_like(self.target[0][..., 0])})
+
+    def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "pairs texts"]:
+        """Extend committed texts to the horizon with the target's distribution."""
+        total = mass.get(0, torch.zeros_like(self.target[0][..., 0]))
+        for level, rows in enumerate(self.target):
+            total = (total[..., None] * rows).flatten(1)
+            total = total + mass.get(level + 1, 0.0)
+        return total
+
+
+def random_pairs(
+    num_pairs: int, vocab_size: int, horizon: int, generator: torch.Generator
+) -> Iterator[ModelPairs]:
+    """Return random pairs, from nearly uniform to nearly one-hot, with more or less agreement."""
+    for start in range(0, num_pairs, BATCH):
+        count = min(BATCH, num_pairs - start)
+        sharpness, kinship = (
+            torch.empty(count, 1, 1, dtype=torch.float64).uniform_(*ends, generator=generator)
+            for ends in ((0.3, 4.0), (0.0, 1.0))
+        )
+        target, draft = [], []
+        for level in range(horizon):
+            shape = (count, vocab_size**level, vocab_size)
+            common, own = (_clocks(shape, generator) for _ in range(2))
+            target.append(_normalised(common**sharpness))
+            draft.append(_normalised(common ** (sharpness * kinship) * own ** (1 - kinship)))
+        yield ModelPairs(target=tuple(target), draft=tuple(draft))
+
+
+def structured_pairs(vocab_size: int, horizon: int, generator: torch.Generator) -> ModelPairs:
+    """Return a batch of corner cases, such as equal or disjoint distributions.
+
+    In order: identical; one-hot target; one-hot draft; both one-hot, sometimes agreeing; zero
+    overlap, the target on one token; zero overlap, the draft on one token; zeros in the target;
+    zeros in both.
+    """
+    target, draft = [], []
+    for level in range(horizon):
+        shape = (vocab_size**level, vocab_size)
+        first, second = (_normalised(_clocks(shape, generator)) for _ in range(2))
+        one, other = (_one_hot(_clocks(shape, generator)) for _ in range(2))
+        without = _normalised(first * (1 - one))
+        holes = _normalised(second * (1 - other))
+        target.append(torch.stack([first, one, first, one, one, without, without, without]))
+        draft.append(torch.stack([first, second, one, other, without, one, second, holes]))
+    return ModelPairs(target=tuple(target), draft=tuple(draft))
+
+
+def _clocks(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.empty(shape, dtype=torch.float64).exponential_(generator=generator)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _one_hot(weights: Tensor) -> Tensor:
+    return torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)
+
+
+Decision = tuple[int, bool]
+"""A node and whether its acceptance test passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainRows:
+    """Input of verification for all pairs and histories, flattened to rows."""
+
+    target: Float64[Tensor, "batch rows vocab"]
+    draft: Float64[Tensor, "batch rows vocab"]
+    tokens: Int64[Tensor, "batch nodes"]
+    num_drafted: Int64[Tensor, " batch"]
+
+
+def engine_accept(rows: ChainRows, rule: Rule) -> Tensor:
+    return accept_probs(rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted, rule)
+
+
+def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
+    draft = rows.draft[:, :-1]
+    return final_weights(rows.target, draft, rows.tokens, rows.num_drafted, accepted, rule)
+
+
+def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
+    inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
+    return loaded_kernels().chain_accept(*inputs, is_block=rule == "block")
+
+
+def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
+    inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
+    return loaded_kernels().chain_weights(*inputs, accepted, is_block=rule == "block")
+
+
+def loaded_kernels() -> SamplingKernels:
+    kernels = sampling_kernels()
+    assert kernels is not None
+    return kernels
+
+
+def _engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
+    return step_key(request_key, num_committed, node, Purpose.DRAFT)
+
+
+def _keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
+    return torch.ones_like(drawn_prob, dtype=torch.bool)
+
+
+def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
+    return _going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
+
+
+def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
+    entropy = torch.special.entr(draft_row).sum(-1)
+    return _going_on(StopRule(measure="entropy", threshold=0.8), entropy)
+
+
+def _going_on(rule: StopRule, values: Tensor) -> Tensor:
+    goes = [not rule.stops(value) for value in values.flatten().tolist()]
+    return torch.tensor(goes).reshape(values.shape)
+
+
+def _one_more(num_drafts: int, num_accepted: int) -> int:
+    return num_accepted + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainVerifier:
+    """Functions that draft, accept and complete chains in the enumeration.
+
+    Attributes:
+        accept: acceptance probabilities, from rows and rule.
+        final: weights of the final token, from rows, number accepted and rule.
+        draft_key: key of a draft draw, from request key, committed tokens and node.
+        verify_keys: keys of verification, from request key, committed tokens and number of nodes.
+        keep: whether drafting goes on through a node, from its distribution and the drawn token's
+            probability.
+        next_k: K of the second step, from that of the first and how many it accepted.
+    """
+
+    rule: Rule
+    accept: Callable[[ChainRows, Rule], Tensor] = engine_accept
+    final: Callable[[ChainRows, Tensor, Rule], Tensor] = engine_final
+    draft_key: Callable[[int, int, int], int] = _engine_draft_key
+    verify_keys: Callable[[int, int, int], list[int]] = chain_keys
+    keep: Callable[[Tensor, Tensor], Tensor] = _keep_all
+    next_k: Callable[[int, int], int] = _one_more
+
+
+def decisive_tests(rule: Rule, num_nodes: int) -> list[tuple[Decision, ...]]:
+    """Return for each number of accepted tokens the acceptance tests that determine it.
+
+    Asks the engine's draw stage about every pattern of outcomes. The patterns with one verdict must
+    be all that agree in the decisive tests, else the verdict would not have the probability of
+    those tests.
+    """
+    patterns = list(product((False, True), repeat=num_nodes))
+    passed = torch.tensor(patterns, dtype=torch.bool).reshape(len(patterns), num_nodes)
+    uniforms = torch.where(passed, 0.25, 0.75).double()
+    verdicts = num_accepted(torch.full_like(uniforms, 0.5), uniforms, rule).tolist()
+    decisive = []
+    for accepted in range(num_nodes + 1):
+        agreeing = [p for p, v in zip(patterns, verdicts, strict=True) if v == accepted]
+        tests = tuple(
+            (node, agreeing[0][node])
+            for node in range(num_nodes)
+            if len({pattern[node] for pattern in agreeing}) == 1
+        )
+        if len(agreeing) != 2 ** (num_nodes - len(tests)):
+            raise Inexact(f"{rule}: {accepted} accepted is no conjunction of tests")
+        decisive.append(tests)
+    return decisive
+
+
+REQUEST = request_key(0, 0)
+NUM_PROMPT = 3
+"""Tokens committed before the first step; keys count them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Emitted:
+    """Output distribution of one or more enumerated steps."""
+
+    joint: Float64[Tensor, "pairs texts"]
+    num_histories: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafted:
+    """Histories after drafting, with the target and draft rows that verification reads."""
+
+    histories: Histories
+    tokens: Int64[Tensor, "histories nodes"]
+    num_drafted: Int64[Tensor, "pairs histories"]
+    target: Float64[Tensor, "pairs histories rows vocab"]
+    draft: Float64[Tensor, "pairs histories rows vocab"]
+
+    def rows(self) -> ChainRows:
+        """Flatten pairs and histories to the rows that the engine's functions read."""
+        num_pairs = len(self.num_drafted)
+        return ChainRows(
+            target=self.target.flatten(0, 1),
+            draft=self.draft.flatten(0, 1),
+            tokens=self.tokens.repeat(num_pairs, 1),
+            num_drafted=self.num_drafted.flatten(),
+        )
+
+
+def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> Emitted:
+    """Return the output distribution of two steps, completed by the target to the horizon.
+
+    The K of the second step depends on what the first one accepted: it then tells of the noise of
+    the first, which is what noise used twice needs to do harm.
+    """
+    mass: dict[int, Tensor] = {}
+    num_histories = 0
+    for accepted, first in _chain_step(
+        pairs, verifier, Histories.begin(pairs.num_pairs), num_drafts
+    ):
+        room = pairs.horizon - 1 - first.length
+        for _, second in _chain_step(
+            pairs, verifier, first, min(verifier.next_k(num_drafts, accepted), room)
+        ):
+            found = second.mass(pairs.vocab_size**second.length)
+            mass[second.length] = mass.get(second.length, 0.0) + found
+            num_histories += int(second.weights.count_nonzero())
+    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
+
+
+def _chain_step(
+    pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
+) -> Iterator[tuple[int, Histories]]:
+    """Run one step, and yield each number of accepted tokens with the histories that have it."""
+    drafted = draft_chain(pairs, verifier, histories, num_drafts)
+    rows = drafted.rows()
+    shape = drafted.num_drafted.shape
+    accept = verifier.accept(rows, verifier.rule).reshape(*shape, num_drafts)
+    keys = verifier.verify_keys(REQUEST, NUM_PROMPT + histories.length, num_drafts)
+    for accepted, tests in enumerate(decisive_tests(verifier.rule, num_drafts)):
+        # the row after `accepted` tokens; shorter proposals have weight 0 but must be valid input
+        counts = torch.full_like(rows.num_drafted, accepted).minimum(rows.num_drafted)
+        final = verifier.final(rows, counts, verifier.rule).reshape(*shape, pairs.vocab_size)
+        at_hand = drafted.histories
+        for node, passed in tests:
+            at_hand = at_hand.compare(keys[node], accept[..., node], passed)
+        recovered, bonus = drafted.num_drafted > accepted, drafted.num_drafted == accepted
+        for kind, key in ((recovered, keys[-2]), (bonus, keys[-1])):
+            if kind.any():
+                ended = at_hand.masked(kind).draw(key, final)
+                yield accepted, committed(ended, drafted.tokens[:, :accepted], pairs.vocab_size)
+
+
+def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
+    """Commit the accepted tokens and the final token, which is the last draw of `ended`."""
+    final = torch.arange(vocab_size).repeat(len(accepted))
+    tokens = torch.cat([accepted.repeat_interleave(vocab_size, 0), final[:, None]], 1)
+    return ended.commit(tokens, vocab_size)
+
+
+def draft_chain(
+    pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
+) -> Drafted:
+    """Enumerate every chain of `num_drafts` draft tokens after every history."""
+    vocab_size, start = pairs.vocab_size, histories.length
+    paths = histories.prefixes
+    tokens = torch.empty(len(paths), 0, dtype=torch.int64)
+    kept = torch.ones(*histories.weights.shape, 0, dtype=torch.bool)
+    for node in range(num_drafts):
+        rows = pairs.draft[start + node][:, paths]
+        key = verifier.draft_key(REQUEST, NUM_PROMPT + start, node)
+        histories = histories.draw(key, rows)
+        drawn = torch.arange(vocab_size).repeat(len(paths))
+        paths = paths.repeat_interleave(vocab_size) * vocab_size + drawn
+        tokens = torch.cat([tokens.repeat_interleave(vocab_size, 0), drawn[:, None]], 1)
+        keep = verifier.keep(rows[:, :, None], rows).expand_as(rows).flatten(1)
+        kept = torch.cat([kept.repeat_interleave(vocab_size, 1), keep[..., None]], -1)
+    prefixes = [paths // vocab_size ** (num_drafts - node) for node in range(num_drafts + 1)]
+    return Drafted(
+        histories=histories,
+        tokens=tokens,
+        num_drafted=kept.cumprod(-1).sum(-1),
+        target=torch.stack([pairs.target_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
+        draft=torch.stack([pairs.draft_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
+    )
+
 
 Stage = Callable[[TreeRule, TokenTree, Tensor, Tensor, Tensor], TreeWeights]
 Keys = Callable[[int, int, int], tuple[list[int], list[int]]]
@@ -235,3 +667,274 @@ def _keys_of(verifier: TreeVerifier, tree: TokenTree, num_committed: int) -> Ite
     tests, finals = verifier.keys(REQUEST, num_committed, num_nodes)
     yield from tests
     yield from finals
+
+
+Walk = Callable[[TokenTree, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], int]]
+Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walker:
+    """The target walk and the noise keys of its draws, by default the engine's.
+
+    Attributes:
+        keys: per row, from request key, committed tokens and tree.
+        sampled: whether chains are drawn from the draft; otherwise trees hold its top tokens.
+    """
+
+    walk: Walk = walk
+    keys: Callable[[int, int, TokenTree], list[int]] = target_keys
+    sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WalkTable:
+    """Texts that a walk over one tree topology emits, for every possible draft.
+
+    Attributes:
+        emits: by number of emitted tokens: whether, for draft tokens (as a base-vocab number), some
+            target draws make the walk emit a text.
+        visited: by number of emitted tokens: the sequences of rows whose draws it used.
+    """
+
+    emits: dict[int, Bool[Tensor, "drafts texts"]]
+    visited: dict[int, set[Rows]]
+
+
+def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
+    """Return the output distribution of two steps, completed by the target to the horizon."""
+    mass: dict[int, Tensor] = {}
+    num_histories = 0
+    for first, used in _walk_step(
+        pairs, walker, Histories.begin(pairs.num_pairs), frozenset(), tree
+    ):
+        room = pairs.horizon - 1 - first.length
+        fits = not walker.sampled and max(tree.depths) <= room
+        next_tree = tree if fits else TokenTree.chain(min(first.length, room))
+        for second, _ in _walk_step(pairs, walker, first, used, next_tree):
+            found = second.mass(pairs.vocab_size**second.length)
+            mass[second.length] = mass.get(second.length, 0.0) + found
+            num_histories += int(second.weights.count_nonzero())
+    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
+
+
+def _walk_step(
+    pairs: ModelPairs, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
+) -> Iterator[tuple[Histories, frozenset[int]]]:
+    keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
+    drafted, drafts = draft(pairs, walker, histories, tree)
+    num_drafts = drafted.weights.shape[1] // histories.weights.shape[1]
+    table = walk_table(walker.walk, tree, pairs.vocab_size)
+    for num_emitted, emits in table.emits.items():
+        spent = used
+        for rows in table.visited[num_emitted]:
+            spent |= _consume([keys[row] for row in rows], used | set(drafted.intervals))
+        possible = emits[drafts]
+        owners, texts = possible.any(0).nonzero(as_tuple=True)
+        drawn = _target_texts(pairs, histories, num_emitted)[:, owners // num_drafts, texts]
+        probs = drawn * possible[:, owners, texts]
+        prefixes = drafted.prefixes[owners] * pairs.vocab_size**num_emitted + texts
+        weights = drafted.weights[:, owners] * probs
+        length = drafted.length + num_emitted
+        yield replace(drafted, weights=weights, prefixes=prefixes, length=length), spent
+
+
+def draft(
+    pairs: ModelPairs, walker: Walker, histories: Histories, tree: TokenTree
+) -> tuple[Histories, Int64[Tensor, "some drafts"]]:
+    if not walker.sampled:
+        return histories, top_tokens(pairs, histories, tree)
+    drafted = draft_chain(pairs, ChainVerifier(rule="token"), histories, len(tree.parents))
+    return drafted.histories, number(drafted.tokens, pairs.vocab_size)[None]
+
+
+def _consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
+    """Return the keys of one text as a set; raises if a key repeats or was used before."""
+    fresh = frozenset(keys) - used
+    if len(fresh) < len(keys):
+        raise Inexact("a target draw uses noise that has decided something before")
+    return fresh
+
+
+@lru_cache(maxsize=64)
+def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
+    """Tabulate `walk` over all draft and target tokens, and check that only visited rows matter."""
+    num_nodes = len(tree.parents)
+    lengths = range(1, max(tree.depths, default=0) + 2)
+    emits = {
+        m: torch.zeros(vocab_size**num_nodes, vocab_size**m, dtype=torch.bool) for m in lengths
+    }
+    visited: dict[int, set[Rows]] = {m: set() for m in lengths}
+    for index, drafts in enumerate(product(range(vocab_size), repeat=num_nodes)):
+        for text, rows in _walk_outcomes(walk, tree, drafts, vocab_size).items():
+            emits[len(text)][index, spell(text, vocab_size)] = True
+            visited[len(text)].add(rows)
+    return WalkTable(emits=emits, visited=visited)
+
+
+def _walk_outcomes(
+    walk: Walk, tree: TokenTree, drafts: tuple[int, ...], vocab_size: int
+) -> dict[tuple[int, ...], Rows]:
+    num_rows = len(drafts) + 1
+    outcomes: dict[tuple[int, ...], Rows] = {}
+    counts: dict[tuple[int, ...], int] = {}
+    for draws in product(range(vocab_size), repeat=num_rows):
+        path, final = walk(tree, drafts, draws)
+        text = (*(drafts[node] for node in path), final)
+        rows = (0, *(node + 1 for node in path))
+        if text != tuple(draws[row] for row in rows) or outcomes.setdefault(text, rows) != rows:
+            raise Inexact(f"the walk emits {text}, which is not what the target drew on its way")
+        counts[text] = counts.get(text, 0) + 1
+    for text, count in counts.items():
+        if count != vocab_size ** (num_rows - len(text)):
+            raise Inexact(f"whether the walk emits {text} depends on rows it did not visit")
+    return outcomes
+
+
+def top_tokens(
+    pairs: ModelPairs, histories: Histories, tree: TokenTree
+) -> Int64[Tensor, "pairs drafts"]:
+    """Return one number per history, which encodes the greedy draft tokens of the whole tree."""
+    pair_index = torch.arange(pairs.num_pairs)[:, None]
+    root = histories.prefixes.expand_as(histories.weights)
+    paths: list[Tensor] = []
+    drafts = torch.zeros_like(root)
+    for node, parent in enumerate(tree.parents):
+        before = paths[parent] if parent >= 0 else root
+        level = histories.length + tree.depths[node] - 1
+        ranked = pairs.draft[level][pair_index, before].argsort(stable=True, descending=True)
+        token = ranked[..., tree.children(parent).index(node)]
+        paths.append(before * pairs.vocab_size + token)
+        drafts = drafts * pairs.vocab_size + token
+    return drafts
+
+
+def _target_texts(
+    pairs: ModelPairs, histories: Histories, num_tokens: int
+) -> Float64[Tensor, "pairs histories texts"]:
+    """Return the target's probability of every next `num_tokens` tokens after each history."""
+    vocab = torch.arange(pairs.vocab_size)
+    probs = torch.ones_like(histories.weights)[..., None]
+    paths = histories.prefixes[:, None]
+    for offset in range(num_tokens):
+        rows = pairs.target_rows(histories.length, offset)[:, paths]
+        probs = (probs[..., None] * rows).flatten(2)
+        paths = (paths[..., None] * pairs.vocab_size + vocab).flatten(1)
+    return probs
+
+
+def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:
+    powers = vocab_size ** torch.arange(tokens.shape[1]).flip(0)
+    return (tokens * powers).sum(-1)
+
+
+def spell(text: tuple[int, ...], vocab_size: int) -> int:
+    """Convert a text to a number whose base is the vocabulary size."""
+    value = 0
+    for token in text:
+        value = value * vocab_size + token
+    return value
+
+
+def compare_with_plain(pairs: ModelPairs, tree: TokenTree, seeds: range) -> tuple[int, int]:
+    """Compare the walk with plain decoding for every possible draft, with the same noise.
+
+    If each step, started from what plain decoding has committed, emits what plain decoding emits
+    next, then by induction so does any number of steps, with any drafter, shared noise or not.
+    """
+    num_compared = num_different = 0
+    for seed in seeds:
+        draws = Draws(pairs, request_key(seed, 0))
+        for pair in range(pairs.num_pairs):
+            plain = draws.plain_text(pair)
+            for emitted, expected in draws.steps(pair, plain, tree):
+                num_compared += 1
+                num_different += emitted != expected
+    return num_compared, num_different
+
+
+class Draws:
+    """Target draws of one request by the engine's functions, cached by key and prefix."""
+
+    def __init__(self, pairs: ModelPairs, key: int) -> None:
+        self.pairs = pairs
+        self.key = key
+        self._tokens: dict[tuple[int, int], list[list[int]]] = {}
+
+    def token(self, pair: int, key: int, prefix: tuple[int, ...]) -> int:
+        level = len(prefix)
+        if (key, level) not in self._tokens:
+            probs = self.pairs.target[level].float()
+            rows = probs.flatten(0, 1)
+            drawn: Tensor = target_tokens(rows, torch.full((len(rows),), key))
+            self._tokens[key, level] = drawn.reshape(probs.shape[:2]).tolist()
+        return self._tokens[key, level][pair][spell(prefix, self.pairs.vocab_size)]
+
+    def plain_text(self, pair: int) -> tuple[int, ...]:
+        text: tuple[int, ...] = ()
+        for position in range(self.pairs.horizon):
+            key = position_key(self.key, NUM_PROMPT + position)
+            text = (*text, self.token(pair, key, text))
+        return text
+
+    def steps(
+        self, pair: int, plain: tuple[int, ...], tree: TokenTree
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield the tokens that each possible step emits, and those of plain decoding."""
+        nodes = range(len(tree.parents))
+        paths = [tree.path(node) for node in nodes]
+        for start in range(self.pairs.horizon - max(tree.depths)):
+            keys = target_keys(self.key, NUM_PROMPT + start, tree)
+            for drafts in product(range(self.pairs.vocab_size), repeat=len(nodes)):
+                prefixes = [plain[:start]]
+                prefixes += [(*plain[:start], *(drafts[n] for n in path)) for path in paths]
+                draws = [self.token(pair, k, p) for k, p in zip(keys, prefixes, strict=True)]
+                path, final = walk(tree, drafts, draws)
+                emitted = (*(drafts[node] for node in path), final)
+                yield emitted, plain[start : start + len(emitted)]
+
+
+MAX_K = 3
+STATE = RequestState(request_id="r", num_committed=3, max_new=9, temperature=1.0)
+CAPACITY = Capacity(max_rows=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cheap:
+    """Cost tables under which neither the smallest nor the largest K is the best."""
+
+    def at(self, temperature: float) -> CostTable:
+        line = CostLine(rows=(1, 4), verify_s=(1.0, 1.3), plain_s=1.0, draft_s=0.15)
+        return CostTable(lines=(line,))
+
+
+def goodput_k(num_drafts: int, num_accepted: int) -> int:
+    """Return the K that a goodput controller plans after a first step, at least 1."""
+    controller = GoodputController({"draft_model": Cheap()}, MAX_K)
+    controller.decide([STATE], CAPACITY)
+    controller.observe([outcome(num_drafts, num_accepted)])
+    (plan,) = controller.decide([STATE], CAPACITY)
+    return max(1, plan.num_speculative_tokens)
+
+
+def outcome(num_drafts: int, num_accepted: int) -> StepRecord:
+    return StepRecord(
+        cycle_id=0,
+        t_s=0.0,
+        request_id=STATE.request_id,
+        step=0,
+        method="draft_model",
+        k_budget=num_drafts,
+        num_drafted=num_drafts,
+        depth_drafted=num_drafts,
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + 1,
+        draft_s=0.15 * num_drafts,
+        verify_s=1.0 + 0.1 * num_drafts,
+        other_s=0.0,
+        batch_rows=num_drafts + 1,
+        num_prefill_rows=0,
+        context_tokens=STATE.num_committed,
+        last_token_source="bonus" if num_accepted == num_drafts else "recovered",
+        expected_accepted=0.0,
+    )

@@ -7,8 +7,8 @@ import copy
 import pytest
 from tests import tiny
 
-from forerun.align.responses import ResponseOrigin
 from forerun.align.samples import PromptRecord, prompt_hash
+from forerun.align.texts import ResponseOrigin
 from forerun.models.tokenizers import Tokenizer, adopt
 from forerun.sampling.config import SamplingParams
 

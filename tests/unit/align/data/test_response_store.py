@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.align.data.conftest import origin, prompts
 
-from forerun.align.responses import Response, ResponseStore
+from forerun.align.texts import Response, ResponseStore
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -169,7 +169,7 @@ def test_a_maker_is_what_decides_a_response(tmp_path):
 WRITER = """
 import os, resource, signal, sys
 from pathlib import Path
-from forerun.align.responses import ResponseOrigin, Response, ResponseStore
+from forerun.align.texts import ResponseOrigin, Response, ResponseStore
 from forerun.errors import CacheTooLarge
 from forerun.sampling.config import SamplingParams
 

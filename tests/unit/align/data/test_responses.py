@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from tests.unit.align.data.conftest import origin, prompts
 
-from forerun.align.responses import ResponseStore, seed_of, write_responses
+from forerun.align.texts import ResponseStore, seed_of, write_responses
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from tests.unit.align.data.conftest import origin, prompt, prompts
 
-from forerun.align.responses import ResponseServer, ResponseStore, write_responses_from
 from forerun.align.samples import PromptRecord
+from forerun.align.texts import ResponseServer, ResponseStore, write_responses_from
 from forerun.client.client import Client
-from forerun.client.config import ClientConfig
+from forerun.client.connection import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.sampling.config import SamplingParams
 

@@ -10,14 +10,14 @@ from tests.unit.align.objectives.distributions import (
 )
 from torch import Tensor
 
-from forerun.align.chunked import (
+from forerun.align.config import ObjectiveConfig, ObjectiveName
+from forerun.align.draft import (
     CHUNK_ROWS,
     DraftHead,
     LearnedRows,
     chunked_acceptance,
     chunked_loss,
 )
-from forerun.align.config import ObjectiveConfig, ObjectiveName
 from forerun.align.objectives import TargetDistribution, dense_probs, make_objective
 
 ROWS, WIDTH, VOCAB = 2 * CHUNK_ROWS + 3, 6, 29

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.unit.align.objectives.distributions import dense_distribution, normal
 
-from forerun.align.chunked import length_weights
 from forerun.align.config import ObjectiveConfig
+from forerun.align.draft import length_weights
 from forerun.align.objectives import make_objective
 
 K = 4

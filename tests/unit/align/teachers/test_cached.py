@@ -12,12 +12,11 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
+from forerun.align import teachers as filling
+from forerun.align import teachers as hidden
 from forerun.align.objectives import dense_probs
 from forerun.align.rounds import make_teacher
-from forerun.align.teachers import cache as filling
-from forerun.align.teachers import hidden
-from forerun.align.teachers.base import Teacher
-from forerun.align.teachers.cache import RowCache
+from forerun.align.teachers import RowCache, Teacher
 from forerun.errors import CacheTooLarge, InvalidCache, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 
@@ -203,14 +202,14 @@ def test_a_shard_that_vanishes_in_training_is_named(make, on_disk):
 
 @pytest.fixture
 def one_sample_a_shard(monkeypatch):
-    monkeypatch.setattr("forerun.align.teachers.cache.SHARD_BYTES", 1)
+    monkeypatch.setattr("forerun.align.teachers.SHARD_BYTES", 1)
     monkeypatch.setattr(filling, "MAX_TOKENS", 1)
 
 
 @pytest.mark.usefixtures("one_sample_a_shard")
 def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, monkeypatch):
     packing, batch = all_rows(texts())
-    from forerun.align.teachers import cache
+    from forerun.align import teachers as cache
 
     kept = []
 

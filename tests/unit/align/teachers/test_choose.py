@@ -5,9 +5,13 @@ from __future__ import annotations
 from tests.unit.align.teachers.conftest import caching
 
 from forerun.align.rounds import make_teacher
-from forerun.align.teachers.base import RowSizes, allowed_bytes
-from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
-from forerun.align.teachers.sampled import SampledTeacher
+from forerun.align.teachers import (
+    HiddenTeacher,
+    ModelTeacher,
+    RowSizes,
+    SampledTeacher,
+    allowed_bytes,
+)
 from forerun.sampling.config import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

@@ -10,9 +10,13 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
 from forerun.align.rounds import feature_teacher
-from forerun.align.teachers.base import Teacher
-from forerun.align.teachers.hidden import FeaturesOfRows, OnlineFeatures
-from forerun.align.teachers.target import adopt_target, embedding_table
+from forerun.align.teachers import (
+    FeaturesOfRows,
+    OnlineFeatures,
+    Teacher,
+    adopt_target,
+    embedding_table,
+)
 from forerun.errors import CacheTooLarge, UnsupportedFeatures
 from forerun.sampling.config import SamplingParams
 

@@ -11,9 +11,15 @@ from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 
 from forerun.align.objectives import DenseDistribution, SparseDistribution
 from forerun.align.samples import Sample
-from forerun.align.teachers.base import ALONE, Teacher
-from forerun.align.teachers.hidden import ModelTeacher
-from forerun.align.teachers.target import adopt_target, load_sharded, load_target, refuse_offloaded
+from forerun.align.teachers import (
+    ALONE,
+    ModelTeacher,
+    Teacher,
+    adopt_target,
+    load_sharded,
+    load_target,
+    refuse_offloaded,
+)
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.memory import available_bytes
 from forerun.sampling.config import SamplingParams
@@ -140,7 +146,7 @@ def test_a_text_longer_than_the_targets_context_is_refused():
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_read(on_disk, monkeypatch):
-    monkeypatch.setattr("forerun.align.teachers.target.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("forerun.align.teachers.available_bytes", lambda device: 1000)
     assert available_bytes(torch.device("cpu")) > 1000
     with pytest.raises(NotEnoughMemory, match=r"1000 B are available; spread it .* \"sharded\""):
         load_target(on_disk.source.target, device="cpu")

@@ -12,7 +12,7 @@ from tests.unit.align.teachers.conftest import all_rows, caching, expected_logit
 
 from forerun.align.objectives import SparseDistribution, dense_probs
 from forerun.align.rounds import make_teacher
-from forerun.align.teachers.sampled import draw_ids
+from forerun.align.teachers import draw_ids
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 

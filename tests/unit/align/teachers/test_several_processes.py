@@ -17,10 +17,10 @@ from tests.unit.align.teachers.conftest import (
     texts,
 )
 
+from forerun.align import teachers as filling
 from forerun.align.objectives import dense_probs
 from forerun.align.rounds import make_teacher
-from forerun.align.teachers import cache as filling
-from forerun.align.teachers.base import ProcessShare
+from forerun.align.teachers import ProcessShare
 
 WORKER = """
 import json, sys
@@ -32,10 +32,10 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
 from forerun.align.objectives import dense_probs
-from forerun.align.teachers import cache as filling
+from forerun.align import teachers as filling
 from forerun.align.rounds import TeacherSource, make_teacher
-from forerun.align.teachers.base import ProcessShare
-from forerun.align.teachers.target import load_sharded
+from forerun.align.teachers import ProcessShare
+from forerun.align.teachers import load_sharded
 from forerun.sampling.config import SamplingParams
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from tests.unit.align.teachers.conftest import all_rows, caching, texts
 from forerun.align.objectives import dense_probs
 from forerun.align.rounds import make_teacher
 from forerun.align.samples import Sample
-from forerun.align.teachers.sampled import known_shares
+from forerun.align.teachers import known_shares
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.processors import pack_params, target_probs

@@ -13,13 +13,12 @@ from tests import training
 from forerun.align.attached import AttachedDraft, PassLoss, UnrolledEagle3, load_attached
 from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
 from forerun.align.objectives import objective_of
-from forerun.align.progress import StepMetrics
 from forerun.align.rounds import TeacherSource, feature_teacher
 from forerun.align.samples import Packing
 from forerun.align.trainer import Trainer
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head
+from forerun.align.workspace import StepMetrics
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.load import read_golden
+from forerun.drafters.eagle3.load import read_eagle3_head, read_golden
 from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
 from forerun.provenance import content_hash
 

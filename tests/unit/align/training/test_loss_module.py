@@ -9,9 +9,8 @@ import torch
 from tests import tiny, training
 from torch import Tensor
 
-from forerun.align.chunked import length_weights
 from forerun.align.config import ObjectiveConfig
-from forerun.align.draft import DraftLoss
+from forerun.align.draft import DraftLoss, length_weights
 from forerun.align.objectives import make_objective
 from forerun.align.samples import PackedBatch
 

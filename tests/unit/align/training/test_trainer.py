@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests import training
 
-from forerun.align.progress import StepMetrics
 from forerun.align.samples import Packing
 from forerun.align.trainer import Trainer
+from forerun.align.workspace import StepMetrics
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
 
 

@@ -13,8 +13,7 @@ from forerun.align.attached import PassLoss, UnrolledEagle3, learned_passes, unr
 from forerun.align.config import ObjectiveConfig
 from forerun.align.objectives import DenseDistribution, make_objective
 from forerun.align.samples import PackedBatch, Packing, Sample
-from forerun.drafters.eagle3.formats import Eagle3Config
-from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
 
 VOCAB, DRAFT_VOCAB, WIDTH, LAYERS, PASSES = 30, 12, 16, 3, 4
 SHAPE = Eagle3Config(

@@ -13,8 +13,13 @@ from forerun.measure.bench import comparison as module
 from forerun.measure.bench.compare import Prompt, batched, run_blocks
 from forerun.measure.bench.comparison import BenchCell, BenchComparison
 from forerun.measure.bench.config import BenchConfig, parse_arms
-from forerun.measure.bench.report import CellReport, predict
-from forerun.measure.bench.summary import best_of_several, faster_chain, summarise
+from forerun.measure.bench.report import (
+    CellReport,
+    best_of_several,
+    faster_chain,
+    predict,
+    summarise,
+)
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostLine, CostTable, ReadingCost

@@ -9,12 +9,11 @@ import pytest
 
 from forerun.control.base import Tree
 from forerun.errors import InvalidRequest
-from forerun.measure.bench import demo as module
+from forerun.measure.bench import comparison as module
 from forerun.measure.bench.compare import scouted
-from forerun.measure.bench.comparison import neighbours_apart
+from forerun.measure.bench.comparison import Demo, DemoArms, chains_and_trees, neighbours_apart
 from forerun.measure.bench.config import DemoConfig
-from forerun.measure.bench.demo import Demo, DemoArms, chains_and_trees
-from forerun.measure.bench.summary import MIN_BLOCKS
+from forerun.measure.bench.report import MIN_BLOCKS
 from forerun.sampling.config import SamplingParams
 
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from forerun.measure.bench import summary
+from forerun.measure.bench import report as summary
 from forerun.measure.bench.compare import Prompt, batched, run_blocks
-from forerun.measure.bench.summary import MIN_BLOCKS, best_arm, measurable, verdict
+from forerun.measure.bench.report import MIN_BLOCKS, best_arm, measurable, verdict
 from forerun.sampling.config import SamplingParams
 
 summarise = partial(summary.summarise, num_resamples=100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.measure.judged import DraftFigures, JudgedPrompt, judge_figures
+from forerun.measure.judge import DraftFigures, JudgedPrompt, judge_figures
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.cost import CostTable
 

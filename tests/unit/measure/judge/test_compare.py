@@ -6,7 +6,7 @@ import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.report import plot_survival
-from forerun.measure.judged import changes, finding
+from forerun.measure.judge import changes, finding
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.intervals import Interval
 

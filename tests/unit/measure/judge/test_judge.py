@@ -8,8 +8,7 @@ from tests.tiny import PROMPTS, adapted, drafting, engine_over, network, tokeniz
 
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
-from forerun.measure.judge import Judge, evenly_spaced
-from forerun.measure.judged import EvaluationPrompt
+from forerun.measure.judge import EvaluationPrompt, Judge, evenly_spaced
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostLine, CostTable
 

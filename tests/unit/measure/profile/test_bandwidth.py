@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.measure.profile import rounds as bandwidth
-from forerun.measure.profile.rounds import Stopwatch, read_bandwidth, torch_threads
+from forerun.measure import rigs as bandwidth
+from forerun.measure.rigs import Stopwatch, read_bandwidth, torch_threads
 from forerun.models.memory import available_bytes
 
 CPU = torch.device("cpu")

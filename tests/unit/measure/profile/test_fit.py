@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.measure.profile.config import ProfileCell, Quantity
-from forerun.measure.profile.measurement import cost_table, slope_of
+from forerun.measure.profile import ProfileCell, Quantity
+from forerun.measure.rigs import cost_table, slope_of
 from forerun.theory.cost import CostReading
 from forerun.theory.intervals import Interval
 

@@ -9,9 +9,8 @@ from tests import heads, natives, tiny
 from tests.unit.probe.planted import facts
 
 from forerun.engine.config import EngineConfig
-from forerun.measure.profile.config import ProfileCell, ProfileConfig, Quantity
-from forerun.measure.profile.measurement import cost_table, measure_pair
-from forerun.measure.profile.rigs import LoadedPair
+from forerun.measure.profile import ProfileCell, ProfileConfig, Quantity
+from forerun.measure.rigs import LoadedPair, cost_table, measure_pair
 from forerun.theory.intervals import Interval
 
 BRIEF = ProfileConfig(

@@ -11,10 +11,8 @@ import pytest
 from tests.unit.probe.planted import COMMIT_S, SMALL, Clock, Costs, facts, planted_pair
 
 from forerun.errors import NotEnoughMemory
-from forerun.measure.profile.config import Quantity
-from forerun.measure.profile.measurement import measure_pair, rigs
-from forerun.measure.profile.profile import Profile
-from forerun.measure.profile.rounds import Stopwatch
+from forerun.measure.profile import Profile, Quantity
+from forerun.measure.rigs import Stopwatch, measure_pair, rigs
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
 BRIEF = replace(SMALL, min_rounds=1, budget_s=1e-9)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.unit.measure.profile.test_profile_file import PROFILE, SETUP
 
-from forerun.measure.profile.profile import plot, title
+from forerun.measure.profile import plot, title
 
 
 def test_pictures_are_written_and_the_same_profile_gives_the_same_picture(tmp_path):

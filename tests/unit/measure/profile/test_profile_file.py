@@ -7,11 +7,12 @@ import pytest
 from tests.profiles import SETUP, profile_of
 
 from forerun.errors import InvalidProfile
-from forerun.measure.profile.config import ProfileCell, Quantity
-from forerun.measure.profile.profile import (
+from forerun.measure.profile import (
     FORMAT,
     MeasuredCell,
+    ProfileCell,
     ProfileSetup,
+    Quantity,
     check_setup,
     load_profile,
     write_profile,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tests.unit.probe.planted import SMALL, Clock
 
-from forerun.measure.profile.config import ProfileCell, Quantity, without
-from forerun.measure.profile.rounds import corrected, estimates, measure, widest
+from forerun.measure.profile import ProfileCell, Quantity, without
+from forerun.measure.rigs import corrected, estimates, measure, widest
 
 
 def cell(size, batch=1, context=8, quantity=Quantity.TARGET_PASS) -> ProfileCell:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests import tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.errors import InvalidModel, RunnerUnavailable
-from forerun.models.base import Context, LanguageModel, pack
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import INDEX, WEIGHTS
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model
@@ -73,9 +74,7 @@ def load(folder: Path, runner: str = "auto", **options: object) -> LanguageModel
 
 
 def logits_of(model: LanguageModel) -> torch.Tensor:
-    context = Context(model.store, IDS)
-    batch = pack([context.span(len(IDS))], torch.tensor(IDS), range(len(IDS)), model.device)
-    return model.forward(batch).logits
+    return tiny.logits_of(model, IDS)
 
 
 def expected_of(folder: Path) -> torch.Tensor:

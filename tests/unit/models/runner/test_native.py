@@ -57,6 +57,21 @@ def test_parameters_are_counted_once_and_packed_once(is_tied):
     assert num_packed * 4 <= model.weights.num_bytes <= 2 << 20
 
 
+@pytest.mark.parametrize("num_rows", [15, 16, 23, 53])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_bits_alone_and_among_many(dtype, num_rows):
+    decoder = decoder_of(**(SIZES | {"hidden_size": 160, "intermediate_size": 280}))
+    model = run_natively(decoder, random_parameters(decoder), dtype=dtype)
+    ids = torch.arange(num_rows) % decoder.architecture.vocab_size
+    together, alone = (Context(model.store, ids.tolist()) for _ in range(2))
+    rows = range(num_rows)
+    expected = model.forward(pack([together.span(num_rows)], ids, rows, model.device)).logits
+    for row in rows:
+        batch = pack([alone.span(1)], ids[row : row + 1], [0], model.device)
+        assert torch.equal(model.forward(batch).logits[0], expected[row])
+        alone.commit(range(1))
+
+
 def test_a_row_reads_only_the_experts_that_it_uses():
     variant = VARIANTS["Qwen3MoeForCausalLM"]
     experts = Experts(num_experts=64, num_used=2, intermediate_size=32, layers=(True, False))

@@ -14,7 +14,6 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED
-from forerun.models.base import Context, pack
 from forerun.models.load import load_model, try_out
 from forerun.models.memory import weights_bytes
 from forerun.models.runner import packed
@@ -122,12 +121,7 @@ def test_a_copy_has_the_norms_and_scales_of_its_family(family):
 
 
 def logits_of(model: NativeModel) -> Tensor:
-    ids = torch.arange(1, 30)
-    context = Context(model.store, ids.tolist())
-    batch = pack([context.span(len(ids))], ids, range(len(ids)), model.device)
-    logits = model.forward(batch).logits
-    context.close()
-    return logits
+    return tiny.logits_of(model, list(range(1, 30)))
 
 
 @pytest.mark.parametrize("weights", list(QUANTISED))

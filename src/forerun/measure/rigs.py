@@ -1,0 +1,996 @@
+"""Loads a target with its draft, and measures their passes, chains and steps in rigs.
+
+A machine's speed drifts by more than the difference between two cells. So no cell is measured
+alone: a round visits all of them, in an order that rotates, and what a round did to all its cells
+(its drift) is divided out before medians are taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import Drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter, HeadBatch
+from forerun.drafters.eagle3.head import is_eagle3
+from forerun.drafters.registry import is_head
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.loading import check_card, load_drafter, load_pair_member
+from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.measure.profile import (
+    OVERHEAD_OF,
+    MeasuredCell,
+    Profile,
+    ProfileCell,
+    ProfileConfig,
+    ProfileSetup,
+    Quantity,
+    ReadLimit,
+    chain_cells,
+    pass_cells,
+    read_cells,
+    sizes,
+    step_cells,
+    without,
+)
+from forerun.models.base import (
+    Context,
+    DraftsInOneCall,
+    LanguageModel,
+    ObservedModel,
+    ObservedSampler,
+    RowBatch,
+    Span,
+    StoredModel,
+    pack,
+)
+from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.kv_store import KVPrefix
+from forerun.models.load import choose_dtype, model_folder, read_config
+from forerun.models.memory import available_bytes
+from forerun.models.tokenizers import Tokenizer
+from forerun.provenance import collect, content_hash, cpu_model, num_cores
+from forerun.sampling.config import SamplingParams
+from forerun.theory.cost import CostLine, CostReading, CostTable, ReadingCost, interpolate
+from forerun.theory.intervals import Interval, median_interval
+from forerun.theory.tree import TokenTree
+
+
+class Stopwatch:
+    """Times work on one device; waits for the device, so that queued work is not missed."""
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self.clock = clock
+        self.device = device
+
+    def now_s(self) -> float:
+        """Return the time once the device has finished all queued work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+        return self.clock()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds that a function takes, device work included."""
+        start_s = self.now_s()
+        work()
+        return self.now_s() - start_s
+
+
+class TimedModel(ObservedModel):
+    """LanguageModel wrapper that adds up the seconds of its passes in `inside_s`.
+
+    It waits for the device at both ends of a pass, so work of the caller that would have overlapped
+    with one no longer does.
+    """
+
+    def __init__(self, model: LanguageModel, stopwatch: Stopwatch) -> None:
+        super().__init__(model)
+        self.stopwatch = stopwatch
+        self.inside_s = 0.0
+
+    def begin(self) -> float:
+        """Return the time at the start of a pass."""
+        return self.stopwatch.now_s()
+
+    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
+        """Add the seconds of a pass."""
+        self.inside_s += self.stopwatch.now_s() - begun
+
+
+class TimedSampledModel(ObservedSampler, TimedModel):
+    """LanguageModel wrapper with timing, for models that sample whole chains."""
+
+
+def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:
+    """Wrap a model so that its passes are timed."""
+    kind = TimedSampledModel if isinstance(model, DraftsInOneCall) else TimedModel
+    return kind(model, stopwatch)
+
+
+NUM_PASSES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """Memory read rate, with the buffer size and threads of its measurement.
+
+    Attributes:
+        buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
+            and so are weights of that size.
+    """
+
+    buffer_bytes: int
+    bytes_per_s: float
+
+
+def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Bandwidth:
+    """Read a buffer repeatedly with the threads of the passes, and return the best rate.
+
+    Two reductions of 64-bit integers compete, because which of them keeps up with the memory
+    depends on the device.
+    """
+    device = stopwatch.device
+    num_bytes = min(num_bytes, available_bytes(device) // 2)
+    buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
+    reads = (buffer.sum, buffer.amax)
+    with torch_threads(num_threads):
+        times_s = [stopwatch.seconds(read) for _ in range(NUM_PASSES) for read in reads]
+    buffer_bytes = buffer.numel() * buffer.itemsize
+    return Bandwidth(buffer_bytes=buffer_bytes, bytes_per_s=buffer_bytes / min(times_s))
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+LEAST_SAMPLES = 6
+"""Of fewer values not even the whole range holds the median with 95%."""
+
+T = TypeVar("T")
+
+Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
+"""Seconds per cell and round; a visit may yield several, and not every round visits every cell."""
+
+
+@runtime_checkable
+class Rig(Protocol):
+    """Interface of measurements of several cells with the same models and sequences."""
+
+    @property
+    def cells(self) -> Sequence[ProfileCell]:
+        """Return the cells that the rig can measure."""
+
+    @property
+    def rounds_per_visit(self) -> int:
+        """Return n: cells are visited in every n-th round, with n above 1 where a visit is slow."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Prepare models and sequences for the measurements in the block."""
+
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        """Measure a cell once in a `ready` block; returns seconds by cell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """Samples of all rounds, and the cells that were left out."""
+
+    samples: Samples
+    left_out: tuple[ProfileCell, ...]
+    stable: bool
+
+
+def measure(
+    rigs: Sequence[Rig],
+    config: ProfileConfig,
+    clock: Callable[[], float],
+    notify: Callable[[int, float], None],
+) -> Rounds:
+    """Measure all cells of a profile in rounds, until their medians are stable or time runs out."""
+    asked = [cell for rig in rigs for cell in rig.cells]
+    # First times are slow; they also show what does not fit.
+    samples: dict[ProfileCell, list[Sequence[float]]] = {
+        cell: [] for cell in one_round(rigs, asked, num_rounds=0)
+    }
+    started_s, longest_s = clock(), 0.0
+    num_rounds, error = 0, math.inf
+    while num_rounds < config.min_rounds or (
+        error > config.target_error and clock() - started_s + longest_s <= config.budget_s
+    ):
+        round_started_s = clock()
+        found = one_round(rigs, samples, num_rounds)
+        longest_s = max(longest_s, clock() - round_started_s)
+        num_rounds += 1
+        samples = {cell: [*samples[cell], seconds] for cell, seconds in found.items()}
+        error = widest(samples)
+        notify(num_rounds, error)
+    left_out = tuple(cell for cell in asked if cell not in samples)
+    if left_out:
+        logger.warning(
+            "%d of %d measurements do not fit into memory and were left out; the first is the %s",
+            len(left_out),
+            len(asked),
+            left_out[0],
+        )
+    return Rounds(samples=samples, left_out=left_out, stable=error <= config.target_error)
+
+
+def one_round(
+    rigs: Sequence[Rig], cells: Collection[ProfileCell], num_rounds: int
+) -> dict[ProfileCell, Sequence[float]]:
+    left = set(cells)
+    found: dict[ProfileCell, Sequence[float]] = {cell: () for cell in cells}
+    due = [rig for rig in rigs if num_rounds % rig.rounds_per_visit == 0]
+    for rig in rotated(due, num_rounds):
+        with rig.ready():
+            for cell in rotated(rig.cells, num_rounds):
+                if cell not in left or found[cell]:
+                    continue
+                try:
+                    for visited, seconds in rig.visit(cell).items():
+                        found[visited] = (*found[visited], *seconds)
+                except Exception as error:
+                    if not _is_out_of_memory(error):
+                        raise
+                    left = fitting(left, cell, error)
+    return {cell: seconds for cell, seconds in found.items() if cell in left}
+
+
+def fitting(
+    cells: Collection[ProfileCell], failed: ProfileCell, error: Exception
+) -> set[ProfileCell]:
+    """Return the cells that remain after one ran out of memory."""
+    left = set(without(cells, failed))
+    if not left:
+        raise NotEnoughMemory(f"{failed} does not fit into memory: {error}") from error
+    return left
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, NotEnoughMemory | MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
+    start = shift % len(items) if items else 0
+    yield from items[start:]
+    yield from items[:start]
+
+
+def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
+    """Samples divided by the machine's relative speed in their round (Tukey 1977)."""
+    middles = {cell: median(s for v in visits for s in v) for cell, visits in samples.items()}
+    drift = []
+    for i in range(max(map(len, samples.values()))):
+        relative = [median(samples[c][i]) / s for c, s in middles.items() if s and samples[c][i]]
+        drift.append(median(relative) if relative else 1.0)
+    return {
+        cell: [s / drift[i] for i, visit in enumerate(visits) for s in visit]
+        for cell, visits in samples.items()
+    }
+
+
+def estimates(samples: Samples) -> dict[ProfileCell, Interval]:
+    return {cell: median_interval(seconds) for cell, seconds in corrected(samples).items()}
+
+
+def widest(samples: Samples) -> float:
+    """Return half of the widest interval, relative to its estimate.
+
+    For overheads and drafts smaller than a plain target pass it is a share of that pass, because a
+    relative error of a small part hardly changes the time of a step. Infinite while there are too
+    few samples for an interval of 95%.
+    """
+    if min(sum(map(len, visits)) for visits in samples.values()) < LEAST_SAMPLES:
+        return math.inf
+    found = estimates(samples)
+    plain_s = {
+        (cell.batch, cell.context): interval.estimate
+        for cell, interval in found.items()
+        if cell.quantity is Quantity.TARGET_PASS and cell.size == 1
+    }
+    floor_s = {batch: min(s for (b, _), s in plain_s.items() if b == batch) for batch, _ in plain_s}
+    return max(
+        (interval.high - interval.low) / 2 / max(interval.estimate, floor_s.get(cell.batch, 0.0))
+        for cell, interval in found.items()
+        if interval.high > 0
+    )
+
+
+logger = logging.getLogger("forerun.probe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Name, hash, sizes and runner of one model.
+
+    Attributes:
+        pass_bytes: weights read by a pass; of an embedding that is not also the head only rows are.
+    """
+
+    name: str
+    content_hash: str
+    dtype: str
+    pass_bytes: int
+    kv_token_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedPair:
+    """A loaded target with its draft."""
+
+    target: LanguageModel
+    drafter: DraftModel
+    tokenizer: Tokenizer
+    engine: EngineConfig
+
+    @property
+    def draft(self) -> LanguageModel:
+        """The draft model."""
+        return self.drafter.model
+
+
+def load_pair(
+    target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProfileConfig
+) -> tuple[LoadedPair, ProfileConfig]:
+    """Load target and draft, with KV stores large enough for all measurements.
+
+    Returns the settings too, less contexts it cannot hold and batches whose KV does not fit.
+    """
+    check_card(draft, target)
+    config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)
+    batches = config.batches
+    while True:
+        room = with_room(engine, config)
+        try:
+            model, tokenizer = load_pair_member(
+                target, dtype=dtype, device=device, config=room, weights=room.weights
+            )
+            drafter = load_drafter(draft, model, tokenizer, dtype=dtype, config=room)
+            break
+        except NotEnoughMemory:
+            if len(config.batches) == 1:
+                raise
+            config = replace(config, batches=config.batches[:-1])
+    if config.batches != batches:
+        logger.warning("only batches up to %d fit into memory", config.batches[-1])
+    if not isinstance(drafter, DraftModel):
+        raise InvalidRequest(
+            f"{draft} drafts without passes of a model of its own, so there is no profile of it; "
+            f"measure it whole: forerun bench --arms {draft}@{engine.num_speculative_tokens}"
+        )
+    return LoadedPair(target=model, drafter=drafter, tokenizer=tokenizer, engine=room), config
+
+
+def held(names: Sequence[str], config: ProfileConfig) -> ProfileConfig:
+    """Return the settings without contexts and prompt sizes that exceed either model's context."""
+    checkpoints = [read_checkpoint(model_folder(name)) for name in names]
+    most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
+    contexts = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
+    if not contexts:
+        raise InvalidRequest(
+            f"no context of {list(config.contexts)} tokens fits with {config.rows[-1]} rows behind "
+            f"it: the pair holds {most} tokens; give shorter contexts or fewer rows"
+        )
+    read = tuple(size for size in config.read if contexts[0] + size <= most)
+    return replace(config, contexts=contexts, read=read)
+
+
+def with_room(engine: EngineConfig, config: ProfileConfig) -> EngineConfig:
+    most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
+    chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
+    # Every step may accept everything, and the first prompt decodes while others are read.
+    num_steps = MOST_STEPS + -(-config.contexts[0] // chunk)
+    steps = config.contexts[0] + num_steps * (config.drafted[-1] + 1)
+    text = config.contexts[0] + max(config.read, default=0)
+    return replace(
+        engine,
+        num_speculative_tokens=config.rows[-1] - 1,
+        max_batch=config.batches[-1],
+        max_context=max(config.contexts[-1] + config.rows[-1], steps, text),
+        max_step_rows=most_rows,
+    )
+
+
+def facts_of(
+    name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
+) -> ModelFacts:
+    """Read facts from a model's files; the weights are hashed unless their hash is known."""
+    if model_folder(name).is_file():
+        raise InvalidModel(
+            f"{name} is a file, and a profile is of model folders: make one with `forerun "
+            "quantise`, or compare drafts for this file with `forerun bench`"
+        )
+    if is_eagle3(read_object(model_folder(name) / "config.json")):
+        return _facts_of_head(name, model, known_hash or content_hash(name))
+    checkpoint = read_checkpoint(model_folder(name))
+    settings, architecture = read_config(checkpoint)
+    chosen = choose_dtype(dtype, checkpoint)
+    num_read = model.num_parameters
+    if not settings["tie_word_embeddings"]:
+        num_read -= model.vocab_size * architecture.hidden_size
+    num_kv = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    return ModelFacts(
+        name=name,
+        content_hash=known_hash or content_hash(name),
+        dtype=str(chosen).removeprefix("torch."),
+        pass_bytes=num_read * chosen.itemsize,
+        kv_token_bytes=num_kv * chosen.itemsize,
+    )
+
+
+def _facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
+    """Return the facts of an EAGLE-3 head, which reads the target's embedding."""
+    assert isinstance(model, StoredModel)
+    sizes, num_bytes = model.architecture, model.dtype.itemsize
+    return ModelFacts(
+        name=name,
+        content_hash=hashed,
+        dtype=str(model.dtype).removeprefix("torch."),
+        pass_bytes=model.num_parameters * num_bytes,
+        kv_token_bytes=2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * num_bytes,
+    )
+
+
+def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> ProfileSetup:
+    """Return machine, models and settings of a measurement in this process."""
+    device = pair.target.device
+    gpu = f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else None
+    return ProfileSetup(
+        cpu=cpu_model(),
+        num_cores=num_cores(),
+        num_threads=num_threads_of(pair.engine),
+        device=gpu or device.type,
+        dtype=target.dtype,
+        target_runner=type(pair.target).__name__,
+        draft_runner=type(pair.draft).__name__,
+        target_hash=target.content_hash,
+        draft_hash=draft.content_hash,
+    )
+
+
+def num_threads_of(engine: EngineConfig) -> int:
+    return engine.num_threads or torch.get_num_threads()
+
+
+NUM_TIMED = 2
+CHUNK = 256
+STRIDE = 7919
+
+
+class PassRig:
+    """Measures passes after a committed prefix, and restores the sequences afterwards."""
+
+    rounds_per_visit = 1
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cells: Sequence[ProfileCell],
+        prefix: KVPrefix,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.model = model
+        self.prefix = prefix
+        self.stopwatch = stopwatch
+        self.cells = tuple(cells)
+        self._slots: list[int] = []
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Fill the slots of the largest batch while the block runs."""
+        store = self.model.store
+        if store.feature_layers:
+            store.keep_features(())  # of an engine whose steps are measured in turn
+        try:
+            for _ in range(max(cell.batch for cell in self.cells)):
+                self._slots.append(store.reserve())
+                store.import_prefix(self._slots[-1], self.prefix)
+            yield
+        finally:
+            for slot in self._slots:
+                store.free(slot)
+            self._slots.clear()
+
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        """Measure the seconds of a pass or a chain, without the packing of its rows.
+
+        One goes ahead unmeasured, so that none finds the caches as a larger pass left them. What a
+        pass costs among the other work of a step is seen in whole steps.
+        """
+        slots = self._slots[: cell.batch]
+        work = self._work(cell, slots)
+        seconds = []
+        for _ in range(1 + NUM_TIMED):
+            seconds.append(self.stopwatch.seconds(work))
+            for slot in slots:
+                self.model.store.commit(slot, ())
+        return {cell: seconds[1:]}
+
+    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+        if cell.quantity is Quantity.DRAFT_CHAIN:
+            batch = self._rows(slots, num_nodes=0)
+            vocab_size = self.model.vocab_size
+            return lambda: self.model.greedy_chain(batch, cell.size, vocab_size)
+        if cell.quantity in (Quantity.TARGET_READ, Quantity.DRAFT_READ):
+            batch = rows_of(self.model, slots[:1], self.prefix.num_tokens, cell.size)
+        else:
+            batch = self._rows(slots, num_nodes=cell.size - 1)
+        return lambda: self.model.forward(batch)
+
+    def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
+        """Return rows of the pending token and a drafted chain per sequence, all with logits."""
+        tree = TokenTree.chain(num_nodes)
+        start = self.prefix.num_tokens
+        spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]
+        num_rows = len(slots) * (1 + num_nodes)
+        tokens = torch.tensor(_some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
+        return pack(spans, tokens, range(num_rows), self.model.device)
+
+
+def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
+    """Return a pass over the next tokens of every slot, with logits for each slot's last token."""
+    spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
+    tokens = torch.tensor(_some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
+    last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
+    return pack(spans, tokens, last, model.device)
+
+
+def prefixes(
+    model: LanguageModel,
+    contexts: Sequence[int],
+    forward: Callable[[RowBatch], object] | None = None,
+) -> Mapping[int, KVPrefix]:
+    """Return KV prefixes of one sequence, by length."""
+    run = model.forward if forward is None else forward
+    ids = _some_tokens(max(contexts), model.vocab_size)
+    context = Context(model.store, ids)
+    try:
+        while context.num_pending:
+            chunk = context.pending(CHUNK)
+            span = context.span(len(chunk))
+            tokens = torch.tensor(chunk, dtype=torch.int64)
+            run(pack([span], tokens, [], model.device))
+            context.commit(range(len(chunk)))
+        return {length: model.store.export_prefix(context.slot, length) for length in contexts}
+    finally:
+        context.close()
+
+
+def _some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
+    return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]
+
+
+FeatureShape = tuple[int, int]
+"""Layers that a head reads, and the width of the target's residual stream."""
+
+
+class HeadRig(PassRig):
+    """Measures passes and chains of a head after a committed prefix."""
+
+    def __init__(
+        self,
+        model: AttachedModel,
+        cells: Sequence[ProfileCell],
+        prefix: KVPrefix,
+        stopwatch: Stopwatch,
+        shape: FeatureShape,
+    ) -> None:
+        super().__init__(model, cells, prefix, stopwatch)
+        self.attached = model
+        self._shape = shape
+
+    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+        num_rows = 1 if cell.quantity is Quantity.DRAFT_CHAIN else cell.size
+        slots = slots[:1] if cell.quantity is Quantity.DRAFT_READ else slots
+        batch = rows_of(self.attached, slots, self.prefix.num_tokens, num_rows)
+        features = _some_features(self.attached, len(batch.tokens), self._shape)
+        model, vocab_size = self.attached, self.attached.vocab_size
+        if cell.quantity is Quantity.DRAFT_CHAIN:
+            return lambda: model.greedy_chain(
+                HeadBatch.of(batch, model.fuse(features)), cell.size, vocab_size
+            )
+        return lambda: model.forward(HeadBatch.of(batch, model.fuse(features)))
+
+
+def head_prefixes(
+    model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
+) -> Mapping[int, KVPrefix]:
+    def forward(batch: RowBatch) -> object:
+        features = _some_features(model, len(batch.tokens), shape)
+        return model.forward(HeadBatch.of(batch, model.fuse(features)))
+
+    return prefixes(model, contexts, forward)
+
+
+def _some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
+    dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
+    return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)
+
+
+NUM_WARM_STEPS = 4
+"""After all prompts were read: the first lets the draft read them, the next find cold caches."""
+WARM_S, MOST_WARM_STEPS = 0.02, 16
+"""Or more of them, for so long: where a step takes a millisecond, caches take a dozen to settle."""
+NUM_STEPS, SPARE_STEPS = 6, 2
+"""That are timed, and that there is room for beyond them."""
+MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
+"""Of a visit, once all prompts are read."""
+SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
+
+
+class EngineRig:
+    """Measures steps of short generations by the engine."""
+
+    rounds_per_visit = 5
+    """A visit is slow and yields many samples."""
+
+    def __init__(
+        self,
+        *,
+        target: TimedModel,
+        draft: TimedModel,
+        drafter_of: Callable[[LanguageModel], Drafter],
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        cells: Sequence[ProfileCell],
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.drafter_of = drafter_of
+        self.tokenizer = tokenizer
+        self.config = config
+        self.cells = tuple(cells)
+
+    def ready(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        """Return the seconds of whole steps and of their overhead outside both models.
+
+        Costs of speculative steps are reported in plain steps, so plain steps are measured
+        directly after them: the speed of the machine drifts.
+        """
+        found = dict(self._steps(cell))
+        if cell.size:
+            found |= self._steps(replace(cell, size=0))
+        return found
+
+    def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        engine = self._engine(cell.size)
+        sampled = cell.quantity in SAMPLED
+        step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
+        params = SamplingParams(temperature=float(sampled), ignore_eos=True)
+        prompt = _some_tokens(cell.context, self.target.vocab_size)
+        requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
+        try:
+            unread = set(requests)
+            while unread:
+                unread -= {chunk.request_id for chunk in engine.step()}
+            self._warm_up(engine, cell)
+            times = [self._timed_step(engine) for _ in range(NUM_STEPS)]
+        finally:
+            for request_id in requests:
+                engine.abort(request_id)
+        outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
+        return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
+
+    def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
+        """Run steps until memory and kernel caches are warm, within the room of the context."""
+        room = min(self.target.max_context, self.draft.max_context) - cell.context
+        most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)
+        clock = self.target.stopwatch.clock
+        begun_s = clock()
+        for num_steps in range(min(most, MOST_WARM_STEPS)):
+            if num_steps >= NUM_WARM_STEPS and clock() - begun_s >= WARM_S:
+                return
+            engine.step()
+
+    def _engine(self, k: int) -> Engine:
+        drafter = self.drafter_of(self.draft) if k else None
+        return Engine(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            drafter=drafter,
+            config=replace(
+                self.config, num_speculative_tokens=k, sharing="none", controller="fixed"
+            ),
+        )
+
+    def _timed_step(self, engine: Engine) -> tuple[float, float]:
+        before_s = self.target.inside_s + self.draft.inside_s
+        step_s = self.target.stopwatch.seconds(engine.step)
+        return step_s, step_s - (self.target.inside_s + self.draft.inside_s - before_s)
+
+
+Estimates = Mapping[ProfileCell, Interval]
+
+
+def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
+    """Return the cost table of greedy or of sampled decoding from measured cells.
+
+    A plain step is measured whole at the shortest context; at others it grows as its pass does. Of
+    a speculative step, what is beyond its passes measured alone (the engine's own work, and passes
+    that are slower among it) is laid on a straight line over K. Its slope and that of the draft's
+    chains are what a drafted token adds. What is left of a step, at every measured K, is its
+    overhead, so that at the shortest context a cycle takes just what was measured. Only where less
+    than nothing is left, the overhead is 0 and the cycle costs more than was measured.
+    """
+    places = {(c.batch, c.context) for c in found if c.quantity is Quantity.TARGET_PASS}
+    (shortest,) = {c.context for c in found if c.quantity is Quantity.GREEDY_STEP}
+    lines = {
+        place: _without_overhead(found, *place, shortest, sampled=sampled)
+        for place in sorted(places)
+    }
+    return CostTable(
+        lines=tuple(
+            _with_overhead(line, lines[batch, shortest], found, sampled=sampled)
+            for (batch, _), line in lines.items()
+        )
+    )
+
+
+def _without_overhead(
+    found: Estimates, batch: int, context: int, shortest: int, *, sampled: bool
+) -> CostLine:
+    """Return the costs at one batch size and context, without the overhead outside both models."""
+    plain, steps = _whole_steps(found, batch, shortest, sampled=sampled)
+    passes = readings(found, Quantity.TARGET_PASS, batch, context)
+    short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
+    if context != shortest:
+        plain = total(plain, passes[1], less(short_passes[1]))
+    chain = drafting(found, batch, shortest, steps, sampled=sampled)
+    beyond = {
+        k: total(step, less(chain[k]), less(_at_size(short_passes, k + 1)))
+        for k, step in steps.items()
+    }
+    chains = drafting(found, batch, context, steps, sampled=sampled)
+    draft = total(slope_of(chains), slope_of(beyond))
+    return CostLine(
+        batch=batch,
+        context=context,
+        rows=tuple(passes),
+        verify_s=tuple(reading.s for reading in passes.values()),
+        verify_error_s=tuple(reading.error_s for reading in passes.values()),
+        plain_s=plain.s,
+        plain_error_s=plain.error_s,
+        draft_s=draft.s,
+        draft_error_s=draft.error_s,
+    )
+
+
+def _with_overhead(
+    line: CostLine, shortest: CostLine, found: Estimates, *, sampled: bool
+) -> CostLine:
+    """Return the costs at one context with the overhead outside both models added.
+
+    At other contexts than the shortest, the chains of those take the place of its own. The error is
+    that of the step: those of drafting and of the pass are counted with drafting and the pass. The
+    steps were measured on arbitrary tokens, of which none is accepted; a head that reads accepted
+    tokens again is charged for half of K.
+    """
+    _, steps = _whole_steps(found, line.batch, shortest.context, sampled=sampled)
+    here, there = (
+        drafting(found, line.batch, context, steps, sampled=sampled)
+        for context in (line.context, shortest.context)
+    )
+    again = {k: _catch_up_s(found, line.batch, line.context, k) for k in steps}
+    left_s = [
+        step.s - shortest.verify(k + 1).s - k * line.draft_s + here[k].s - there[k].s + again[k]
+        for k, step in steps.items()
+    ]
+    return replace(
+        line,
+        overhead_ks=tuple(steps),
+        overhead_s=tuple(max(0.0, s) for s in left_s),
+        overhead_error_s=tuple(step.error_s for step in steps.values()),
+    )
+
+
+def _catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
+    passes = readings(found, Quantity.DRAFT_PASS, batch, context)
+    return max(0.0, _at_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
+
+
+def reading_cost(found: Estimates) -> ReadingCost | None:
+    """Return the prompt reading cost; None unless two sizes were measured for both models."""
+    target, draft = (
+        {cell.size: interval.estimate for cell, interval in found.items() if cell.quantity is kind}
+        for kind in (Quantity.TARGET_READ, Quantity.DRAFT_READ)
+    )
+    common = sorted(target.keys() & draft.keys())
+    if len(common) < 2:
+        return None
+    return ReadingCost(
+        tokens=tuple(common),
+        target_s=tuple(target[size] for size in common),
+        draft_s=tuple(draft[size] for size in common),
+    )
+
+
+def _whole_steps(
+    found: Estimates, batch: int, context: int, *, sampled: bool
+) -> tuple[CostReading, dict[int, CostReading]]:
+    quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
+    steps = readings(found, quantity, batch, context)
+    return steps.pop(0), steps
+
+
+def drafting(
+    found: Estimates, batch: int, context: int, ks: Iterable[int], *, sampled: bool
+) -> dict[int, CostReading]:
+    """Return the draft time of a cycle by K, as measured without a target pass."""
+    if sampled:
+        one = readings(found, Quantity.DRAFT_PASS, batch, context)[1]
+        return {k: one.times(k) for k in ks}
+    chains = readings(found, Quantity.DRAFT_CHAIN, batch, context)
+    return {k: chains[k] for k in ks}
+
+
+def _at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
+    return interpolate(list(points), list(points.values()), size)
+
+
+def readings(
+    found: Estimates, quantity: Quantity, batch: int, context: int
+) -> dict[int, CostReading]:
+    result = {}
+    for size in sizes(found, quantity, batch, context):
+        interval = found[ProfileCell(quantity, batch, context, size)]
+        result[size] = CostReading(interval.estimate, (interval.high - interval.low) / 2)
+    return result
+
+
+def total(*times: CostReading) -> CostReading:
+    return CostReading(
+        s=math.fsum(reading.s for reading in times),
+        error_s=math.hypot(*(reading.error_s for reading in times)),
+    )
+
+
+def less(time: CostReading) -> CostReading:
+    return CostReading(-time.s, time.error_s)
+
+
+def slope_of(points: Mapping[int, CostReading]) -> CostReading:
+    """Return the additional time per unit of size, by least squares.
+
+    A single point, or a line that would start below 0, goes through the origin; a falling one is
+    flat. Where even the mean is below 0 there is nothing at all.
+    """
+    xs, times = list(points), list(points.values())
+    if sum(reading.s for reading in times) < 0:
+        return CostReading(0.0)
+    middle = sum(xs) / len(xs)
+    spread = sum((x - middle) ** 2 for x in xs)
+    if not spread:
+        return _through_origin(xs, times)
+    slope_weights = [(x - middle) / spread for x in xs]
+    start_weights = [1 / len(xs) - middle * weight for weight in slope_weights]
+    slope, start = combined(slope_weights, times), combined(start_weights, times)
+    if slope.s < 0:
+        return CostReading(0.0, slope.error_s)
+    return slope if start.s >= 0 else _through_origin(xs, times)
+
+
+def _through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
+    square = sum(x * x for x in xs)
+    return combined([x / square for x in xs], times)
+
+
+def combined(weights: Sequence[float], times: Sequence[CostReading]) -> CostReading:
+    return CostReading(
+        s=math.fsum(w * reading.s for w, reading in zip(weights, times, strict=True)),
+        error_s=math.hypot(*(w * r.error_s for w, r in zip(weights, times, strict=True))),
+    )
+
+
+def measure_pair(
+    pair: LoadedPair,
+    facts: tuple[ModelFacts, ModelFacts],
+    config: ProfileConfig,
+    *,
+    clock: Callable[[], float],
+    notify: Callable[[int, float], None],
+) -> Profile:
+    """Measure a loaded target with its draft and return the profile."""
+    target, draft = facts
+    stopwatch = Stopwatch(clock, pair.target.device)
+    num_threads = num_threads_of(pair.engine)
+    before = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
+    rounds = measure(rigs(pair, config, stopwatch), config, clock, notify)
+    # The machine's best: it may have been busy the first time.
+    after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
+    best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
+    return Profile(
+        target=target.name,
+        draft=draft.name,
+        setup=setup_of(pair, target, draft),
+        provenance=collect({fact.name: fact.content_hash for fact in facts}, num_threads).to_dict(),
+        limit=ReadLimit(
+            bytes_per_s=best.bytes_per_s,
+            buffer_bytes=best.buffer_bytes,
+            target_bytes=target.pass_bytes,
+            draft_bytes=draft.pass_bytes,
+            kv_token_bytes=target.kv_token_bytes,
+        ),
+        left_out=rounds.left_out,
+        stable=rounds.stable,
+        **estimates_of(rounds.samples),
+    )
+
+
+def estimates_of(samples: Samples) -> dict[str, Any]:
+    """Return the fields of a profile that samples decide; drift is divided out round by round."""
+    found = estimates(samples)
+    return dict(
+        measured=tuple(
+            MeasuredCell(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
+            for cell, visits in samples.items()
+        ),
+        greedy=cost_table(found, sampled=False),
+        sampled=cost_table(found, sampled=True),
+        reading=reading_cost(found),
+    )
+
+
+def rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
+    """Return all measurements, grouped by the models and sequences they need."""
+    pair.target.store.keep_features(())
+    target_prefixes = prefixes(pair.target, config.contexts)
+    shortest = config.contexts[0]
+    passes = [
+        PassRig(pair.target, list(pass_cells(config, context)), prefix, stopwatch)
+        for context, prefix in target_prefixes.items()
+    ]
+    if config.read:
+        cells = list(read_cells(config, Quantity.TARGET_READ))
+        passes.append(PassRig(pair.target, cells, target_prefixes[shortest], stopwatch))
+    steps = EngineRig(
+        target=timed(pair.target, stopwatch),
+        draft=timed(pair.drafter.model, stopwatch),
+        drafter_of=pair.drafter.through,
+        tokenizer=pair.tokenizer,
+        config=pair.engine,
+        cells=list(step_cells(config)),
+    )
+    return [*passes, *_draft_rigs(pair, config, stopwatch), steps]
+
+
+def _draft_rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
+    """Yield the measurements of the draft's passes by context, and of its prompt reading."""
+    drafter, shortest = pair.drafter, config.contexts[0]
+    rig: Callable[..., PassRig]
+    if isinstance(drafter, Eagle3Drafter):
+        shape = len(drafter.feature_layers), pair.target.hidden_size
+        found = head_prefixes(drafter.attached, config.contexts, shape)
+        rig = partial(HeadRig, drafter.attached, stopwatch=stopwatch, shape=shape)
+        catches_up = True
+    else:
+        found = prefixes(drafter.model, config.contexts)
+        rig = partial(PassRig, drafter.model, stopwatch=stopwatch)
+        catches_up = False
+    for context, prefix in found.items():
+        yield rig(list(chain_cells(config, context, catches_up=catches_up)), prefix)
+    if config.read:
+        yield rig(list(read_cells(config, Quantity.DRAFT_READ)), found[shortest])
