@@ -67,14 +67,16 @@ void score_blocks(const Query<T>* queries, const uint32_t* blocks, int num_words
     constexpr int kWidth = kBlocks * kParts;
     Sums sums[kQueries][kWidth]{};
     for (int u = 0; u < num_words; ++u) {
-        Factors<T> keys[kWidth];
-        for (int v = 0; v < kWidth; ++v) {
+        const auto key = [&](int v) {
             const size_t block = size_t(v / kParts) * num_words + u;
-            keys[v] = factors_of(blocks + block * kBlockKeys + v % kParts * kNative, queries[0].head);
-        }
+            return factors_of(blocks + block * kBlockKeys + v % kParts * kNative, queries[0].head);
+        };
+        Factors<T> keys[kWidth];
+        for (int v = 0; v < kWidth && kQueries > 1; ++v) keys[v] = key(v);
         for (int q = 0; q < kQueries; ++q) {
             const auto query = spread(queries[q].head + size_t(u) * kDepth<T>);
-            for (int v = 0; v < kWidth; ++v) sums[q][v] = multiply_add(sums[q][v], keys[v], query);
+            for (int v = 0; v < kWidth; ++v)
+                sums[q][v] = multiply_add(sums[q][v], kQueries > 1 ? keys[v] : key(v), query);
         }
     }
     for (int q = 0; q < kQueries; ++q) {

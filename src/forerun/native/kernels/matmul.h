@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -15,11 +16,12 @@ namespace forerun {
 constexpr int kPanel = 64;
 constexpr int kVectors = kPanel / kLanes;
 // Inner words per visit of a panel: they stay in L2, or in L1 where several tiles share a panel's width.
-constexpr int kBlockWords = vectors_beside(kMaxRows) == kVectors ? 1024 : 128;
+constexpr int kBlockWords = vectors_beside(kMaxRows) == kVectors ? 1024 : 64;
 constexpr int kLine = 64;
 // From so many rows on there is enough to compute per word to fetch ahead meanwhile. With fewer the
 // processor's own prefetching keeps up, and ours only gets in its way.
-constexpr int kFetchRows = 3;
+constexpr int kFetchRows = kNative == 16 ? 3 : 2;
+constexpr int kChunkWords = kNative == 16 ? 1 : 8;  // between two fetches
 
 struct Matrix {
     uint32_t* words = nullptr;  // [num_panels][num_words][kPanel]; see quantised.h for fewer bits
@@ -37,17 +39,22 @@ struct Matrix {
     size_t group_bytes() const { return size_t(kPanel) * group * bits / 8 + kPanel * sizeof(uint16_t); }
 };
 
-// Where a tile fetches what comes next from memory while it computes on what is in the cache.
+// Lines that are fetched from memory while tiles compute on what is in the cache. They are fetched in the order of
+// their addresses, so that the processor's own prefetching follows.
 struct Ahead {
     const char* from = nullptr;
-    int num_lines = 0;  // per word
-    int step = kVectors * kLine;  // from word to word: of 64 outputs
-};
+    int num_lines = 0;
 
-inline void fetch(const Ahead& ahead, int word) {
-    const char* from = ahead.from + size_t(word) * ahead.step;
-    for (int line = 0; line < ahead.num_lines; ++line) __builtin_prefetch(from + line * kLine, 0, 2);
-}
+    Ahead part(int index, int num_parts) const {
+        const int begin = num_lines * index / num_parts, end = num_lines * (index + 1) / num_parts;
+        return {from + size_t(begin) * kLine, end - begin};
+    }
+
+    void fetch(int first, int last) const {
+        for (int line = first; line < std::min(last, num_lines); ++line)
+            __builtin_prefetch(from + size_t(line) * kLine, 0, 2);
+    }
+};
 
 template <class T, int kRows>
 inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_words, float* sums,
@@ -57,14 +64,19 @@ inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_wor
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kWidth; ++v)
             acc[r][v] = is_first ? Sums{} : load_sums(sums + r * kPanel + v * kNative);
-    for (int u = 0; u < num_words; ++u) {
-        if (kRows >= kFetchRows && ahead.num_lines) fetch(ahead, u);
-        Factors<T> w[kWidth];
-        for (int v = 0; v < kWidth; ++v)
-            w[v] = factors_of(weights + size_t(u) * kPanel + v * kNative, x);
-        for (int r = 0; r < kRows; ++r) {
-            const auto activation = spread(x + r * stride + size_t(u) * kDepth<T>);
-            for (int v = 0; v < kWidth; ++v) acc[r][v] = multiply_add(acc[r][v], w[v], activation);
+    const int num_lines = (ahead.num_lines * kChunkWords + num_words - 1) / num_words;  // per chunk
+    for (int first = 0, line = 0; first < num_words; first += kChunkWords, line += num_lines) {
+        if (kRows >= kFetchRows) ahead.fetch(line, line + num_lines);
+        for (int u = first; u < std::min(first + kChunkWords, num_words); ++u) {
+            const auto factor = [&](int v) { return factors_of(weights + size_t(u) * kPanel + v * kNative, x); };
+            Factors<T> w[kWidth];
+            if (kRows > 1)
+                for (int v = 0; v < kWidth; ++v) w[v] = factor(v);
+            for (int r = 0; r < kRows; ++r) {
+                const auto activation = spread(x + r * stride + size_t(u) * kDepth<T>);
+                for (int v = 0; v < kWidth; ++v)
+                    acc[r][v] = multiply_add(acc[r][v], kRows > 1 ? w[v] : factor(v), activation);
+            }
         }
     }
     for (int r = 0; r < kRows; ++r)
@@ -74,73 +86,56 @@ inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_wor
 template <class T, int kRows>
 void tiles(const T* x, size_t stride, const uint32_t* weights, int num_words, float* sums,
            bool is_first, const Ahead& ahead) {
-    for (int v = 0; v < kPanel; v += vectors_beside(kRows) * kLanes)
-        tile<T, kRows>(x, stride, weights + v, num_words, sums + v, is_first, v ? Ahead{} : ahead);
+    constexpr int kStrip = vectors_beside(kRows), kStrips = kVectors / kStrip;
+    for (int s = 0; s < kStrips; ++s)
+        tile<T, kRows>(x, stride, weights + s * kStrip * kLanes, num_words, sums + s * kStrip * kLanes,
+                       is_first, ahead.part(s, kStrips));
 }
 
 template <class T>
 using Tile = void (*)(const T*, size_t, const uint32_t*, int, float*, bool, const Ahead&);
 
-// The four lines of a word are shared between the first tiles that pass over it.
-inline Ahead lines_of(const uint32_t* next, int index, int num_tiles) {
-    const int num_lines = num_tiles == 1 ? kVectors : num_tiles < kVectors ? 2 : 1;
-    if (index * num_lines >= kVectors) return {};
-    return {reinterpret_cast<const char*>(next) + index * num_lines * kLine, num_lines};
-}
+// Rows of activations as tiles read them, and their stride in words.
+template <class T>
+struct TileRows {
+    static constexpr int kMost = kMaxRows;
+    const T* from;
+    size_t stride;
 
-#if !defined(__AVX512BF16__)
-// From so many rows on bf16 is widened once for all of them: their multiply-adds, in the same order, are those of
-// fp32 and have the registers and the ports to themselves.
-constexpr int kWidenedRows = 16;
-constexpr int kWidened = 128;  // inner elements at a time, of so many rows: either stays in L1
-constexpr int kRowsTogether = 8 * kMaxRows;
+    TileRows(const T* x, size_t stride, int, int) : from(x), stride(stride) {}
+};
 
-inline void multiply_widened(const bf16* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
-                             int next_panel, float* sums) {
-    static constexpr Tile<float> kTiles[] = {tiles<float, 1>, tiles<float, 2>, tiles<float, 3>,
-                                             tiles<float, 4>, tiles<float, 5>, tiles<float, 6>};
-    alignas(64) static thread_local uint32_t words[kWidened * kPanel];
-    alignas(64) static thread_local float rows[kRowsTogether * kWidened];
-    for (int first = 0; first < matrix.num_words; first += kWidened / 2) {
-        const int num_words = std::min(kWidened / 2, matrix.num_words - first);
-        const uint32_t* from = matrix.panel(panel) + size_t(first) * kPanel;
-        const uint32_t* next = first + num_words < matrix.num_words ? from + size_t(num_words) * kPanel
-                               : next_panel >= 0                    ? matrix.panel(next_panel)
-                                                                    : nullptr;
-        for (int u = 0; u < num_words; ++u)
-            for (int i = 0; i < kPanel; ++i) {
-                const uint32_t pair = from[u * kPanel + i];
-                words[2 * u * kPanel + i] = pair << 16;
-                words[(2 * u + 1) * kPanel + i] = pair & 0xffff0000u;
-            }
-        for (int begin = 0; begin < num_rows; begin += kRowsTogether) {
-            const int end = std::min(begin + kRowsTogether, num_rows);
-            for (int row = begin; row < end; ++row)
-                for (int i = 0; i < 2 * num_words; ++i)
-                    rows[(row - begin) * kWidened + i] = widen(x[row * stride + 2 * first + i]);
-            for (int row = begin; row < end; row += kMaxRows) {
-                // The first two tiles fetch half of the next words each.
-                const char* half = reinterpret_cast<const char*>(next) + row / kMaxRows * 2 * num_words * kLine;
-                const Ahead ahead = next && row < 2 * kMaxRows ? Ahead{half, 1, kLine} : Ahead{};
-                kTiles[std::min(kMaxRows, end - row) - 1](rows + (row - begin) * kWidened, kWidened, words,
-                                                          2 * num_words, sums + row * kPanel, first == 0, ahead);
-            }
-        }
+#if defined(__AVX512BF16__)
+template <class T>
+using TileValue = T;
+#else
+template <class T>
+using TileValue = std::conditional_t<kDepth<T> == 2, WidePair, T>;
+
+// Where the processor cannot multiply bf16, each value is widened once for all outputs of a panel.
+template <>
+struct TileRows<WidePair> {
+    static constexpr int kMost = 5;  // with 16 registers: 5 x 2 sums, 4 factors and a pair
+    alignas(64) WidePair pairs[kMost * kBlockWords];
+    const WidePair* from = pairs;
+    size_t stride = kBlockWords;
+
+    TileRows(const bf16* x, size_t x_stride, int num_rows, int num_words) {
+        for (int row = 0; row < num_rows; ++row)
+            for (int i = 0; i < 2 * num_words; i += kNative)
+                store_sums(&pairs[row * kBlockWords].even + i, load_sums(x + row * x_stride + i));
     }
-}
+};
 #endif
 
 // sums[row][kPanel] = x[row] . panel; x has `stride` values per row, padded with zeros to words.
 template <class T>
 void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
                     int next_panel, float* sums) {
-#if !defined(__AVX512BF16__)
-    if constexpr (kDepth<T> == 2)
-        if (num_rows >= kWidenedRows) return multiply_widened(x, stride, num_rows, matrix, panel, next_panel, sums);
-#endif
-    static constexpr Tile<T> kTiles[] = {tiles<T, 1>, tiles<T, 2>, tiles<T, 3>,
-                                         tiles<T, 4>, tiles<T, 5>, tiles<T, 6>};
-    const int num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+    using Value = TileValue<T>;
+    static constexpr Tile<Value> kTiles[] = {tiles<Value, 1>, tiles<Value, 2>, tiles<Value, 3>,
+                                             tiles<Value, 4>, tiles<Value, 5>, tiles<Value, 6>};
+    const int num_tiles = (num_rows + TileRows<Value>::kMost - 1) / TileRows<Value>::kMost;
     const uint32_t* weights = matrix.panel(panel);
     for (int first = 0; first < matrix.num_words; first += kBlockWords) {
         const int num_words = std::min(kBlockWords, matrix.num_words - first);
@@ -149,13 +144,14 @@ void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matri
         const uint32_t* next = !is_last          ? block + size_t(num_words) * kPanel
                                : next_panel >= 0 ? matrix.panel(next_panel)
                                                  : nullptr;
+        const Ahead ahead{reinterpret_cast<const char*>(next), next ? num_words * kVectors : 0};
         for (int t = 0; t < num_tiles; ++t) {
             const int begin = int(int64_t(num_rows) * t / num_tiles);
             const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
-            const Ahead ahead = next ? lines_of(next, t, num_tiles) : Ahead{};
             const T* from = x + begin * stride + size_t(first) * kDepth<T>;
-            kTiles[end - begin - 1](from, stride, block, num_words, sums + begin * kPanel,
-                                    first == 0, ahead);
+            const TileRows<Value> rows(from, stride, end - begin, num_words);
+            kTiles[end - begin - 1](rows.from, rows.stride, block, num_words, sums + begin * kPanel,
+                                    first == 0, ahead.part(t, num_tiles));
         }
     }
 }

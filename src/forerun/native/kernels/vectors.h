@@ -143,7 +143,9 @@ typedef uint16_t SumHalves __attribute__((vector_size(kNative * 2), aligned(2), 
 // At most so many rows share what is read, and so many vectors of 16 beside them: with 32 registers
 // 6 x 4 sums, 4 vectors and a broadcast, with 16 registers half as wide 6 x 2, 2 and 2.
 constexpr int kMaxRows = 6;
-constexpr int vectors_beside(int num_rows) { return kNative == 16 ? 4 : num_rows <= 2 ? 2 : 1; }
+constexpr int vectors_beside(int num_rows) {
+    return kNative == 16 || num_rows == 1 ? 4 : num_rows == 2 ? 2 : 1;
+}
 
 inline Sums load_sums(const float* from) { return *reinterpret_cast<const Sums*>(from); }
 
@@ -190,13 +192,29 @@ struct SumPairs {
     Sums even, odd;
 };
 
+// A word of two bf16 activations that were widened beforehand.
+struct WidePair {
+    float even, odd;
+};
+
+template <>
+inline constexpr int kDepth<WidePair> = 1;
+
 inline SumPairs factors(SumWords words, const bf16*) {
     return {(Sums)(words << 16), (Sums)(words & 0xffff0000u)};
 }
 
+inline SumPairs factors(SumWords words, const WidePair*) { return factors(words, (const bf16*)nullptr); }
+
 inline Sums multiply_add(Sums sum, SumPairs a, SumPairs b) {
+#if defined(__FMA__)  // written out, because compilers copy the sums and then have too few registers for them
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a.even), "x"(b.even));
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a.odd), "x"(b.odd));
+    return sum;
+#else
     sum += a.even * b.even;
     return sum + a.odd * b.odd;
+#endif
 }
 #endif
 
@@ -208,14 +226,24 @@ inline auto factors_of(const uint32_t* words, const T* type) {
     return factors(found, type);
 }
 
-template <class T>
-inline auto spread(const T* word) {
+inline SumWords spread_word(const void* word) {
     uint32_t one;
     std::memcpy(&one, word, 4);
     SumWords all = one - SumWords{};
     keep_in_register(all);
-    return factors(all, word);
+    return all;
 }
+
+template <class T>
+inline auto spread(const T* word) {
+    return factors(spread_word(word), word);
+}
+
+#if !defined(__AVX512BF16__)
+inline SumPairs spread(const WidePair* pair) {
+    return {(Sums)spread_word(&pair->even), (Sums)spread_word(&pair->odd)};
+}
+#endif
 
 template <class T>
 using Factors = decltype(factors(SumWords{}, static_cast<const T*>(nullptr)));
