@@ -11,6 +11,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <utility>
 #include <vector>
 
 #include "interface.h"
@@ -50,22 +52,6 @@ inline float from_half(uint16_t half) {
     value *= 0x1p112f;
     if ((half & 0x7c00) == 0x7c00) value = half & 0x3ff ? NAN : INFINITY;
     return half & 0x8000 ? -value : value;
-}
-
-inline Floats load_halves(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__F16C__)
-    const __m256 parts[2] = {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
-                             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1))};
-    Floats both;
-    std::memcpy(&both, parts, sizeof both);
-    return both;
-#else
-    float each[kLanes];
-    for (int i = 0; i < kLanes; ++i) each[i] = from_half(from[i]);
-    return load(each);
-#endif
 }
 
 // ------------------------------------------------------------------------------- products of a word
@@ -110,7 +96,29 @@ inline Lanes load_lanes(const void* from) { return _mm256_load_si256(static_cast
 inline Lanes low_nibbles(Lanes w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 inline Lanes high_nibbles(Lanes w) { return low_nibbles(_mm256_srli_epi16(w, 4)); }
 inline Lanes add_lanes(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
+
+// Compilers put off additions of integers and then have no registers for all the products.
+inline Lanes kept(Lanes sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
 #endif
+
+typedef float LaneFloats __attribute__((vector_size(sizeof(Lanes)), aligned(4), may_alias));
+typedef int32_t LaneInts __attribute__((vector_size(sizeof(Lanes)), aligned(4), may_alias));
+constexpr int kLaneOutputs = sizeof(Lanes) / 4;
+
+inline LaneFloats load_halves(const uint16_t* from) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (LaneFloats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (LaneFloats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    LaneFloats each{};
+    for (int i = 0; i < kLaneOutputs; ++i) each[i] = from_half(from[i]);
+    return each;
+#endif
+}
 
 inline int32_t word_of(const int8_t* from) {
     int32_t word;
@@ -136,7 +144,7 @@ struct Int8 {
     static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
         const Lanes signed_x = _mm256_sign_epi8(lanes_of(word_of(x)), w.sign);
         const Lanes pairs = _mm256_maddubs_epi16(w.size, signed_x);
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        return kept(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
     }
     static Lanes end(Lanes sum, int32_t) { return sum; }
 #else
@@ -171,7 +179,7 @@ struct Int4 {
     static Lanes add(Lanes sum, const Word& w, const int8_t* x) {  // in 16 bits until `end`
         const Lanes low = _mm256_maddubs_epi16(w.low, lanes_of(word_of(x)));
         const Lanes high = _mm256_maddubs_epi16(w.high, lanes_of(word_of(x + 4)));
-        return _mm256_add_epi16(sum, _mm256_add_epi16(low, high));
+        return kept(_mm256_add_epi16(sum, _mm256_add_epi16(low, high)));
     }
     static Lanes end(Lanes sum, int32_t total) {
         return add_lanes(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)), lanes_of(-8 * total));
@@ -260,24 +268,22 @@ class QuantisedRows {
 
 // -------------------------------------------------------------------------------------- a panel
 
-// The most rows, and the vectors of 16 outputs, of which the sums stay in registers.
+// The most rows, and the vectors of outputs beside them, of which the sums stay in registers.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 constexpr int kQuantisedTile = 6;
-constexpr int strip(int num_rows) { return num_rows <= 3 ? 4 : 2; }
+constexpr int lanes_beside(int num_rows) { return num_rows <= 3 ? 4 : 2; }
 #else
-constexpr int kQuantisedTile = 5;
-constexpr int strip(int num_rows) { return num_rows == 1 ? 2 : 1; }
+constexpr int kQuantisedTile = 8;
+constexpr int lanes_beside(int num_rows) { return num_rows == 1 ? 4 : num_rows == 2 ? 2 : 1; }
 #endif
-constexpr int kFetchBytes = 2048;  // how far ahead of the weights memory is read
+constexpr int kFetchBytes = 8192;  // how far ahead of the weights memory is read
 
-template <class Kind, int kRows>
+// Groups are of kRuns runs.
+template <class Kind, int kRuns, int kRows>
 inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& matrix,
                            const char* panel, float* sums) {
-    constexpr int kPer = sizeof(Floats) / sizeof(Lanes), kStrip = strip(kRows);
-    constexpr int kWords = kRunInputs / Kind::kInputs;
-    const size_t stride = size_t(matrix.num_groups) * matrix.group;
-    const int num_runs = matrix.group / kRunInputs;
-    const size_t group_bytes = matrix.group_bytes();
+    constexpr int kWidth = lanes_beside(kRows), kWords = kRunInputs / Kind::kInputs;
+    const size_t stride = size_t(matrix.num_groups) * matrix.group, group_bytes = matrix.group_bytes();
     for (int i = 0; i < kRows * kPanel; i += kLanes) store(sums + i, Floats{});
     for (int group = 0; group < matrix.num_groups; ++group, panel += group_bytes) {
         const int8_t* from = x.values() + first_row * stride + size_t(group) * matrix.group;
@@ -287,58 +293,61 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
             reinterpret_cast<const uint16_t*>(panel + group_bytes - kPanel * sizeof(uint16_t));
         for (size_t line = 0; line < group_bytes; line += kLine)
             __builtin_prefetch(panel + kFetchBytes + line, 0, 3);
-        for (int first = 0; first < kVectors; first += kStrip) {
-            Lanes products[kRows][kStrip * kPer];
-            for (int run = 0; run < num_runs; ++run) {
-                Lanes part[kRows][kStrip * kPer];
+        for (int first = 0; first < kPanel; first += kWidth * kLaneOutputs) {
+            Lanes products[kRows][kWidth];
+            for (int run = 0; run < kRuns; ++run) {
+                Lanes part[kRows][kWidth];
                 for (int r = 0; r < kRows; ++r)
                     for (auto& lanes : part[r]) lanes = Kind::begin(totals[r * (stride / kRunInputs) + run]);
                 for (int u = 0; u < kWords; ++u) {
-                    const char* words = panel + (size_t(run * kWords + u) * kPanel + first * kLanes) * 4;
-                    typename Kind::Word w[kStrip * kPer];
-                    for (int v = 0; v < kStrip * kPer; ++v)
-                        w[v] = Kind::take(load_lanes(words + v * sizeof(Lanes)));
+                    const char* words = panel + (size_t(run * kWords + u) * kPanel + first) * 4;
+                    typename Kind::Word w[kWidth];
+                    for (int v = 0; v < kWidth; ++v) w[v] = Kind::take(load_lanes(words + v * sizeof(Lanes)));
                     for (int r = 0; r < kRows; ++r)
-                        for (int v = 0; v < kStrip * kPer; ++v)
+                        for (int v = 0; v < kWidth; ++v)
                             part[r][v] = Kind::add(part[r][v], w[v],
                                                    from + r * stride + run * kRunInputs + u * Kind::kInputs);
                 }
                 for (int r = 0; r < kRows; ++r)
-                    for (int v = 0; v < kStrip * kPer; ++v) {
+                    for (int v = 0; v < kWidth; ++v) {
                         const Lanes done = Kind::end(part[r][v], totals[r * (stride / kRunInputs) + run]);
                         products[r][v] = run ? add_lanes(products[r][v], done) : done;
                     }
             }
-            for (int s = 0; s < kStrip; ++s) {
-                const Floats weight_scale = load_halves(weight_scales + (first + s) * kLanes);
+            for (int v = 0; v < kWidth; ++v) {
+                const int output = first + v * kLaneOutputs;
+                const LaneFloats weight_scale = load_halves(weight_scales + output);
                 for (int r = 0; r < kRows; ++r) {
-                    Ints whole;
-                    std::memcpy(&whole, &products[r][s * kPer], sizeof whole);
-                    float* to = sums + r * kPanel + (first + s) * kLanes;
-                    const Floats scale = weight_scale * splat(scales[size_t(r) * matrix.num_groups]);
-                    store(to, load(to) + __builtin_convertvector(whole, Floats) * scale);
+                    const LaneFloats whole = __builtin_convertvector((LaneInts)products[r][v], LaneFloats);
+                    const LaneFloats scale = weight_scale * scales[size_t(r) * matrix.num_groups];
+                    *reinterpret_cast<LaneFloats*>(sums + r * kPanel + output) += whole * scale;
                 }
             }
         }
     }
 }
 
+using QuantisedTile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, float*);
+
+template <class Kind, int kRuns, size_t... kIndices>
+constexpr std::array<QuantisedTile, kQuantisedTile> tiles_of(std::index_sequence<kIndices...>) {
+    return {quantised_tile<Kind, kRuns, int(kIndices) + 1>...};
+}
+
 // sums[row][kPanel] = x[first_row + row] . panel
 inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, const Matrix& matrix,
                            int panel, float* sums) {
-    using Tile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, float*);
-    static constexpr Tile kTiles[2][6] = {
-        {quantised_tile<Int8, 1>, quantised_tile<Int8, 2>, quantised_tile<Int8, 3>,
-         quantised_tile<Int8, 4>, quantised_tile<Int8, 5>, quantised_tile<Int8, 6>},
-        {quantised_tile<Int4, 1>, quantised_tile<Int4, 2>, quantised_tile<Int4, 3>,
-         quantised_tile<Int4, 4>, quantised_tile<Int4, 5>, quantised_tile<Int4, 6>}};
+    using Rows = std::make_index_sequence<kQuantisedTile>;
+    static constexpr std::array<QuantisedTile, kQuantisedTile> kTiles[2][2] = {
+        {tiles_of<Int8, 1>(Rows{}), tiles_of<Int8, 2>(Rows{})},
+        {tiles_of<Int4, 1>(Rows{}), tiles_of<Int4, 2>(Rows{})}};
+    const auto& tiles = kTiles[matrix.bits == 4][matrix.group / kRunInputs - 1];
     const int num_tiles = (num_rows + kQuantisedTile - 1) / kQuantisedTile;
     for (int t = 0; t < num_tiles; ++t) {
         const int begin = int(int64_t(num_rows) * t / num_tiles);
         const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
-        kTiles[matrix.bits == 4][end - begin - 1](
-            x, first_row + begin, matrix, reinterpret_cast<const char*>(matrix.panel(panel)),
-            sums + begin * kPanel);
+        tiles[end - begin - 1](x, first_row + begin, matrix,
+                               reinterpret_cast<const char*>(matrix.panel(panel)), sums + begin * kPanel);
     }
 }
 
