@@ -81,18 +81,25 @@ class World:
     rest_left: int = 0
     slow: float = 1.0
     draft_slow: float = 1.0
+    read_s: float = 0.0
+    num_prompt: int = 100
+    num_output: int = 1 << 30
     clock_s: float = 0.0
     cycle: int = 0
     records: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.lengths = dict.fromkeys(self.names, 100)
+        self.lengths = dict.fromkeys(self.names, self.num_prompt)
+        self.read: dict[tuple[str, str], int] = {}
 
     def states(self) -> list[RequestState]:
         return [
             RequestState(
-                request_id=name, num_committed=self.lengths[name], max_new=4000, temperature=1.0
+                request_id=name,
+                num_committed=self.lengths[name],
+                max_new=min(4000, self.num_prompt + self.num_output - self.lengths[name]),
+                temperature=1.0,
             )
             for name in self.names
         ]
@@ -109,6 +116,11 @@ class World:
                 self.rest_left = controller.rest()
         drafted = [(plan.method, plan.num_speculative_tokens) for plan in plans]
         draft_s, verify_s, other_s = self.times(drafted)
+        draft_s += self.read_s * sum(
+            self.lengths[name] - self.read.get((name, plan.method), 0)
+            for name, plan in zip(self.names, plans, strict=True)
+            if plan.num_speculative_tokens
+        )
         records = [
             self.record(name, plan, draft_s, verify_s, other_s)
             for name, plan in zip(self.names, plans, strict=True)
@@ -151,12 +163,14 @@ class World:
         self, name: str, plan: Plan, draft_s: float, verify_s: float, other_s: float
     ) -> StepRecord:
         k = plan.num_speculative_tokens
-        accepted = 0
+        accepted, before = 0, self.lengths[name]
         if k:
             alpha = self.acceptance(plan.method, name, self.cycle)
             while accepted < k and self.random.random() < alpha:
                 accepted += 1
         self.lengths[name] += accepted + 1
+        if k:
+            self.read[name, plan.method] = self.lengths[name]
         return StepRecord(
             cycle_id=self.cycle,
             t_s=self.clock_s,
@@ -173,10 +187,18 @@ class World:
             other_s=other_s,
             batch_rows=k + 1,
             num_prefill_rows=0,
-            context_tokens=100,
+            context_tokens=before,
             last_token_source="bonus" if accepted == k else "recovered",
             expected_accepted=0.0,
         )
+
+    def serve(self, controller: Controller, name: str) -> float:
+        """Seconds of a new request, from its prompt to its last token."""
+        self.names, self.lengths = (name,), {name: self.num_prompt}
+        self.rest_left, start_s = 0, self.clock_s
+        while self.lengths[name] < self.num_prompt + self.num_output:
+            self.step(controller)
+        return self.clock_s - start_s
 
     def run(self, controller: Controller, num_steps: int) -> float:
         """Tokens per second over so many steps."""

@@ -113,11 +113,12 @@ RequestClass = tuple[tuple[str, ...], float]
 class RequestHistory:
     """Outcomes of the drafts of one request."""
 
-    __slots__ = ("drafts", "kind", "num_read")
+    __slots__ = ("drafts", "kind", "num_before", "num_read")
 
-    def __init__(self, kind: RequestClass, config: GoodputConfig) -> None:
+    def __init__(self, kind: RequestClass, num_before: int, config: GoodputConfig) -> None:
         self.kind = kind
-        self.num_read = 0
+        self.num_before = num_before
+        self.num_read: dict[str, int] = {}
         self.drafts: defaultdict[str, DraftHistory] = defaultdict(partial(DraftHistory, config))
 
 
@@ -128,6 +129,7 @@ class AcceptanceEstimates:
         self.config = config
         self._requests: dict[str, RequestHistory] = {}
         self._pools: dict[tuple[RequestClass, str], DraftHistory] = {}
+        self._num_ended, self._output_tokens = 1.0, config.assumed_output
 
     def curve(self, state: RequestState, method: str, num_positions: int) -> AcceptanceCurve:
         """Return the expected acceptance curve of a request's next draft."""
@@ -149,23 +151,53 @@ class AcceptanceEstimates:
         later = [1.0 - miss for miss in pool.missed.means(self.config.prior, shape.width - 1)]
         return tree_survival(first, later, depth=shape.depth, num_nodes=shape.num_nodes)
 
-    def num_unread(self, state: RequestState) -> int:
-        """Return the number of tokens committed since the last draft of the request."""
-        return state.num_committed - self._request(state).num_read
+    def num_unread(self, state: RequestState, method: str) -> int:
+        """Return the tokens of a request that were committed since the last draft of a method."""
+        return state.num_committed - self._request(state).num_read.get(method, 0)
 
-    def observe(self, record: StepRecord) -> None:
-        """Update the estimates from a step in which a request was allowed to draft."""
+    def num_tried(self, state: RequestState, method: str) -> float:
+        """Return how many drafts of similar requests count for the estimates of a method."""
+        trials = self._pool(self._request(state).kind, method).accepted.trials
+        return trials[0] if trials else 0.0
+
+    def num_expected(self, state: RequestState) -> float:
+        """Return how many tokens a request is expected to emit yet.
+
+        That is the mean output of requests that have ended, however much the request has emitted,
+        as if its end came by chance; a request that has emitted more is expected to double that.
+        """
+        request = self._request(state)
+        num_emitted = state.num_committed - request.num_before
+        mean = self._output_tokens / self._num_ended
+        return min(float(state.max_new), max(mean, float(num_emitted)))
+
+    def end(self, state: RequestState) -> None:
+        """Count the output of a request that has ended."""
+        num_emitted = state.num_committed - self._request(state).num_before
+        memory = self.config.memory
+        self._num_ended = self._num_ended * memory + 1.0
+        self._output_tokens = self._output_tokens * memory + num_emitted
+
+    def observe(self, record: StepRecord) -> int:
+        """Update the estimates from a step in which a request was allowed to draft.
+
+        Returns the tokens that its drafter had to process first.
+        """
         request = self._requests.get(record.request_id)
-        if request is not None:
-            request.num_read = record.context_tokens + record.num_emitted
-            request.drafts[record.method].observe(record)
-            self._pool(request.kind, record.method).observe(record)
+        if request is None:
+            return 0
+        num_unread = record.context_tokens - request.num_read.get(record.method, 0)
+        request.num_read[record.method] = record.context_tokens + record.num_emitted
+        request.drafts[record.method].observe(record)
+        self._pool(request.kind, record.method).observe(record)
+        return num_unread
 
     def _request(self, state: RequestState) -> RequestHistory:
         request = self._requests.get(state.request_id)
         if request is None:
             make_room(self._requests)
-            request = RequestHistory((state.tags, round(state.temperature, 1)), self.config)
+            kind = state.tags, round(state.temperature, 1)
+            request = RequestHistory(kind, state.num_committed, self.config)
             self._requests[state.request_id] = request
         return request
 

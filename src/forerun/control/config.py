@@ -39,6 +39,9 @@ class GoodputConfig:
         num_cold: plain steps after drafting that are slow because of cold caches.
         reuse: most steps for which plans are reused while a request drafts.
         probe_share: share of the time that may be lost by steps made to update an estimate.
+        reading_share: share of the expected time of all requests that drafters of which nothing is
+            known yet may take to read prompts.
+        assumed_output: output tokens of a request before one has ended.
     """
 
     prior: float = 0.7
@@ -53,9 +56,11 @@ class GoodputConfig:
     num_cold: int = 4
     reuse: int = 8
     probe_share: float = 0.006
+    reading_share: float = 0.02
+    assumed_output: float = 256.0
 
     def __post_init__(self) -> None:
-        for name in ("prior", "memory", "probe_share"):
+        for name in ("prior", "memory", "probe_share", "reading_share"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
         for name in (
@@ -64,6 +69,7 @@ class GoodputConfig:
             "assumed_row",
             "assumed_level",
             "cost_strength",
+            "assumed_output",
         ):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")

@@ -21,6 +21,9 @@ from forerun.control.config import GoodputConfig
 from forerun.theory.cost import CostTable
 from forerun.theory.record import StepRecord
 
+LEAST_READ = 16
+"""Tokens from which on the time of reading them shows beside that of a draft or a step."""
+
 
 @runtime_checkable
 class CostSource(Protocol):
@@ -28,6 +31,19 @@ class CostSource(Protocol):
 
     def at(self, temperature: float) -> CostTable:
         """Return the cost table for a temperature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterTraits:
+    """Properties of a drafter that are known before it has drafted.
+
+    Attributes:
+        level_cost: cost of a drafted level in plain steps; None for the assumed one.
+        reads_text: whether it processes the whole text of a request before the first draft.
+    """
+
+    level_cost: float | None = None
+    reads_text: bool = False
 
 
 class OperatingPoint(NamedTuple):
@@ -60,6 +76,7 @@ class StepTimes:
         draft_s: one drafted level, by how many sequences draft it: entry b of b + 1 sequences.
         overhead_s: what a step takes beyond drafting and the pass, by levels drafted: 0, 1, 2, ...
         tree_factor: by which drafting trees takes longer than expected from chains.
+        read_s: a token of the text that the drafter has not processed yet.
     """
 
     plain_s: float
@@ -67,6 +84,7 @@ class StepTimes:
     draft_s: Sequence[float]
     overhead_s: Sequence[float]
     tree_factor: float = 1.0
+    read_s: float = 0.0
 
     @classmethod
     def read(cls, table: CostTable, point: OperatingPoint, max_k: int, max_nodes: int) -> StepTimes:
@@ -185,7 +203,7 @@ class CostModel:
 
     Args:
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
-        level_costs: assumed costs of a drafted level in plain steps, where they differ by method.
+        traits: properties of the drafters, by method.
     """
 
     def __init__(
@@ -194,10 +212,10 @@ class CostModel:
         max_k: int,
         max_tree_nodes: int,
         config: GoodputConfig,
-        level_costs: Mapping[str, float] = MappingProxyType({}),
+        traits: Mapping[str, DrafterTraits] = MappingProxyType({}),
     ) -> None:
-        self.level_costs = level_costs
         self.methods = tuple(costs)
+        self.traits = {method: traits.get(method, DrafterTraits()) for method in costs}
         self.config = config
         self.max_k = max_k
         self.max_nodes = max(max_k, max_tree_nodes)
@@ -205,6 +223,8 @@ class CostModel:
         self._target = next((source for source in costs.values() if source is not None), None)
         self._read: dict[OperatingPoint, dict[str, StepTimes]] = {}
         self._batches: dict[int, BatchCosts] = {}
+        self._prompts = TimeFactor(config)  # seconds per token that the target reads
+        self._reading: defaultdict[str, TimeFactor] = defaultdict(partial(TimeFactor, config))
 
     def largest_depth(self, method: str, batch: int) -> int:
         if self._sources[method] is not None:
@@ -244,11 +264,35 @@ class CostModel:
                 draft_s=[by_depth[-1] * seconds for seconds in times.draft_s],
                 overhead_s=[0.0, *overhead_s],
                 tree_factor=costs.trees[method].value(1.0),
+                read_s=self._read_s(
+                    method, by_depth[-1] * times.draft_s[-1], plain * times.plain_s
+                ),
             )
         return found
 
-    def observe(self, records: Sequence[StepRecord], point: OperatingPoint) -> None:
-        """Update the corrections from one step without prompts, decided at an operating point."""
+    def _read_s(self, method: str, level_s: float, plain_s: float) -> float:
+        """Return the seconds that a drafter reads one token, as measured or in proportion."""
+        if not self.traits[method].reads_text:
+            return 0.0
+        if (measured := self._reading.get(method)) is not None:
+            return measured.mean
+        if self._prompts.count:
+            return self._prompts.mean * level_s / plain_s
+        return self.config.assumed_row * level_s
+
+    def observe_prompt(self, record: StepRecord) -> None:
+        """Learn how fast the target reads, from a step with part of a prompt."""
+        if record.num_prefill_rows >= LEAST_READ:
+            self._prompts.observe(record.verify_s, record.batch_rows)
+
+    def observe(
+        self, records: Sequence[StepRecord], point: OperatingPoint, num_read: int = 0
+    ) -> None:
+        """Update the corrections from one step without prompts, decided at an operating point.
+
+        Args:
+            num_read: tokens that the drafter had to process before its draft.
+        """
         if len(records) != point.batch:
             return
         first, costs, expected = records[0], self._costs(point.batch), self._expected(point)
@@ -266,7 +310,8 @@ class CostModel:
         if len(methods) > 1 or not methods <= expected.keys():
             return  # the times of two drafters cannot be told apart
         (method,) = methods
-        times, own_s = expected[method], first.draft_s + first.other_s
+        draft_s = self._without_reading(method, records, point, num_read)
+        times, own_s = expected[method], draft_s + first.other_s
         depths = [min(record.depth_drafted, self.max_k) for record in drafted]
         if any(record.path_children is not None for record in drafted):
             now = self.times(point)[method]
@@ -280,11 +325,24 @@ class CostModel:
         costs.deepest = max(costs.deepest, deepest)
         overhead_s, levels = times.overhead_s[deepest], costs.levels[method]
         if self._sources[method] is None:
-            levels[0].observe(first.draft_s, levels_s)
-            levels[deepest].observe(first.draft_s, levels_s)
+            levels[0].observe(draft_s, levels_s)
+            levels[deepest].observe(draft_s, levels_s)
             costs.overheads[method].observe(first.other_s, overhead_s)
         else:  # the engine counts the beginning of a draft as drafting, the table as overhead
             levels[0].observe(own_s, levels_s + overhead_s)
+
+    def _without_reading(
+        self, method: str, records: Sequence[StepRecord], point: OperatingPoint, num_read: int
+    ) -> float:
+        """Divide the time of drafting in proportion to what is expected of reading and levels."""
+        draft_s = records[0].draft_s
+        if num_read < LEAST_READ or not self.traits[method].reads_text:
+            return draft_s
+        times = self.times(point)[method]
+        levels_s = max(record.depth_drafted for record in records) * times.draft_s[-1]
+        share = levels_s / (levels_s + num_read * times.read_s)
+        self._reading[method].observe((1.0 - share) * draft_s, num_read)
+        return share * draft_s
 
     def _costs(self, batch: int) -> BatchCosts:
         """Return the corrections at a batch size; a new one begins with those of the nearest."""
@@ -320,7 +378,8 @@ class CostModel:
             num_nodes = self.max_nodes * point.batch
             plain_s = 1.0
             verify_s = [1.0 + self.config.assumed_row * nodes for nodes in range(num_nodes + 1)]
-        level_s = self.level_costs.get(method, self.config.assumed_level) * plain_s
+        assumed = self.traits[method].level_cost or self.config.assumed_level
+        level_s = assumed * plain_s
         return StepTimes(
             plain_s=plain_s,
             verify_s=verify_s,

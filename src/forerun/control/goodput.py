@@ -34,7 +34,14 @@ from forerun.control.base import (
     usual_depth,
 )
 from forerun.control.config import GoodputConfig
-from forerun.control.costs import CostModel, CostSource, OperatingPoint, StepTimes
+from forerun.control.costs import (
+    LEAST_READ,
+    CostModel,
+    CostSource,
+    DrafterTraits,
+    OperatingPoint,
+    StepTimes,
+)
 from forerun.theory.record import StepRecord
 
 logger = logging.getLogger("forerun.control")
@@ -113,13 +120,13 @@ class GoodputController:
         config: GoodputConfig | None = None,
         tree_methods: Sequence[str] = (),
         max_tree_nodes: int = 0,
-        level_costs: Mapping[str, float] = MappingProxyType({}),
+        traits: Mapping[str, DrafterTraits] = MappingProxyType({}),
     ) -> None:
         self.config = config or GoodputConfig()
         self.max_k = max_k
         self.methods = tuple(costs)
         self.tree_methods = tree_methods
-        self.costs = CostModel(costs, max_k, max_tree_nodes, self.config, level_costs)
+        self.costs = CostModel(costs, max_k, max_tree_nodes, self.config, traits)
         self.acceptance = AcceptanceEstimates(self.config)
         self._active: ActivePlan | None = None
         self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int]] = []
@@ -127,6 +134,7 @@ class GoodputController:
         self._will_rest = 0  # the same after it
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
+        self._reading_left = 0.0  # plain steps that unproven reading may take
         self._num_probes = 0
         self._has_profile = any(source is not None for source in costs.values())
         self._num_decided = self._next_trees = 0
@@ -145,6 +153,7 @@ class GoodputController:
         if active is None or active.steps_left == 0 or not active.serves(states, capacity):
             self._learn()
             active = self._active = self._decide_anew(states, capacity)
+        active.states = states
         active.steps_left -= 1
         self._plain_left = max(0, self._plain_left - 1)
         return active.plans
@@ -152,6 +161,8 @@ class GoodputController:
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Receive the records of a step; the estimates are updated when plans are decided anew."""
         active = self._active
+        if records:
+            self.costs.observe_prompt(records[0])
         if not records or active is None:
             return
         # The simulator creates records on access, from requests that change in the next step.
@@ -191,8 +202,7 @@ class GoodputController:
         for record in records:
             self._chosen.get(record.method, self._chosen["plain"]).add(record)
         drafts = [record for record in records if record.k_budget and record.method != "plain"]
-        for record in drafts:
-            self.acceptance.observe(record)
+        num_read = sum([self.acceptance.observe(record) for record in drafts])
         if drafts:
             self._num_plain = 0
             self._since_plain[len(records).bit_length()] += 1.0
@@ -203,7 +213,12 @@ class GoodputController:
         # The first plain steps after drafting find cold caches.
         is_warm = bool(drafts) or self._num_plain > config.num_cold
         if is_warm and not first.num_prefill_rows:
-            self.costs.observe(records, active.point)
+            self.costs.observe(records, active.point, num_read)
+        if num_read >= LEAST_READ:
+            times = self.costs.times(active.point).get(drafts[0].method)
+            if times is not None:
+                steps = len(records) * num_read * times.read_s / times.plain_s
+                self._reading_left = max(0.0, self._reading_left - steps)
         if self._probe_loss > 0.0:
             self._probe_loss = max(0.0, self._probe_loss - config.probe_share)
         probed = [at for at, plan in enumerate(active.plans) if plan.probe]
@@ -234,6 +249,8 @@ class GoodputController:
         config, batch = self.config, len(states)
         point = OperatingPoint.of(states)
         times = self.costs.times(point)
+        if self._active is None or self._active.names != [state.request_id for state in states]:
+            self._note_requests(states)
         limits_s = [tpot_limit_s(state) for state in states]
         candidates = [
             self._candidate(state, times, batch, limit_s)
@@ -244,7 +261,12 @@ class GoodputController:
         self._num_decided += 1
         # Trees take longer to compare than all else, so where they are far behind they wait.
         if last is None or self._num_decided >= self._next_trees:
-            tree = self._best_tree(self.tree_methods, states, limits_s, times, max_nodes)
+            methods = [
+                method
+                for method in self.tree_methods
+                if all(self._may_read(state, method, times, batch) for state in states)
+            ]
+            tree = self._best_tree(methods, states, limits_s, times, max_nodes)
             share = 0.0 if tree is None else tree.tokens_per_s / allocation.tokens_per_s
             waits = not self._has_profile and share < NEAR_SHARE
             self._next_trees = self._num_decided + (TREES_EVERY if waits else 1)
@@ -274,8 +296,53 @@ class GoodputController:
             active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
         elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
             until_probe = math.ceil(self._probe_loss / config.probe_share)
-            active.steps_left = active.reuse if drafts else max(1, until_probe)
+            active.steps_left = active.reuse if drafts else until_probe or MOST_REST + 1
         return active
+
+    def _note_requests(self, states: Sequence[RequestState]) -> None:
+        """Count the outputs of ended requests; new ones allow more time for unproven reading."""
+        before = self._active.states if self._active is not None else ()
+        known = {state.request_id: state for state in before}
+        for state in states:
+            if known.pop(state.request_id, None) is None:
+                num_expected = self.acceptance.num_expected(state)
+                share = self.config.probe_share
+                if not all(self._is_known(state, method) for method in self.methods):
+                    share = self.config.reading_share
+                self._reading_left = min(self._reading_left + share * num_expected, num_expected)
+        for state in known.values():
+            self.acceptance.end(state)
+
+    def _is_known(self, state: RequestState, method: str) -> bool:
+        """Whether enough drafts of similar requests were verified to rely on their estimate."""
+        return self.acceptance.num_tried(state, method) >= self.config.similar_strength
+
+    def _may_read(
+        self,
+        state: RequestState,
+        method: str,
+        times: Times,
+        batch: int,
+        curve: AcceptanceCurve | None = None,
+    ) -> bool:
+        """Whether a drafter may process what it has not read of a request.
+
+        What drafts are expected to save over the tokens that the request will emit yet must exceed
+        the time of reading, for which all requests wait. Of a drafter of which little is known, and
+        for a probe (without a curve), reading must be within the share of time that is set aside.
+        """
+        own = times[method]
+        if own.read_s == 0.0:
+            return True
+        num_unread = self.acceptance.num_unread(state, method)
+        if num_unread < LEAST_READ:
+            return True
+        steps = batch * num_unread * own.read_s / own.plain_s
+        if curve is None or not self._is_known(state, method):
+            return steps <= self._reading_left
+        values = zip(*chain_values(curve, own, batch), strict=True)
+        saved = 1.0 - min([step_s / tokens for tokens, step_s in values]) / own.plain_s
+        return steps < saved * self.acceptance.num_expected(state)
 
     @property
     def _plain_run(self) -> int:
@@ -299,10 +366,12 @@ class GoodputController:
         able = drafting or [at for at, state in enumerate(states) if state.max_new > 1]
         if self._probe_loss > 0.0 or not able:
             return False
-        at = min(able, key=lambda at: self.acceptance.num_unread(states[at]))
-        plan = active.best[at]
         self._num_probes += 1
         method = self.methods[self._num_probes % len(self.methods)]
+        at = min(able, key=lambda at: self.acceptance.num_unread(states[at], method))
+        if not self._may_read(states[at], method, times, len(states)):
+            return False
+        plan = active.best[at]
         room += plan.num_speculative_tokens
         most = min(self.costs.largest_depth(method, len(states)), states[at].max_new - 1, room)
         depth = plan.shape.depth + 1 if method == plan.method else 1
@@ -330,6 +399,9 @@ class GoodputController:
             return max([tokens / step_s for tokens, step_s in zip(*values, strict=True)])
 
         found = [self._drafting(state, method, batch, limit_s) for method in self.methods]
+        for at, candidate in enumerate(found):
+            if not self._may_read(state, candidate.method, times, batch, candidate.curve):
+                found[at] = candidate._replace(curve=AcceptanceCurve([], []))
         return found[0] if len(found) == 1 else max(found, key=rate)
 
     def _drafting(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
 from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
-from forerun.control.costs import CostSource
+from forerun.control.costs import CostSource, DrafterTraits
 from forerun.control.goodput import GoodputController
 from forerun.errors import InvalidRequest
 from forerun.theory.record import StepRecord
@@ -46,7 +46,7 @@ class ControllerInputs:
     Attributes:
         num_speculative_tokens: largest K, and the most levels of a tree.
         max_tree_nodes: most nodes of a tree; the largest K where that is more.
-        level_costs: cost of a drafted level in plain steps, before it is measured, by method.
+        traits: properties of the drafters, by method.
     """
 
     methods: Sequence[str]
@@ -54,7 +54,7 @@ class ControllerInputs:
     costs: Mapping[str, CostSource] = field(default_factory=dict)
     tree_methods: Sequence[str] = ()
     max_tree_nodes: int = 0
-    level_costs: Mapping[str, float] = field(default_factory=dict)
+    traits: Mapping[str, DrafterTraits] = field(default_factory=dict)
 
 
 def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
@@ -67,7 +67,7 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
         inputs.num_speculative_tokens,
         tree_methods=inputs.tree_methods,
         max_tree_nodes=inputs.max_tree_nodes,
-        level_costs=inputs.level_costs,
+        traits=inputs.traits,
     )
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from forerun.control.base import Controller, Tree
-from forerun.control.costs import CostSource
+from forerun.control.costs import CostSource, DrafterTraits
 from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.load import GOLDEN_FILE
-from forerun.drafters.foreign import foreign_drafter
+from forerun.drafters.foreign import TextDraft, foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,
     build_drafter,
@@ -305,7 +305,7 @@ def default_controller(
         costs=costs,
         tree_methods=tree_methods(drafter),
         max_tree_nodes=config.max_nodes,
-        level_costs=_self_draft_costs(drafter, target),
+        traits=_traits(drafter, target),
     )
     return build_controller(config.controller, inputs)
 
@@ -318,15 +318,21 @@ def _named(drafter: Drafter) -> Mapping[str, Drafter]:
     return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
 
 
-def _self_draft_costs(drafter: Drafter, target: LanguageModel | None) -> dict[str, float]:
-    """Return the bytes that a pass of every self-draft reads, as shares of the target's."""
-    if not isinstance(target, QuantisableModel):
-        return {}
-    return {
-        method: draft.model.bytes_read / target.bytes_read
-        for method, draft in _named(drafter).items()
-        if isinstance(draft, SelfDraft) and isinstance(draft.model, QuantisableModel)
-    }
+def _traits(drafter: Drafter, target: LanguageModel | None) -> dict[str, DrafterTraits]:
+    """Return what the engine knows of its drafters before they have drafted.
+
+    A self-draft costs the bytes that its pass reads, as a share of the target's. Other draft models
+    and heads have a KV cache of their own, into which they read the whole text.
+    """
+    found = {}
+    for method, draft in _named(drafter).items():
+        if isinstance(draft, SelfDraft):
+            if isinstance(target, QuantisableModel) and isinstance(draft.model, QuantisableModel):
+                share = draft.model.bytes_read / target.bytes_read
+                found[method] = DrafterTraits(level_cost=share)
+        elif isinstance(draft, DraftModel | TextDraft):
+            found[method] = DrafterTraits(reads_text=True)
+    return found
 
 
 def tree_method(drafter: Drafter, tree: Tree) -> str:

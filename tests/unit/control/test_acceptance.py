@@ -119,9 +119,12 @@ def test_drafts_that_end_early_lower_what_is_drafted_and_what_is_accepted():
 
 def test_tokens_since_the_last_draft_are_counted():
     found = AcceptanceEstimates(GoodputConfig())
-    assert found.num_unread(STATE) == 100
-    found.observe(outcome(1, context_tokens=100, num_emitted=2))
-    assert found.num_unread(replace(STATE, num_committed=130)) == 28
+    method = outcome(1).method
+    assert found.num_unread(STATE, method) == 100
+    assert found.observe(outcome(1, context_tokens=100, num_emitted=2)) == 100
+    later = replace(STATE, num_committed=130)
+    assert found.num_unread(later, method) == 28
+    assert found.num_unread(later, "another") == 130
 
 
 def test_tags_without_end_do_not_take_memory_without_end(monkeypatch):

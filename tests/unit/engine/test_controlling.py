@@ -14,6 +14,10 @@ from tests.tabular import TabularModel
 from forerun.control.base import Plan, Tree
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
+from forerun.drafters.config import SuffixConfig
+from forerun.drafters.draft_model import SelfDraft
+from forerun.drafters.registry import SeveralDrafters
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
@@ -275,6 +279,18 @@ def test_the_default_is_safe_without_costs(draft):
     ours = default_controller(EngineConfig(num_speculative_tokens=6), tiny.drafting(draft, 8), {})
     assert isinstance(ours, GoodputController)
     assert ours.max_k == 6
+
+
+def test_the_controller_knows_which_drafters_read_the_prompt(draft):
+    drafters = {
+        "draft_model": tiny.drafting(draft, 8),
+        "self": SelfDraft(draft, 8),
+        "suffix": SuffixDrafter(SuffixConfig()),
+    }
+    ours = default_controller(EngineConfig(), SeveralDrafters(drafters), {})
+    assert isinstance(ours, GoodputController)
+    reading = [method for method, traits in ours.costs.traits.items() if traits.reads_text]
+    assert reading == ["draft_model"]
 
 
 def test_without_a_draft_there_is_nothing_to_control():
