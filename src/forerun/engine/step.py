@@ -230,10 +230,7 @@ class Stepper:
         """Whether the controller has nothing to decide; a rest ends where other requests run."""
         if self._rest_left == 0:
             return False
-        same = len(entries) == len(self._rest_of) and all(
-            entry.sequence is sequence
-            for entry, sequence in zip(entries, self._rest_of, strict=True)
-        )
+        same = [entry.sequence for entry in entries] == self._rest_of
         self._rest_left = self._rest_left - 1 if same else 0
         return same
 
@@ -312,9 +309,10 @@ class Stepper:
         for entry in fed:
             entry.commit()
         self.is_committing = False
-        if self.drafter is not None:
-            self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         controls = self.drafter is not None and not self._is_resting
+        # During a rest all steps are plain, which most drafters are told of before the next draft.
+        if self.drafter is not None and (controls or self.drafter.required_top_k):
+            self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         is_observed = controls or bool(self.observers)
         records = self._records(emitting, fed, clock) if emitting and is_observed else []
         if controls:
