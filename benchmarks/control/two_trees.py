@@ -5,7 +5,8 @@
 
 Every arm is a process, which waits while another is measured, and serves one request of 128 tokens
 per round; what `auto` has learnt stays from request to request. Ratios are geometric means over
-rounds with bootstrap intervals (95%), prefill included.
+rounds with bootstrap intervals (95%), prefill included. With `--context N` all prompts have N
+tokens, and the time of a request counts from its first token, when the target has read the prompt.
 """
 
 from __future__ import annotations
@@ -35,32 +36,51 @@ def worker(job: dict[str, Any]) -> None:
         num_threads=2, sharing="none", num_speculative_tokens=4, controller=job["controller"]
     )
     engine = Engine.load(TARGET, draft=job["draft"], config=config)
-    texts = [prompt.text for prompt in held_out_prompts()]
+    prompts = [engine.tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
+    if context := job["context"]:
+        text = [token for ids in prompts for token in ids]
+        prompts = [text[at : at + context] for at in range(0, len(text) - context, context)]
     print("ready", flush=True)
     for line in sys.stdin:
         temperature, number = json.loads(line)
-        params = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
-        started = time.perf_counter()
-        (output,) = engine.generate([texts[number * 3 % len(texts)]], params)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=job["num_tokens"], ignore_eos=True
+        )
+        started, num_tokens, skips_first = time.perf_counter(), 0, bool(job["context"])
+        request_id = engine.add_request(prompts[number * 3 % len(prompts)], params)
+        while engine.has_unfinished:
+            new = sum(len(chunk.token_ids) for chunk in engine.step())
+            if new and skips_first:
+                started, skips_first = time.perf_counter(), False
+            else:
+                num_tokens += new
         seconds = time.perf_counter() - started
-        print(json.dumps(len(output.token_ids) / seconds), flush=True)
+        engine.take_output(request_id)
+        print(json.dumps(num_tokens / seconds), flush=True)
 
 
-def process(tree: Path, controller: str, draft: str | None) -> PausedProcess:
-    """The process of one arm."""
-    return PausedProcess(__file__, tree, {"controller": controller, "draft": draft})
-
-
-def compare(before: Path, after: Path, draft: str, temperature: float, rounds: int) -> dict:
+def compare(options: argparse.Namespace, draft: str, temperature: float) -> dict:
     """Rates of all arms, and their ratios to plain decoding with intervals."""
     arms = {
-        "plain": process(after, "fixed", None),
-        "fixed K=4": process(after, "fixed", draft),
-        "auto before": process(before, "auto", draft),
-        "auto after": process(after, "auto", draft),
+        name: PausedProcess(
+            __file__,
+            tree,
+            {
+                "controller": controller,
+                "draft": None if name == "plain" else draft,
+                "context": options.context,
+                "num_tokens": options.tokens,
+            },
+        )
+        for name, tree, controller in (
+            ("plain", options.after, "fixed"),
+            ("fixed K=4", options.after, "fixed"),
+            ("auto before", options.before, "auto"),
+            ("auto after", options.after, "auto"),
+        )
     }
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(rounds):
+    for number in range(options.rounds):
         names = list(arms)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
@@ -76,6 +96,10 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--after", type=Path, default=HERE)
     parser.add_argument("--rounds", type=int, default=18)
+    parser.add_argument("--context", type=int, default=0, help="tokens per prompt; 0: as they are")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=[*DRAFTS])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 1.0))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", type=json.loads)
     options = parser.parse_args()
@@ -83,9 +107,9 @@ def main() -> None:
         worker(options.worker)
         return
     figures = {}
-    for name, draft in DRAFTS.items():
-        for temperature in (0.0, 1.0):
-            found = compare(options.before, options.after, draft, temperature, options.rounds)
+    for name in options.drafts:
+        for temperature in options.temperatures:
+            found = compare(options, DRAFTS[name], temperature)
             figures[f"{name}, T={temperature:g}"] = found
             texts = [
                 "{} {:.3f} ({:.3f} to {:.3f})".format(a, *r) for a, r in found["over_plain"].items()
