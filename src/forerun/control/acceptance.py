@@ -7,9 +7,7 @@ that of drafts that may end early.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NamedTuple
@@ -111,15 +109,15 @@ RequestClass = tuple[tuple[str, ...], float]
 
 
 class RequestHistory:
-    """Outcomes of the drafts of one request."""
+    """Outcomes of the drafts of one request, by method beside those of similar requests."""
 
     __slots__ = ("drafts", "kind", "num_before", "num_read")
 
-    def __init__(self, kind: RequestClass, num_before: int, config: GoodputConfig) -> None:
+    def __init__(self, kind: RequestClass, num_before: int) -> None:
         self.kind = kind
         self.num_before = num_before
         self.num_read: dict[str, int] = {}
-        self.drafts: defaultdict[str, DraftHistory] = defaultdict(partial(DraftHistory, config))
+        self.drafts: dict[str, tuple[DraftHistory, DraftHistory]] = {}
 
 
 class AcceptanceEstimates:
@@ -129,13 +127,16 @@ class AcceptanceEstimates:
         self.config = config
         self._requests: dict[str, RequestHistory] = {}
         self._pools: dict[tuple[RequestClass, str], DraftHistory] = {}
+        self._means: dict[tuple[DraftHistory, int], list[float]] = {}  # until the next outcome
         self._num_ended, self._output_tokens = 1.0, config.assumed_output
 
     def curve(self, state: RequestState, method: str, num_positions: int) -> AcceptanceCurve:
         """Return the expected acceptance curve of a request's next draft."""
-        request = self._request(state)
-        pool, own = self._pool(request.kind, method), request.drafts[method]
-        accepted = pool.accepted.means(self.config.prior, num_positions)
+        own, pool = self._drafts(self._request(state), method)
+        accepted = self._means.get((pool, num_positions))
+        if accepted is None:
+            accepted = pool.accepted.means(self.config.prior, num_positions)
+            self._means[pool, num_positions] = accepted
         survival = list(accumulate(own.accepted.means_given(accepted), mul))
         if not pool.drafted.trials:
             return AcceptanceCurve(survival, [1.0] * num_positions)
@@ -146,7 +147,7 @@ class AcceptanceEstimates:
         self, state: RequestState, curve: AcceptanceCurve, method: str, shape: Tree
     ) -> list[float]:
         """Return P(accepted) of every node of the best tree within a shape, the best node first."""
-        pool, survival = self._pool(self._request(state).kind, method), curve.survival
+        (_, pool), survival = self._drafts(self._request(state), method), curve.survival
         first = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival[: shape.depth]))]
         later = [1.0 - miss for miss in pool.missed.means(self.config.prior, shape.width - 1)]
         return tree_survival(first, later, depth=shape.depth, num_nodes=shape.num_nodes)
@@ -157,7 +158,8 @@ class AcceptanceEstimates:
 
     def num_tried(self, state: RequestState, method: str) -> float:
         """Return how many drafts of similar requests count for the estimates of a method."""
-        trials = self._pool(self._request(state).kind, method).accepted.trials
+        _, pool = self._drafts(self._request(state), method)
+        trials = pool.accepted.trials
         return trials[0] if trials else 0.0
 
     def num_expected(self, state: RequestState) -> float:
@@ -186,10 +188,11 @@ class AcceptanceEstimates:
         request = self._requests.get(record.request_id)
         if request is None:
             return 0
+        self._means.clear()
         num_unread = record.context_tokens - request.num_read.get(record.method, 0)
         request.num_read[record.method] = record.context_tokens + record.num_emitted
-        request.drafts[record.method].observe(record)
-        self._pool(request.kind, record.method).observe(record)
+        for drafts in self._drafts(request, record.method):
+            drafts.observe(record)
         return num_unread
 
     def _request(self, state: RequestState) -> RequestHistory:
@@ -197,16 +200,20 @@ class AcceptanceEstimates:
         if request is None:
             make_room(self._requests)
             kind = state.tags, round(state.temperature, 1)
-            request = RequestHistory(kind, state.num_committed, self.config)
+            request = RequestHistory(kind, state.num_committed)
             self._requests[state.request_id] = request
         return request
 
-    def _pool(self, kind: RequestClass, method: str) -> DraftHistory:
-        pool = self._pools.get((kind, method))
-        if pool is None:
-            make_room(self._pools)
-            pool = self._pools[kind, method] = DraftHistory(self.config)
-        return pool
+    def _drafts(self, request: RequestHistory, method: str) -> tuple[DraftHistory, DraftHistory]:
+        """Return the outcomes of one drafter for a request, and for all similar requests."""
+        found = request.drafts.get(method)
+        if found is None:
+            pool = self._pools.get((request.kind, method))
+            if pool is None:
+                make_room(self._pools)
+                pool = self._pools[request.kind, method] = DraftHistory(self.config)
+            found = request.drafts[method] = DraftHistory(self.config), pool
+        return found
 
 
 def make_room(remembered: dict[Any, Any]) -> None:

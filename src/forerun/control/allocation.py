@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import add, truediv
 from typing import NamedTuple
 
 from forerun.control.acceptance import AcceptanceCurve
@@ -91,32 +92,31 @@ def best_chains(
     limits = limits_of(candidates)
     best = Allocation((0,) * batch, float(batch), times[candidates[0].method].plain_s)
     most_late = max(1.0, lateness(limits, best.depths, best.step_s))
-    best_rate = best.tokens_per_s
     nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
     deepest = max([len(candidate.curve.survival) for candidate in candidates])
     added = [*growing(nodes, candidates, times)]
     own = times[candidates[0].method]
+    is_whole = all([reached == 1.0 for _, _, _, reached, _ in added])
     # Where a level costs more than the next, a search by neighbours would end before its time.
     for limit in (deepest,) if batch == 1 else range(1, deepest + 1):
         within = [node for node in added if node[1] < limit][:max_nodes]
-        depths, found = [0] * batch, None
-        tokens, rows, draft_s = float(batch), 0.0, 0.0
-        for number, (survived, depth, index, reached, level_s) in enumerate(within, start=1):
-            tokens += survived
-            rows += reached
-            draft_s += level_s
-            step_s = draft_s + own.verify_nodes_s(rows)
-            if limits:
+        if not within:
+            break
+        survived, node_depths, indices, reached, levels_s = zip(*within, strict=True)
+        tokens = [*accumulate(survived, initial=float(batch))][1:]
+        rows_s = own.verify_s[1:] if is_whole else map(own.verify_nodes_s, accumulate(reached))
+        steps_s = [*map(add, accumulate(levels_s), rows_s)]
+        rates = [*map(truediv, tokens, steps_s)]
+        if limits:
+            depths = [0] * batch
+            for at, (depth, index) in enumerate(zip(node_depths, indices, strict=True)):
                 depths[index] = depth + 1
-            if tokens > best_rate * step_s and (
-                not limits or lateness(limits, depths, step_s) <= most_late
-            ):
-                best_rate = tokens / step_s
-                found = number, tokens, step_s
-        if found is not None:
-            number, tokens, step_s = found
-            chosen = _depths_of([node[2] for node in within[:number]], batch)
-            best = Allocation(chosen, tokens, step_s)
+                if lateness(limits, depths, steps_s[at]) > most_late:
+                    rates[at] = 0.0
+        rate = max(rates)
+        if rate > best.tokens_per_s:
+            at = rates.index(rate)
+            best = Allocation(_depths_of(indices[: at + 1], batch), tokens[at], steps_s[at])
     return best
 
 

@@ -135,16 +135,17 @@ class TimeFactor:
         """Count one step; a second outlier in a row is none, so the mean begins anew with it."""
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
-        ratio, most = measured_s / expected_s, self.config.largest_ratio
-        mean = self.mean if self.count else ratio
+        config, count, total = self.config, self.count, self.total
+        ratio, most = measured_s / expected_s, config.largest_ratio
+        mean = total / count if count else ratio
         is_slow = ratio > most * mean
         if (is_slow and self._was_slow) or ratio * most < mean:
-            self.count = self.total = 0.0
+            count = total = 0.0
         elif is_slow:
             ratio = most * mean
         self._was_slow = is_slow
-        self.count = self.count * self.config.memory + 1.0
-        self.total = self.total * self.config.memory + ratio
+        self.count = count * config.memory + 1.0
+        self.total = total * config.memory + ratio
 
     def value(self, prior: float) -> float:
         strength = self.config.cost_strength
@@ -317,11 +318,10 @@ class CostModel:
             now = self.times(point)[method]
             costs.trees[method].observe(own_s, now.tree_s(max(depths)) / now.tree_factor)
             return
-        by_count = times.draft_s
-        levels_s = sum(
-            by_count[sum([depth > level for depth in depths]) - 1] for level in range(max(depths))
-        )
-        deepest = max(depths)
+        levels_s, deepest = 0.0, 0
+        for count, depth in zip(range(len(depths), 0, -1), sorted(depths), strict=True):
+            levels_s += (depth - deepest) * times.draft_s[count - 1]
+            deepest = depth
         costs.deepest = max(costs.deepest, deepest)
         overhead_s, levels = times.overhead_s[deepest], costs.levels[method]
         if self._sources[method] is None:

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 from forerun.control.acceptance import AcceptanceCurve, AcceptanceEstimates
@@ -161,7 +162,7 @@ class GoodputController:
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Receive the records of a step; the estimates are updated when plans are decided anew."""
         active = self._active
-        if records:
+        if records and records[0].num_prefill_rows:
             self.costs.observe_prompt(records[0])
         if not records or active is None:
             return
@@ -474,11 +475,17 @@ class GoodputController:
         )
 
 
+@cache
+def _chain(method: str, num_tokens: int) -> Plan:
+    """Return the same plan every time, which is also compared faster."""
+    return Plan.chain(method, num_tokens)
+
+
 def _plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) -> list[Plan]:
     tree = allocation.tree
     if tree is None:
         return [
-            Plan.chain(candidate.method, depth)
+            _chain(candidate.method, depth)
             for candidate, depth in zip(candidates, allocation.depths, strict=True)
         ]
     return [
