@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -10,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 from tests import checking, thinning
 
 ROOT = Path(__file__).parents[1]
@@ -31,13 +30,10 @@ hypothesis.settings.load_profile("forerun")
 # Configurations are left out: they judge wrong types themselves, and the tests must get that far.
 # Kernels are read by Triton, not run by Python. A protocol must be declared `@runtime_checkable`
 # for this. The hook must precede the first import of the package.
-install_import_hook(
-    [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in PACKAGE.rglob("*.py")
-        if path.stem not in {"__init__", "config", "kinds", "triton_kernels"}
-    ],
-    "tests.checking.checked",
+checking.install(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem not in {"__init__", "config", "kinds", "triton_kernels"}
 )
 
 
@@ -46,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background commands with SIGINT ignored, and the tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "not full":
-        checking.BUDGET.per_test = None
+        checking.BUDGET.per_function = None
     from forerun.errors import RunnerUnavailable
     from forerun.native.library import compiled_kernels
 
@@ -67,6 +63,12 @@ def one_thread() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most combinations of some tests to the full grid, before it is deselected."""
     thinning.mark_full(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -100,6 +102,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """No checks of shapes and types, which slow the engine ninefold: for tests of many runs."""
-    jaxtyping.config.update("jaxtyping_disable", True)
+    checking.BUDGET.is_off = True
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    checking.BUDGET.is_off = False
