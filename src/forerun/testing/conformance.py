@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,8 @@ class Check:
     prompts: list[list[int]]
     max_tokens: int
     k: int
+    recorded: dict[str, Recorder] = field(default_factory=dict)
+    plain_texts: dict[tuple[SamplingParams, int], Texts] = field(default_factory=dict)
 
     def check_interface(self) -> None:
         """Check the types of names and layers, and that `forget` accepts unknown requests."""
@@ -187,25 +189,25 @@ class Check:
             ) from error
 
     def check_text(self, name: str, params: SamplingParams) -> None:
-        recorder = Recorder(self.factory())
-        found = self.decode(recorder, params)
-        self.compare(name, found, self.decode(None, params))
+        self.recorded[name] = Recorder(self.factory())
+        found = self.decode(self.recorded[name], params)
+        self.compare(name, found, self.plain(params))
 
     def check_tree_plans(self) -> None:
         """Check that proposals stay within a tree plan and that the text does not change."""
         recorder = Recorder(self.factory())
         for name, params in [*parameters(self.max_tokens).items()][:2]:
             found = self.decode(recorder, params, controller=FixedController(TREE, recorder.method))
-            self.compare(f"{name}, plans for trees", found, self.decode(None, params))
+            self.compare(f"{name}, plans for trees", found, self.plain(params))
 
     def check_new_state(self) -> None:
         """Check that a drafter recovers after the state of its requests was dropped."""
         for name, params in [*parameters(self.max_tokens).items()][:2]:
             recorder = Recorder(self.factory(), fails_at=2)
             found = self.decode(recorder, params)
-            self.compare(f"{name}, state dropped in the middle", found, self.decode(None, params))
+            self.compare(f"{name}, state dropped in the middle", found, self.plain(params))
             found = self.decode(recorder, params, prompts=self.prompts[::-1])
-            plain = self.decode(None, params, prompts=self.prompts[::-1])
+            plain = self.plain(params, -1)
             self.compare(f"{name}, the same ids used again", found, plain)
 
     def check_preemption(self) -> None:
@@ -214,7 +216,7 @@ class Check:
         longest = max(map(len, self.prompts)) + self.max_tokens
         limits: dict[str, Any] = {"max_context": longest, "max_kv_tokens": longest + self.k}
         found = self.decode(Recorder(self.factory()), params, **limits)
-        self.compare("seeded, with preemptions", found, self.decode(None, params))
+        self.compare("seeded, with preemptions", found, self.plain(params))
 
     def check_abort(self) -> None:
         """Check that aborting a request does not change the text of the others."""
@@ -231,14 +233,13 @@ class Check:
                 engine.step()
             kept = [index for index in range(len(self.prompts)) if index != 1]
             found = [tuple(engine.take_output(f"request-{i}").token_ids) for i in kept]
-        plain = self.decode(None, params)
+        plain = self.plain(params)
         self.compare("seeded, one request aborted", found, [plain[index] for index in kept])
 
     def check_reproducible(self) -> None:
         """Check that two new drafters make the same proposals for the same requests."""
         for name, params in parameters(self.max_tokens).items():
-            first, second = Recorder(self.factory()), Recorder(self.factory())
-            self.decode(first, params)
+            first, second = self.recorded[name], Recorder(self.factory())
             self.decode(second, params)
             for place in sorted(first.proposals.keys() | second.proposals.keys()):
                 one, other = first.proposals.get(place), second.proposals.get(place)
@@ -276,6 +277,16 @@ class Check:
                 f"({total / math.sqrt(variance):+.1f} standard errors): hand in the rows that were "
                 "drawn from, and keep a node whatever token was drawn for it"
             )
+
+    def plain(self, params: SamplingParams, order: int = 1) -> Texts:
+        """Return the texts of plain decoding of all prompts, in their order (1) or the other (-1).
+
+        They are decoded once.
+        """
+        key = params, order
+        if key not in self.plain_texts:
+            self.plain_texts[key] = self.decode(None, params, prompts=self.prompts[::order])
+        return self.plain_texts[key]
 
     def decode(
         self,
