@@ -1,25 +1,81 @@
-"""Every command and every snippet of the pages runs, on files that the page made before."""
+"""Every command and every snippet of the pages runs, on files that the page made before.
+
+What a page shows of `zoo:code-40m` runs on weights of a quarter of its size under the same name;
+the full grid runs it on its own.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.documents import Block, PageRunner, blocks_of
 
+from forerun.engine.auto_drafts import auto_drafts
+from forerun.models import catalog
+
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 ROOT = Path(__file__).parents[2]
+FULL = pytest.mark.full
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+WITH_OWN_WEIGHTS = ("README.md", "attached-drafters.md")
+SMALLER = {"code-40m": "code-11m", "code-2m-for-40m": "code-2m"}
+
+
+def with_own_weights(page: Path) -> bool:
+    return page.name in WITH_OWN_WEIGHTS or "code-40m" not in page.read_text("utf-8")
+
+
+@pytest.fixture
+def smaller_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shipped models of which the larger ones have the weights of smaller ones."""
+    folder = tmp_path / "zoo"
+    folder.mkdir()
+    for entry in catalog.FOLDER.iterdir():
+        name = SMALLER.get(entry.name, entry.name)
+        (folder / entry.name).symlink_to(catalog.FOLDER / name)
+    monkeypatch.setattr(catalog, "FOLDER", folder)
+    auto_drafts.cache_clear()
+    yield
+    auto_drafts.cache_clear()
+
+
+@pytest.mark.usefixtures("smaller_models")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not with_own_weights(page)], ids=lambda page: page.name
+)
+def test_a_page_runs_on_smaller_weights(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_page(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page if with_own_weights(page) else pytest.param(page, marks=FULL) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # readers are in a checkout
+    run_page(page, tmp_path, monkeypatch)
+
+
+def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # readers are in a checkout
     runner = PageRunner(page.name)
     for block in blocks_of(page.read_text("utf-8")):
         runner.run(block)
+
+
+def test_models_that_pages_name_are_shipped():
+    for page in PAGES:
+        for name in re.findall(r"zoo:([\w-]+\d+m\b)", page.read_text("utf-8")):
+            assert name in catalog.ZOO, (page.name, name)
 
 
 PAGE = """\
