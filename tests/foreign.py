@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from tests import tiny
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, TokenizersBackend
 
 from forerun.models.tokenizers import Tokenizer, adopt
@@ -28,17 +28,7 @@ def wrapped(backend: Backend, end: str = END) -> Tokenizer:
 @cache
 def byte_level(size: int = 270, end: str = END) -> Tokenizer:
     """Byte-level BPE of another size than the target's."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(TEXTS[2:], trainer)
-    return wrapped(backend, end)
+    return adopt(tiny.byte_level_bpe(TEXTS[2:], size, end=end))
 
 
 def byte_level_with(special: str) -> Tokenizer:

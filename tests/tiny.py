@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -103,21 +104,32 @@ SLIDING = ("mistral-sliding", "qwen2-mixed", "qwen3-mixed", "gemma3", "phi3-slid
 SEEDS = {"gpt-neox-serial": 7, "olmo2": 7, "opt-projected": 3}
 
 
-@cache
-def backend(extra: tuple[str, ...] = ()) -> TokenizersBackend:
-    """A byte-level BPE of 300 tokens; `extra` ones make it another vocabulary."""
+def byte_level_bpe(
+    texts: Iterable[str],
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    end: str = "<|end|>",
+    extra: tuple[str, ...] = (),
+) -> TokenizersBackend:
+    """A byte-level BPE trained on texts; `extra` tokens come behind its vocabulary."""
     tokenizer = BackendTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<|end|>"],
+        vocab_size=vocab_size,
+        special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(text, special=False) for text in extra])
-    return TokenizersBackend(tokenizer_object=tokenizer, eos_token="<|end|>")
+    return TokenizersBackend(tokenizer_object=tokenizer, eos_token=end)
+
+
+@cache
+def backend(extra: tuple[str, ...] = ()) -> TokenizersBackend:
+    """A byte-level BPE of 300 tokens; `extra` ones make it another vocabulary."""
+    return byte_level_bpe(CORPUS, extra=extra)
 
 
 def tokenizer() -> Tokenizer:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Backend
+from tests import tiny
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
 from forerun.models.tokenizers import Tokenizer, adopt
@@ -25,22 +24,10 @@ CONFIG = LlamaConfig(
     max_position_embeddings=128,
 )
 CORPUS = ["def add(left, right):\n    return left + right\n", "héllo wörld 😀 … naïve\n"] * 3
-SPECIAL = "<|end|>"
 
 
 def byte_level_backend() -> TokenizersBackend:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[SPECIAL],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("<tool call>", special=False)])
-    return TokenizersBackend(tokenizer_object=backend, eos_token=SPECIAL)
+    return tiny.byte_level_bpe(CORPUS, extra=("<tool call>",))
 
 
 @pytest.fixture(scope="session")
