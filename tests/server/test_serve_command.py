@@ -11,6 +11,7 @@ import sys
 import httpx
 import pytest
 
+from forerun.cli.main import main
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 
@@ -68,9 +69,8 @@ def test_texts_of_the_shipped_pair_and_a_graceful_end(tmp_path):
         (("--chat-template", "missing.jinja"), "missing.jinja"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(flags, message):
-    with start(*flags) as process:
-        _, errors = process.communicate(timeout=300)
-    assert process.returncode == 2
+def test_flags_that_cannot_work_are_refused(flags, message, capsys):
+    assert main(["serve", "zoo:code-11m", *FLAGS, *flags]) == 2
+    errors = capsys.readouterr().err
     assert message in errors
     assert "Traceback" not in errors

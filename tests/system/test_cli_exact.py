@@ -1,4 +1,4 @@
-"""`forerun exact` on few distributions."""
+"""`forerun exact`: what it asks for and shows. tests/exact checks the enumeration itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from forerun.testing.exact import run as enumeration
 from forerun.testing.exact.run import ExactReport, PlantedResult, VerifierResult
 
 
+def test_json_is_the_report_of_the_enumeration_that_was_asked_for(monkeypatch, capsys):
+    report = ExactReport(
+        seed=5,
+        verifiers=(VerifierResult(name="v", num_pairs=1, num_histories=1, worst_tv=1e-15),),
+        planted=(PlantedResult(name="p", num_pairs=1, worst_tv=0.1),),
+    )
+    asked = []
+    monkeypatch.setattr(
+        enumeration, "run_enumeration", lambda *given: asked.append(given) or report
+    )
+    assert main(["exact", "--distributions", "2", "--seed", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report.to_dict()
+    assert asked[0][:2] == (2, 5)
+
+
+@pytest.mark.full
 def test_json_reports_every_verifier_and_planted_bug(capsys):
     assert main(["exact", "--distributions", "2", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)

@@ -48,13 +48,15 @@ Texts = list[tuple[int, ...]]
 
 
 def answers(engine: Engine, requests: Sequence[tuple[str, SamplingParams]] = REQUESTS) -> Texts:
+    return answers_and_counts(engine, requests)[0]
+
+
+def answers_and_counts(
+    engine: Engine, requests: Sequence[tuple[str, SamplingParams]] = REQUESTS
+) -> tuple[Texts, AcceptanceCounts]:
     outputs = engine.generate([text for text, _ in requests], [params for _, params in requests])
-    return [output.token_ids for output in outputs]
-
-
-def counts(engine: Engine) -> AcceptanceCounts:
-    outputs = engine.generate([text for text, _ in REQUESTS], [params for _, params in REQUESTS])
-    return sum((o.completions[0].acceptance for o in outputs), AcceptanceCounts())
+    counts = sum((o.completions[0].acceptance for o in outputs), AcceptanceCounts())
+    return [output.token_ids for output in outputs], counts
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +85,10 @@ def expected(target: Any) -> Texts:
 def test_copying_changes_no_text(target, expected, k):
     drafter = SuffixDrafter(CHEAP)
     engine = tiny.engine_over(target, drafter, k=k)
-    assert answers(engine) == expected
+    found, counts = answers_and_counts(engine)
+    assert found == expected
     assert [answers(engine, [request])[0] for request in REQUESTS] == expected
-    assert counts(engine).num_accepted > 0
+    assert counts.num_accepted > 0
     assert drafter._readers == {}
     assert target.store.num_free == 4
 
@@ -126,10 +129,10 @@ class Trees:
 def test_the_first_layers_change_no_text(target, expected, num_layers, k):
     drafter = build_drafter(NamedDrafter(name="self", argument=str(num_layers)), target)
     engine = tiny.engine_over(target, drafter, k=k)
-    assert answers(engine) == expected
+    found, counts = answers_and_counts(engine)
+    assert found == expected
     assert [answers(engine, [request])[0] for request in REQUESTS] == expected
-    drafted = counts(engine)
-    assert drafted.num_drafted > 0
+    assert counts.num_drafted > 0
     assert target.store.num_free == 4
 
 

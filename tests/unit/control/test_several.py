@@ -31,7 +31,6 @@ def chosen(acceptance, seed: int, *, has_profile: bool) -> tuple[GoodputControll
     return ours, world.run(ours, NUM_STEPS)
 
 
-@pytest.mark.parametrize("has_profile", [False, True], ids=["no profile", "profile"])
 @pytest.mark.parametrize(
     "alphas",
     [
@@ -42,15 +41,16 @@ def chosen(acceptance, seed: int, *, has_profile: bool) -> tuple[GoodputControll
     ],
     ids=["cheap", "usual", "any", "none"],
 )
-def test_it_comes_close_to_the_best_drafter(alphas, has_profile):
+def test_it_comes_close_to_the_best_drafter(alphas):
     def acceptance(method, *_):
         return alphas[method]
 
     best = best_of_all(acceptance)
-    rates = [chosen(acceptance, seed, has_profile=has_profile)[1] / best for seed in range(3)]
-    # Without a profile, unlucky first probes keep a drafter that is a fifth slower for a while.
-    assert min(rates) >= 0.75
-    assert sum(rates) / 3 >= (0.9 if has_profile else 0.8)
+    for has_profile in (False, True):
+        rates = [chosen(acceptance, seed, has_profile=has_profile)[1] / best for seed in range(3)]
+        # Without a profile, unlucky first probes keep a drafter that is a fifth slower for a while.
+        assert min(rates) >= 0.75, has_profile
+        assert sum(rates) / 3 >= (0.9 if has_profile else 0.8), has_profile
 
 
 def test_a_drafter_that_was_not_used_may_draft_as_deep_as_the_others():
