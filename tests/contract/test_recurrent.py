@@ -72,6 +72,7 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel, Any], Drafter]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_leaves_the_text_alone(model, made, expected, name):
     drafter = DRAFTERS[name](model, made)
@@ -134,6 +135,7 @@ def chats(model: HuggingFaceModel, **changes: Any) -> list[tuple[int | None, lis
     return [(o.completions[0].num_cached_tokens, list(o.token_ids)) for o in outputs]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [512, 7, 32])
 def test_a_shared_beginning_is_found_from_the_third_text_on(model, made, chunk):
     """The second text shows where texts part, and keeps the states there."""

@@ -162,6 +162,7 @@ def foreign_draft(num_shared: int, way: str) -> Drafter:
     return SharedTokenDraft(SharedTokenModel(model, vocabulary, VOCAB_SIZE), vocabulary, VOCAB_SIZE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_shared", [2, 3])
 @pytest.mark.parametrize("name", ["block", "token", "block, shaped", "block, penalised", "coupled"])
 def test_texts_with_a_draft_of_another_vocabulary(target, name, num_shared):

@@ -82,7 +82,15 @@ def target():
     return tiny.adapted(tiny.network())
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+# The contract is about requests that come and go, which no tokenizer changes: a tokenizer whose
+# text has to be read again, and a draft that is accepted. Texts are compared for all, below.
+CONFORMING = ("tli, permuted", "slem, sentencepiece", "slem, permuted")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in CONFORMING else pytest.param(n, marks=pytest.mark.full) for n in FACTORIES],
+)
 def test_a_foreign_draft_fulfils_the_contract(target, name):
     check_drafter(
         FACTORIES[name], target, tiny.tokenizer(), prompts=PROMPTS[:4], max_tokens=16, num_sampled=6
@@ -96,6 +104,7 @@ def generated(engine: Engine, params: SamplingParams) -> tuple[list[str], Accept
     return [output.text for output in outputs], AcceptanceCounts.from_records(records)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_text_in_batches_is_that_of_plain_decoding(target, name, params):

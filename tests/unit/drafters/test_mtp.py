@@ -101,6 +101,7 @@ def tokens_of(outputs):
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, FREE], ids=["greedy", "seeded", "free"])
 def test_chains_are_those_of_the_formula(reference, folder, target, params):
     watching = Watching(load_mtp(str(folder), target), reference)
@@ -113,6 +114,7 @@ def test_chains_are_those_of_the_formula(reference, folder, target, params):
         assert tokens_of(outputs) == tokens_of(tiny.engine_over(target).generate(PROMPTS, params))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, FREE], ids=["greedy", "seeded", "free"])
 def test_trees_leave_the_text_alone(reference, folder, target, params):
     watching = Watching(load_mtp(str(folder), target), reference)
@@ -123,6 +125,7 @@ def test_trees_leave_the_text_alone(reference, folder, target, params):
         assert tokens_of(outputs) == tokens_of(tiny.engine_over(target).generate(PROMPTS, params))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_preempted_requests_and_known_prefixes(reference, folder, target, params):
     plain = tokens_of(tiny.engine_over(target).generate(PROMPTS, params))
