@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -76,21 +76,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     check_folder(folder)
     if (folder / "adapter_config.json").exists():
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
-    settings, architecture = read_named(folder)
+    described, method = _read_description(folder)
     files = weight_files(folder)
     elements: Counter[str] = Counter()
     for file in files:
         elements += count_elements(file)
-    method = settings.get("quantization_config")
-    if isinstance(method, dict) and method:
-        return _read_quantised(folder, architecture, files, elements, method)
+    if method:
+        return _with_quantised(described, files, elements, method)
     if not elements or not elements.keys() <= FLOATS:
         found = ", ".join(sorted(elements)) or "nothing"
         raise InvalidModel(
             f"weights in {folder} are {found}; supported are {', '.join(sorted(FLOATS))}"
         )
     return replace(
-        _described(folder, settings, architecture),
+        described,
         weight_files=files,
         num_parameters=elements.total(),
         stored_dtype=elements.most_common(1)[0][0],
@@ -104,44 +103,42 @@ def read_described(folder: Path) -> Checkpoint:
     Raises:
         InvalidModel: as `read_checkpoint`, as far as config.json tells.
     """
+    return _read_description(folder)[0]
+
+
+def _read_description(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
+    """Return what config.json says of a model, and how its matrices are quantised; empty: not."""
     settings, architecture = read_named(folder)
-    described = _described(folder, settings, architecture)
-    method = settings.get("quantization_config")
-    if not method:
-        return described
-    if not isinstance(method, dict):
-        raise InvalidModel(
-            f"{folder / 'config.json'} has quantization_config={method!r:.60}; it must be an object"
-        )
-    from forerun.models.quantised_folder import METHOD, read_scheme
-
-    name = method.get("quant_method")
-    if name != METHOD:
-        read_scheme(folder / "config.json", method)
-    dtype = "BF16" if described.stored_dtype == "F16" else described.stored_dtype
-    return replace(  # as `_read_quantised`, which knows no text parts
-        described,
-        architecture=architecture,
-        stored_dtype=dtype,
-        notice=f"its matrices are quantised ({name})",
-        has_vision=False,
-    )
-
-
-def _described(folder: Path, settings: Mapping[str, Any], architecture: str) -> Checkpoint:
-    text = text_class(architecture, settings)
+    method = settings.get("quantization_config") or {}
+    text = None if method else text_class(architecture, settings)
     inner = settings["text_config"] if text else settings
     named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
-    dtype = next(filter(None, named), None)
-    return Checkpoint(
+    dtype = {"bfloat16": "BF16", "float16": "F16"}.get(str(next(filter(None, named), None)), "F32")
+    described = Checkpoint(
         folder=folder,
         architecture=text or architecture,
         weight_files=(),
         num_parameters=0,
-        stored_dtype={"bfloat16": "BF16", "float16": "F16"}.get(str(dtype), "F32"),
+        stored_dtype=dtype,
         notice=text and f"{folder} reads images too: its text part is served, as {text}",
         has_vision=text is not None,
     )
+    if not method:
+        return described, {}
+    from forerun.models.quantised_folder import METHOD, read_scheme
+
+    where = folder / "config.json"
+    if not isinstance(method, dict):
+        raise InvalidModel(f"{where} has quantization_config={method!r:.60}; it must be an object")
+    if (name := method.get("quant_method")) != METHOD:
+        read_scheme(where, method)
+    notice = f"its matrices are quantised ({name})"
+    return replace(described, stored_dtype=_computed_in({dtype}), notice=notice), method
+
+
+def _computed_in(stored: Collection[str]) -> str:
+    """Return the first type that is computed in where matrices are quantised, which fp16 is not."""
+    return next((kind for kind in stored if kind in FLOATS and kind != "F16"), "BF16")
 
 
 def read_named(folder: Path) -> tuple[dict[str, Any], str]:
@@ -174,9 +171,8 @@ def _read_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _read_quantised(
-    folder: Path,
-    architecture: str,
+def _with_quantised(
+    described: Checkpoint,
     files: tuple[Path, ...],
     elements: Counter[str],
     settings: Mapping[str, Any],
@@ -184,19 +180,17 @@ def _read_quantised(
     """Return the checkpoint of a folder with quantised matrices."""
     from forerun.models.quantised_folder import open_quantised
 
-    packed = open_quantised(folder / "config.json", files, settings)
+    packed = open_quantised(described.folder / "config.json", files, settings)
     counts: Counter[str] = Counter()
     for name, shape in packed.shapes.items():
         counts[packed.stored_type(name)] += math.prod(shape)
     if not counts:
-        raise InvalidModel(f"{folder} holds no tensors")
-    floats = Counter({kind: elements[kind] for kind in FLOATS - {"F16"} if elements[kind]})
-    return Checkpoint(
-        folder=folder,
-        architecture=architecture,
+        raise InvalidModel(f"{described.folder} holds no tensors")
+    return replace(
+        described,
         weight_files=files,
         num_parameters=counts.total(),
-        stored_dtype=floats.most_common(1)[0][0] if floats else "BF16",
+        stored_dtype=_computed_in([kind for kind, _ in elements.most_common()]),
         stored_types=_shares(counts),
         packed=packed,
         notice=packed.notice,

@@ -380,12 +380,11 @@ def _eager(files: ModelFiles) -> LanguageModel:
             f"{files.checkpoint.folder} has quantised weights or is a GGUF file, which only the "
             "native and the graphs runner read; give a folder with bf16 or fp32 weights"
         )
-    from forerun.models.huggingface import adapt, check_passes, read_weights
+    from forerun.models.huggingface import adapt, check_passes, read_class, read_weights
 
-    model = read_weights(files.checkpoint, files.geometry.dtype)
-    check_passes(type(model), model.config)
+    check_passes(*read_class(files.checkpoint))
     return adapt(
-        model.to(files.device),
+        read_weights(files.checkpoint, files.geometry.dtype).to(files.device),
         num_slots=files.geometry.num_slots,
         max_context=files.geometry.capacity,
         max_staged_rows=files.geometry.max_staged_rows,
