@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, hash_of
@@ -33,7 +35,6 @@ MAX_HEADER_BYTES = 32 << 20
 """Of a safetensors file; the largest published models have headers of a few MB."""
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Of config.json and of the index of the weights."""
-MAX_DIMENSIONS = 8
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
@@ -73,7 +74,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     if folder.suffix.lower() == GGUF and folder.is_file():
         return _read_gguf(folder)
-    check_folder(folder)
+    if not folder.is_dir():
+        raise InvalidModel(f"there is no model folder {folder}")
     if (folder / "adapter_config.json").exists():
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
     described, method = _read_description(folder)
@@ -260,12 +262,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that does not exist."""
-    if not folder.is_dir():
-        raise InvalidModel(f"there is no model folder {folder}")
-
-
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a model, which may be one file or several.
 
@@ -274,7 +270,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """
     if folder.is_file():
         return (folder,)
-    check_folder(folder)
+    if not folder.is_dir():
+        raise InvalidModel(f"there is no model folder {folder}")
     names = _indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
@@ -283,18 +280,11 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if pickled:
         raise InvalidModel(
             f"{folder} has only pickled weights ({', '.join(pickled)}), which can run code when "
-            f"loaded; convert them to safetensors{convert_hint(pickled[0])}"
+            "loaded; convert them to safetensors, in that folder:\n"
+            'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for '
+            f"k, v in torch.load('{pickled[0]}', weights_only=True).items()}}, '{WEIGHTS}')\""
         )
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
-
-
-def convert_hint(name: str) -> str:
-    """Return the command that converts a pickled file; its user runs it, forerun never does."""
-    return (
-        f', in that folder:\npython -c "import torch, safetensors.torch as s; s.save_file({{k: '
-        f"v.contiguous() for k, v in torch.load('{name}', weights_only=True).items()}}, "
-        f"'{WEIGHTS}')\""
-    )
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -310,6 +300,17 @@ def _indexed_files(index: Path) -> list[str]:
             "files of the same folder are read"
         )
     return sorted(names)
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _TensorEntry(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[_Size, _Size]
 
 
 def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Counter[str]:
@@ -338,25 +339,15 @@ def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> C
 
 def _tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
     """First byte, byte after the last and number of elements of a tensor in a header."""
-    if not isinstance(entry, dict):
-        raise malformed(path, f"tensor {name!r} is described by {entry!r:.60}")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(_is_size(number) for number in numbers):
-            raise malformed(path, f"tensor {name!r} has shape {shape!r:.60}, bytes {offsets!r:.60}")
-    if not isinstance(dtype, str) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
-        raise malformed(path, f"tensor {name!r} has dtype {dtype!r:.20}, bytes {offsets!r:.60}")
-    num_elements, num_bytes = math.prod(shape), offsets[1] - offsets[0]
+    try:
+        tensor = msgspec.convert(entry, _TensorEntry)
+    except msgspec.ValidationError as error:
+        raise malformed(path, f"tensor {name!r} is {entry!r:.80} ({error})") from error
+    (start, end), dtype, num_elements = tensor.data_offsets, tensor.dtype, math.prod(tensor.shape)
     expected = num_elements * ITEM_BYTES.get(dtype, 0)
-    if num_bytes < 0 or (dtype in ITEM_BYTES and num_bytes != expected):
-        raise malformed(path, f"tensor {name!r} has {num_bytes} bytes for {num_elements} {dtype}")
-    return offsets[0], offsets[1], num_elements
-
-
-def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63
+    if end < start or (dtype in ITEM_BYTES and end - start != expected):
+        raise malformed(path, f"tensor {name!r} has {end - start} bytes for {num_elements} {dtype}")
+    return start, end, num_elements
 
 
 def malformed(path: Path, reason: str) -> InvalidModel:
