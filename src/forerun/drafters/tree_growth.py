@@ -29,11 +29,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -319,15 +318,7 @@ def draw_siblings(
     if kernels := kernels_for(probs):
         tokens, chances = kernels.draw_siblings(probs, uniforms)
         return Drawings(tokens=tokens, chances=chances, rows=probs)
-    left = probs.clone() if keys.shape[1] > 1 else probs
-    tokens, chances = torch.empty_like(keys), probs.new_empty(keys.shape)
-    for rank in range(keys.shape[1]):
-        drawn = draw(left, uniforms[:, rank])[:, None]
-        tokens[:, rank : rank + 1] = drawn
-        chances[:, rank : rank + 1] = left.gather(1, drawn)
-        if rank + 1 < keys.shape[1]:
-            left.scatter_(1, drawn, 0.0)
-    return Drawings(tokens=tokens, chances=chances, rows=probs)
+    return _without_replacement(probs, keys, lambda left, rank: draw(left, uniforms[:, rank]))
 
 
 def race_siblings(
@@ -338,13 +329,21 @@ def race_siblings(
     The first token is the one that a coupled chain has; the target, racing on the same clocks, is
     likely to have one of the first.
     """
-    left = probs.clone()
+    own = keys[:, 0].contiguous()
+    return _without_replacement(probs, keys, lambda left, _: race(left, own))
+
+
+def _without_replacement(
+    probs: Tensor, keys: Tensor, choose_one: Callable[[Tensor, int], Tensor]
+) -> Drawings:
+    left = probs.clone() if keys.shape[1] > 1 else probs
     tokens, chances = torch.empty_like(keys), probs.new_empty(keys.shape)
     for rank in range(keys.shape[1]):
-        drawn = race(left, keys[:, 0].contiguous())[:, None]
+        drawn = choose_one(left, rank)[:, None]
         tokens[:, rank : rank + 1] = drawn
         chances[:, rank : rank + 1] = left.gather(1, drawn)
-        left.scatter_(1, drawn, 0.0)
+        if rank + 1 < keys.shape[1]:
+            left.scatter_(1, drawn, 0.0)
     return Drawings(tokens=tokens, chances=chances, rows=probs)
 
 
@@ -431,23 +430,14 @@ def _add_level(growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows 
         choose(choice, members[choice], probs if len(rows) == 1 else probs[rows[choice]])
         for choice in members
     ]
-    columns = on_host(*[column.flatten() for c in chosen for column in (c.tokens, c.chances)])
+    columns = on_host(*[column for c in chosen for column in (c.tokens, c.chances)])
     for group, found in zip(members.values(), chosen, strict=True):
-        tokens, chances = (_row_lists(columns.pop(0), found.tokens.shape[1]) for _ in range(2))
+        tokens, chances = columns.pop(0), columns.pop(0)
         row = 0
         for growth in group:
-            num_rows = len(growth.frontier)
-            growth.add(
-                [*islice(tokens, num_rows)],
-                [*islice(chances, num_rows)],
-                found.rows[row : row + num_rows],
-            )
-            row += num_rows
-
-
-def _row_lists(column: list[Any], width: int) -> Iterator[list[Any]]:
-    for start in range(0, len(column), width):
-        yield column[start : start + width]
+            end = row + len(growth.frontier)
+            growth.add(tokens[row:end], chances[row:end], found.rows[row:end])
+            row = end
 
 
 def choose(

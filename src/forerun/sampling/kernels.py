@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,18 +41,13 @@ def row_chunks(num_rows: int, width: int, max_elements: int = MAX_ELEMENTS) -> I
 
 
 def on_host(*columns: Tensor) -> list[list[Any]]:
-    """Copy all columns to the host with a single synchronisation; token ids fit fp64."""
+    """Copy tensors to lists on the host with a single synchronisation; token ids fit fp64."""
     if columns[0].is_cpu:
         return [column.tolist() for column in columns]
-    together: list[float] = torch.cat([column.to(torch.float64) for column in columns]).tolist()
-    numbers = iter(together)
-    return [
-        [
-            number if column.is_floating_point() else int(number)
-            for number in islice(numbers, len(column))
-        ]
-        for column in columns
-    ]
+    together = torch.cat([column.flatten().to(torch.float64) for column in columns]).cpu()
+    parts = together.split_with_sizes([column.numel() for column in columns])
+    pairs = zip(parts, columns, strict=True)
+    return [part.to(like.dtype).view(like.shape).tolist() for part, like in pairs]
 
 
 BLOCK = 256

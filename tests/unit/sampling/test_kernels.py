@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.sampling import chain, kernels, noise, processors, walk
 from forerun.sampling.chain import DrawnChain, verify_chain_batch
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.kernels import kernels_for, sampling_kernels
+from forerun.sampling.kernels import kernels_for, on_host, sampling_kernels
 
 CALLERS = (chain, kernels, noise, processors, walk)
 VOCABS = (1, 3, 15, 16, 17, 100, 257, 5000, 32003)
@@ -325,3 +325,22 @@ def test_siblings_are_drawn_one_after_another_and_the_rows_left_alone():
         left.scatter_(1, drawn, 0.0)
     torch.testing.assert_close(weights, before, atol=0, rtol=0, equal_nan=True)
     assert (chances[4, 3:] == 0).all()
+
+
+class Elsewhere(Tensor):
+    """A tensor that is taken to be on another device."""
+
+    is_cpu = False
+
+
+def test_tensors_of_several_shapes_and_types_are_copied_at_once():
+    given = [
+        torch.tensor([[[3, 2**40]], [[5, 6]]]),
+        torch.tensor([[0.1, float("nan")], [-torch.inf, 2.0]]),
+        torch.tensor([True, False]),
+        torch.empty(0, 2, dtype=torch.int64),
+    ]
+    expected = on_host(*given)
+    found = on_host(*[column.as_subclass(Elsewhere) for column in given])
+    assert repr(found) == repr(expected)
+    assert found[0][0][0][1] == 2**40
