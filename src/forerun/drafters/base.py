@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.models.base import Context
+from forerun.errors import IncompatibleDraft
+from forerun.models.base import Context, LanguageModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
@@ -89,6 +90,20 @@ class StepOutcome:
     def request_id(self) -> str:
         """Key under which a drafter stores its state for this sequence."""
         return self.request.request_id
+
+
+def check_made_for(what: str, made_for: tuple[int, int], target: LanguageModel) -> None:
+    """Refuse a head, named by `what`, that was made for another hidden size or vocabulary.
+
+    Raises IncompatibleDraft.
+    """
+    given = (target.hidden_size, target.vocab_size)
+    for name, wanted, found in zip(("hidden size", "vocabulary"), made_for, given, strict=True):
+        if wanted != found:
+            raise IncompatibleDraft(
+                f"{what} made for a target with {name} {wanted}, this target has {found}: use a "
+                "head that was trained for this target"
+            )
 
 
 @runtime_checkable

@@ -57,12 +57,10 @@ class DraftModel:
         self.use(model)
 
     def use(self, model: LanguageModel) -> None:
-        """Draft with this model from now on."""
         self.model = model
         self._drafts_in_one_call = isinstance(model, DraftsInOneCall)
 
     def through(self, model: LanguageModel) -> DraftModel:
-        """Return the same drafter with a wrapper around its model."""
         return DraftModel(model, self.vocab_size)
 
     @torch.inference_mode()
@@ -200,15 +198,12 @@ class DraftModel:
                 sequence.learn(outcome.proposal, verdict.path)
 
     def forget(self, request_id: str) -> None:
-        """Free the slot of a request, if it has one."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             sequence.close()
 
 
-def divided(
-    sequences: Sequence[DraftSequence],
-) -> tuple[list[DraftSequence], list[DraftSequence]]:
+def divided(sequences: Sequence[DraftSequence]) -> tuple[list[DraftSequence], list[DraftSequence]]:
     """Return the sequences drafted as chains, sorted by descending budget, and those with trees.
 
     Beside a tree a chain is drafted in the same passes, unless a stop rule may end it or it shares

@@ -66,13 +66,15 @@ class DraftSequence:
 
     @classmethod
     def begin(cls, request: DraftRequest, context: Context) -> DraftSequence:
-        params = draft_params(request.params)
+        params = ranking = draft_params(request.params)
+        if params.greedy:
+            ranking = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         choice = Choice.COUPLED if request.coupled else Choice.SAMPLED
         return cls(
             request=request,
             context=context,
             params=params,
-            tree_params=_ranking_params(params),
+            tree_params=ranking,
             choice=Choice.DETERMINISTIC if params.greedy else choice,
         )
 
@@ -187,12 +189,6 @@ class DraftSequence:
     def close(self) -> None:
         """Free the KV slot; its verified rows may be reused by other requests."""
         self.context.close(self.context.num_cached if self.kv_verified else 0)
-
-
-def _ranking_params(params: SamplingParams) -> SamplingParams:
-    if not params.greedy:
-        return params
-    return replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -129,7 +129,6 @@ class SharedTokenModel(WrappedModel):
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Run a greedy chain, pass by pass."""
         return chain_by_forward(self, batch, num_tokens, vocab_size)
 
 
@@ -146,7 +145,6 @@ class SharedTokenDraft(OwnTokenDraft):
         super().__init__(model, vocabulary, vocab_size, offset=vocab_size)
 
     def through(self, model: LanguageModel) -> DraftModel:
-        """Return the same drafter with a wrapper around its model."""
         return SharedTokenDraft(model, self.vocabulary, self.vocab_size)
 
     @torch.inference_mode()
@@ -203,7 +201,6 @@ class TextDraft:
         return proposals
 
     def _plan(self, request: DraftRequest, plan: Plan) -> Plan:
-        """Return a plan for a chain of the draft's tokens."""
         own_per_token = self.draft.num_read(request.request_id) / len(request.ids)
         return Plan.chain(plan.method, 1 + math.ceil(_length(plan) * own_per_token))
 

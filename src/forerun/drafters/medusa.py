@@ -20,10 +20,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from forerun.control.base import Plan, Tree
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import DraftRequest, StepOutcome, check_made_for
 from forerun.drafters.tree_growth import Candidates, build_tree
 from forerun.drafters.tree_growth import Path as TokenPath
-from forerun.errors import IncompatibleDraft, InvalidModel
+from forerun.errors import InvalidModel
 from forerun.models.base import LanguageModel, StoredModel
 from forerun.models.checkpoint import read_object
 from forerun.models.tensor_files import check_tensors, read_tensors, write_files
@@ -101,7 +101,6 @@ class MedusaHeads(nn.Module):
         shared: SharedHead | None = None,
         num_heads: int | None = None,
     ) -> Float[Tensor, "heads rows vocab"]:
-        """Return the logits of every head."""
         states = self.states(hidden, num_heads)
         if not self.config.own_heads:
             assert shared is not None
@@ -188,13 +187,13 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
 
 def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
     """Write heads in their own dtype and in the form of the reference code."""
-    config = heads.config
     settings = {
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_blocks,
+        "medusa_num_heads": heads.config.num_heads,
+        "medusa_num_layers": heads.config.num_blocks,
         "base_model_name_or_path": target,
+        "torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch."),
     }
-    write_files(folder, settings | _dtype_of(heads), WEIGHTS, heads.state_dict())
+    write_files(folder, settings, WEIGHTS, heads.state_dict())
 
 
 def write_medusa_vllm(
@@ -223,12 +222,9 @@ def write_medusa_vllm(
         "max_position_embeddings": max_positions,
         "medusa_fc_bias": True,
         "original_lm_head": not config.own_heads,
+        "torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch."),
     }
-    write_files(folder, settings | _dtype_of(heads), VLLM_WEIGHTS, tensors)
-
-
-def _dtype_of(heads: MedusaHeads) -> dict[str, str]:
-    return {"torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch.")}
+    write_files(folder, settings, VLLM_WEIGHTS, tensors)
 
 
 logger = logging.getLogger("forerun.drafting")
@@ -265,7 +261,8 @@ class MedusaDrafter:
         shapes = [shape_of(plans[at], self.heads.config.num_heads) for at in able]
         depth, width = max(s.depth for s in shapes), max(s.width for s in shapes)
         hidden = torch.stack([self._last[requests[at].request_id] for at in able])
-        log_probs = self._log_probs(hidden, depth)
+        logits: Tensor = self.heads(self.target.final_norm(hidden), self.target.head, depth)
+        log_probs = logits.float().log_softmax(-1)
         top = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
         entropies = torch.special.entr(log_probs.exp()).sum(-1)
         lists = on_host(top.indices, top.values, entropies)
@@ -275,30 +272,20 @@ class MedusaDrafter:
             proposals[at] = proposal_of(candidates, measured, shape, plans[at])
         return proposals
 
-    def _log_probs(
-        self, hidden: Float[Tensor, "requests width"], depth: int
-    ) -> Float[Tensor, "depth requests vocab"]:
-        normed = self.target.final_norm(hidden)
-        logits: Tensor = self.heads(normed, self.target.head, depth)
-        return logits.float().log_softmax(-1)
-
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Store the target's hidden state at the last committed row of every request."""
         for outcome in outcomes:
             if outcome.features is None:
-                self._last.pop(outcome.request_id, None)
-                self._warn(outcome.request_id)
+                self.forget(outcome.request_id)
+                if not self._warned:
+                    logger.warning(
+                        "request %s decodes plainly: the target gave no hidden states, which "
+                        "Medusa heads read; later requests without them are not reported",
+                        outcome.request_id,
+                    )
+                self._warned = True
             elif len(outcome.features):
                 self._last[outcome.request_id] = outcome.features[-1, 0].clone()
-
-    def _warn(self, request_id: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "request %s decodes plainly: the target gave no hidden states, which Medusa heads "
-                "read; later requests without them are not reported",
-                request_id,
-            )
 
     def forget(self, request_id: str) -> None:
         self._last.pop(request_id, None)
@@ -348,16 +335,8 @@ def proposal_of(
 def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:
     """Load the Medusa heads in a folder for a loaded target."""
     heads = read_medusa(folder, vocab_size=target.vocab_size)
-    sizes = {
-        "hidden size": (heads.config.hidden_size, target.hidden_size),
-        "vocabulary": (heads.config.vocab_size, target.vocab_size),
-    }
-    for name, (wanted, given) in sizes.items():
-        if wanted != given:
-            raise IncompatibleDraft(
-                f"the Medusa heads in {folder} were made for a target with {name} {wanted}, this "
-                f"target has {given}: use heads that were trained for this target"
-            )
+    sizes = (heads.config.hidden_size, heads.config.vocab_size)
+    check_made_for(f"the Medusa heads in {folder} were", sizes, target)
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
     # A target without norm or matrix is refused before any request.
     hidden = torch.zeros((1, target.hidden_size), dtype=dtype, device=target.device)

@@ -93,7 +93,6 @@ class MTPModel(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
         states = self._states.of(batch)
         sizes = self.architecture
         attention = plan_pass(batch.spans, self.store, sizes.num_heads // sizes.num_kv_heads)
@@ -105,16 +104,13 @@ class MTPModel(StoredModel):
         return ModelOutput(logits=self.head(wanted))
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Token embeddings of the target."""
         return self.target.embed(tokens).to(self.dtype)
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """Apply the final norm of the module."""
         normed: Tensor = self.network.decoder.norm(hidden)
         return normed
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of the target's head, of rows after the final norm."""
         return self.target.head(hidden)
 
 

@@ -138,7 +138,6 @@ class SeveralDrafters:
         return drafter
 
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
-        """Note a chain that the kernels drafted; see `DraftModel.note_chain`."""
         drafter = self.drafters[plan.method]
         assert isinstance(drafter, DraftModel)
         proposal = drafter.note_chain(request_id, plan, tokens, num_levels)

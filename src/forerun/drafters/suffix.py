@@ -24,7 +24,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import accumulate
 
@@ -111,7 +111,6 @@ class SuffixAutomaton:
         return [(token, min(1.0, count[child] / num_followed)) for token, child in best]
 
     def append(self, token: int) -> None:
-        """Add a token to the text."""
         before = self.last
         self.last = self._extend(before, token)
         self._count_ends()
@@ -231,14 +230,12 @@ class Copy:
 NOTHING = Copy()
 
 
+@dataclass(slots=True, eq=False)
 class OwnMatch:
     """Finds the longest earlier occurrence of a text's end within the same text."""
 
-    __slots__ = ("automaton", "rates")
-
-    def __init__(self) -> None:
-        self.automaton = SuffixAutomaton()
-        self.rates = HitRates()
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    rates: HitRates = field(default_factory=HitRates)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -250,15 +247,13 @@ class OwnMatch:
         self.automaton.append(token)
 
 
+@dataclass(slots=True, eq=False)
 class StoredMatch:
     """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile."""
 
-    __slots__ = ("automaton", "place", "rates")
-
-    def __init__(self, automaton: SuffixAutomaton) -> None:
-        self.automaton = automaton
-        self.rates = HitRates()
-        self.place = (ROOT, 0)
+    automaton: SuffixAutomaton
+    rates: HitRates = field(default_factory=HitRates)
+    place: tuple[int, int] = (ROOT, 0)
 
     def advance(self, token: int) -> None:
         """Append one token to the text, in amortised constant time."""
@@ -456,16 +451,14 @@ class SuffixDrafter:
             self.store.add(request.scope, request.ids[request.num_prompt :])
 
 
+@dataclass(slots=True, eq=False)
 class Reader:
     """The state of one request: where the end of its text occurs in the texts to copy from."""
 
-    __slots__ = ("matches", "num_idle", "num_read", "request")
-
-    def __init__(self, request: DraftRequest, matches: Sequence[Match]) -> None:
-        self.request = request
-        self.matches = matches
-        self.num_read = 0
-        self.num_idle = 0
+    request: DraftRequest
+    matches: Sequence[Match]
+    num_read: int = 0
+    num_idle: int = 0
 
     def read(self) -> None:
         """Read the tokens committed since the last call, and count hits for output tokens."""
@@ -495,7 +488,12 @@ class Reader:
             copy = self._best(min(shape.num_nodes, shape.depth), config)
             if copy.tokens:
                 self.num_idle = int(self.num_idle / (1 + copy.score))
-                return proposal_of(copy)
+                return Proposal(
+                    tokens=torch.tensor(copy.tokens),
+                    tree=TokenTree.chain(len(copy.tokens)),
+                    choice=Choice.DETERMINISTIC,
+                    stop_reason="score",
+                )
         self.num_idle = min(MOST_IDLE, self.num_idle + 1)
         return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 
@@ -514,15 +512,6 @@ def judge(match: Match, token: int) -> None:
     favourite, share = match.automaton.favourite(state)
     if length and favourite != NONE:
         match.rates.observe(length, share, favourite == token)
-
-
-def proposal_of(copy: Copy) -> Proposal:
-    return Proposal(
-        tokens=torch.tensor(copy.tokens),
-        tree=TokenTree.chain(len(copy.tokens)),
-        choice=Choice.DETERMINISTIC,
-        stop_reason="score",
-    )
 
 
 SHELVES = 2

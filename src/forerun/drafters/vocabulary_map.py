@@ -110,9 +110,10 @@ class VocabularyMap:
                 ending = [t for t, own in self.special.items() if own == token]
                 break
             raw += piece
-        text = _valid_part(raw)
-        if len(text.encode()) < len(raw):
-            ending = []
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            text, ending = raw[: error.start].decode(), []
         return [*self._after(len(tail), text), *ending]
 
     def _tail(self, committed: Sequence[int]) -> bytes:
@@ -275,14 +276,6 @@ def _is_within_character(text: bytes | bytearray, place: int) -> bool:
     return place < len(text) and text[place] & 0xC0 == 0x80
 
 
-def _valid_part(raw: bytes | bytearray) -> str:
-    """Decode the beginning of a text, up to the first byte that is no UTF-8."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        return raw[: error.start].decode()
-
-
 class ReencodedText:
     """The text of a target's tokens in tokens of the draft, kept up to date as it grows.
 
@@ -308,13 +301,14 @@ class ReencodedText:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, committed: Sequence[int]) -> None:
-        """Read what is new of the target's tokens."""
         new, self._num_read = committed[self._num_read :], len(committed)
         for token in new:
             if token in self._map.special:
                 self._text += self._decoder.decode(b"", final=True).encode()
                 self._encode()
-                self._add_special(self._map.special[token])
+                own, before = self._map.special[token], self._map.first_ids
+                if own is not None and not (own in before and len(self.ids) == len(before)):
+                    self.ids += self._own([own])
                 self._begin()
             else:
                 self._text += self._decoder.decode(self._bytes(token)).encode()
@@ -332,11 +326,6 @@ class ReencodedText:
             return piece[1:]
         return piece
 
-    def _add_special(self, token: int | None) -> None:
-        is_repeated = token in self._map.first_ids and len(self.ids) == len(self._map.first_ids)
-        if token is not None and not is_repeated:
-            self.ids += self._own([token])
-
     def _encode(self) -> None:
         """Encode what the text has grown by, and correct the tokens before it."""
         del self.ids[self._start + len(self._ends) :]  # bytes of an unfinished character
@@ -349,13 +338,11 @@ class ReencodedText:
         if start > 0 and self._join(start, first):
             return
         found = cut_text(self._map.draft, self._text.decode())
-        ids = (
-            self._map.draft.encode(self._text.decode(), add_special_tokens=False)
-            if found is None
-            else found.ids
-        )
-        self.ids[self._start :] = self._own(ids)
-        self._ends = [] if found is None else found.ends
+        if found is None:
+            ids = self._map.draft.encode(self._text.decode(), add_special_tokens=False)
+            found = SpelledText(ids=ids, ends=[])
+        self.ids[self._start :] = self._own(found.ids)
+        self._ends = found.ends
 
     def _join(self, start: int, first: int) -> bool:
         """Encode the text from a token on; returns whether it meets the tokens before it."""

@@ -142,6 +142,7 @@ WINDOWS_IN_MASK = ("PhimoeForCausalLM", "Qwen2MoeForCausalLM")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid")
 """Layers with a recurrent state; "hybrid" ones have keys and values too."""
+ATTENDING_TYPES = ("attention", "hybrid", *LAYER_TYPES)
 
 DELTA_SIZES = (
     "num_key_heads",
@@ -219,7 +220,6 @@ class Architecture:
 
     @property
     def num_attention_layers(self) -> int:
-        """Number of layers that have keys and values."""
         return self.num_layers if self.attention_layers is None else len(self.attention_layers)
 
 
@@ -276,7 +276,9 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         learned_positions=name in LEARNED_POSITIONS,
         position_limit=position_limit,
         windows=_windows_of(name, settings),
-        attention_layers=None if kinds is None else _attention_layers(kinds),
+        attention_layers=None
+        if kinds is None
+        else tuple(index for index, kind in enumerate(kinds) if kind in ATTENDING_TYPES),
         recurrent=RECURRENT.get(name),
         state_sizes=state_sizes,
     )
@@ -332,7 +334,6 @@ def _recurrent_settings(name: str, settings: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _layer_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
-    """Return the kind of every layer of a model with recurrent layers."""
     given = settings.get("layer_types") or settings.get("layers_block_type")
     if given:
         return list(given)
@@ -343,11 +344,6 @@ def _layer_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
     if (period := settings.get("attn_layer_period")) is not None:
         attending = [i for i in layers if i % period == settings["attn_layer_offset"]]
     return ["full_attention" if i in attending else "linear_attention" for i in layers]
-
-
-def _attention_layers(kinds: Sequence[str]) -> tuple[int, ...]:
-    attending = ("attention", "hybrid", *LAYER_TYPES)
-    return tuple(index for index, kind in enumerate(kinds) if kind in attending)
 
 
 def _state_sizes(name: str, settings: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int, int]:
@@ -409,7 +405,6 @@ def check_layer_count(settings: Mapping[str, Any]) -> None:
 
 
 def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the distinct attention windows of the layers."""
     window = settings.get("sliding_window")
     kinds = settings.get("layer_types")
     if window is not None and (kinds is None or "sliding_attention" in kinds):
@@ -481,10 +476,6 @@ def _checked_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, 
     return ropes
 
 
-def _is(rope: Mapping[str, Any], kind: str) -> bool:
-    return bool(rope.get("rope_type") == kind)
-
-
 def _max_positions(
     name: str, settings: Mapping[str, Any], ropes: Sequence[Mapping[str, Any]]
 ) -> tuple[int, str | None]:
@@ -502,16 +493,13 @@ def _max_positions(
         tempered = optional_size(settings, "floor_scale", longest + 1)
         longest = min(longest, chunk, max(1, tempered - 1))
         return longest, "past them its layers attend in chunks, which is not supported"
-    if originals := [
-        optional_size(rope, ORIGINAL, longest) for rope in ropes if _is(rope, "longrope")
-    ]:
+    long = [rope for rope in ropes if rope.get("rope_type") == "longrope"]
+    if originals := [optional_size(rope, ORIGINAL, longest) for rope in long]:
         reason = "past them longrope rotates every key of the text anew, which kept keys cannot be"
         return min(longest, *originals), reason
-    if any(_is(rope, "dynamic") and not rope.get("alpha") for rope in ropes):
-        return (
-            longest,
-            "past them dynamic rotary embeddings depend on how a text is cut into passes",
-        )
+    if any(rope.get("rope_type") == "dynamic" and not rope.get("alpha") for rope in ropes):
+        reason = "past them dynamic rotary embeddings depend on how a text is cut into passes"
+        return longest, reason
     return longest, None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -116,7 +116,9 @@ class Biases:
             hidden = hidden_rows(num_rows, tree).to(device)
             bias[:, :, num_keys - num_rows :].masked_fill_(hidden, -torch.inf)
         if self.window is not None:
-            far = _far_keys(num_rows, num_keys, tree or NO_TREE, self.window)
+            rows = positions_in(num_rows, tree or NO_TREE)
+            keys = torch.cat([torch.arange(num_rows - num_keys, 0), rows])
+            far = rows[:, None] - keys >= self.window
             bias.masked_fill_(far.to(device), -torch.inf)
         return bias.view(-1, num_keys)
 
@@ -131,14 +133,6 @@ def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "r
         ancestors = torch.frombuffer(seen, dtype=torch.bool).view(num_nodes, num_nodes)
         hidden[num_rows - num_nodes :, num_rows - num_nodes :] = ~ancestors
     return hidden
-
-
-def _far_keys(
-    num_rows: int, num_keys: int, tree: TokenTree, window: int
-) -> Bool[Tensor, "rows keys"]:
-    rows = positions_in(num_rows, tree)
-    keys = torch.cat([torch.arange(num_rows - num_keys, 0), rows])
-    return rows[:, None] - keys >= window
 
 
 def positions_in(num_rows: int, tree: TokenTree) -> Int64[Tensor, " rows"]:
@@ -185,41 +179,32 @@ class Block:
     bias: Tensor | None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class AttentionPass:
     """The plan of a pass for attention, shared by all layers with the same window.
 
-    Args:
+    Attributes:
         layers: the layers that the store has places for, in this order; None: all.
     """
 
-    def __init__(
-        self,
-        *,
-        writes: tuple[Write, ...],
-        pieces: tuple[Piece, ...],
-        store: ContiguousKVStore,
-        num_groups: int,
-        layers: Sequence[int] | None = None,
-    ) -> None:
-        self.writes = writes
-        self.pieces = pieces
-        self._store = store
-        self._num_groups = num_groups
-        self._layers = layers
-        self._blocks: dict[int | None, tuple[Block, ...]] = {}
+    writes: tuple[Write, ...]
+    pieces: tuple[Piece, ...]
+    store: ContiguousKVStore
+    num_groups: int
+    layers: Sequence[int] | None = None
+    _blocks: dict[int | None, tuple[Block, ...]] = field(default_factory=dict)
 
     def place_of(self, layer: int) -> int:
-        """Return the index of a layer in the store."""
-        return layer if self._layers is None else self._layers.index(layer)
+        return layer if self.layers is None else self.layers.index(layer)
 
     @property
     def num_kv_heads(self) -> int:
         """Number of key/value heads that the store keeps; a layer may have fewer."""
-        return self._store.geometry.num_kv_heads
+        return self.store.geometry.num_kv_heads
 
     def widened(self, heads: Tensor) -> Tensor:
         """Fill heads up with zeros to the one width that the store has."""
-        missing = self._store.geometry.head_dim - heads.shape[-1]
+        missing = self.store.geometry.head_dim - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
     def write(
@@ -228,7 +213,6 @@ class AttentionPass:
         key: Float[Tensor, "1 kv_heads rows head_dim"],
         value: Float[Tensor, "1 kv_heads rows head_dim"],
     ) -> None:
-        """Store the keys and values of layer `index`."""
         for write in self.writes:
             write.views[2 * index].copy_(key.narrow(2, write.first, write.num_rows))
             write.views[2 * index + 1].copy_(value.narrow(2, write.first, write.num_rows))
@@ -240,12 +224,12 @@ class AttentionPass:
         only statement of its window that cannot be misread.
         """
         if window not in self._blocks:
-            biases = Biases(self.pieces, self._num_groups, window, like=self.writes[0].views[0])
+            biases = Biases(self.pieces, self.num_groups, window, like=self.writes[0].views[0])
             self._blocks[window] = tuple(
                 Block(
                     first=piece.first,
                     num_rows=piece.num_rows,
-                    views=self._store.window(
+                    views=self.store.window(
                         piece.slot, piece.num_keys - piece.num_seen(window), piece.num_keys
                     ),
                     bias=biases.of(piece),

@@ -132,11 +132,7 @@ class DecoderVariant:
 
 QWEN_EXPERTS = ExpertNames(
     router="mlp.gate",
-    parts=(
-        "mlp.experts.{}.gate_proj",
-        "mlp.experts.{}.up_proj",
-        "mlp.experts.{}.down_proj",
-    ),
+    parts=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     num_experts="num_local_experts",
     size="moe_intermediate_size",
     normalised="norm_topk_prob",
@@ -348,6 +344,9 @@ def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str 
     """Return the first feature of a model that only the eager runner has, or None."""
     variant = VARIANTS.get(architecture.name, LLAMA)
     gate = settings.get(variant.gate)
+    rope = settings.get("rope_parameters") or {}
+    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    is_partial = any(float(part.get("partial_rotary_factor", 1.0)) != 1.0 for part in parts)
     has_biases = settings.get("attention_bias") and variant.qkv_bias != "attention_bias"
     objections = {
         architecture.name: architecture.name not in VARIANTS,
@@ -358,15 +357,10 @@ def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str 
         "a bias on the attention output (attention_bias)": has_biases,
         "a bias on the attention output (attention_out_bias)": settings.get("attention_out_bias"),
         "rotation of a part of each head (partial_rotary_factor)": (
-            not variant.partial_rotation and _rotates_a_part(settings.get("rope_parameters") or {})
+            not variant.partial_rotation and is_partial
         ),
     }
     return next((objection for objection, holds in objections.items() if holds), None)
-
-
-def _rotates_a_part(rope: Mapping[str, Any]) -> bool:
-    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
-    return any(float(part.get("partial_rotary_factor", 1.0)) != 1.0 for part in parts)
 
 
 def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
@@ -380,9 +374,11 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         architecture, settings, "full_attention" if is_rotated_by_kind else None
     )
     sliding = rotation(architecture, settings, "sliding_attention") if is_rotated_by_kind else None
+    if variant.qkv_bias == "attention_bias":
+        variant = replace(variant, qkv_bias=bool(settings["attention_bias"]))
     return Decoder(
         architecture=architecture,
-        variant=replace(variant, qkv_bias=_has_qkv_bias(variant, settings)),
+        variant=variant,
         intermediate_size=settings["intermediate_size"],
         norm_eps=settings["rms_norm_eps"],
         inv_freq=inv_freq,
@@ -400,7 +396,6 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
 def _experts(
     names: ExpertNames | None, settings: Mapping[str, Any], num_layers: int
 ) -> Experts | None:
-    """Return the sizes of the experts, if there are any."""
     if names is None:
         return None
     num_experts, num_used = settings[names.num_experts], settings["num_experts_per_tok"]
@@ -419,7 +414,6 @@ def _experts(
 def _rotations(
     variant: DecoderVariant, settings: Mapping[str, Any], *, by_kind: bool
 ) -> tuple[int, ...]:
-    """Return the rotation of every layer, as in `Decoder.rotations`."""
     if by_kind:
         return tuple(int(kind == "sliding_attention") for kind in settings["layer_types"])
     if variant.unrotated == "no_rope_layers":
@@ -432,15 +426,9 @@ def _rotations(
     return ()
 
 
-def _has_qkv_bias(variant: DecoderVariant, settings: Mapping[str, Any]) -> bool:
-    by_setting = variant.qkv_bias == "attention_bias"
-    return bool(settings["attention_bias"]) if by_setting else variant.qkv_bias is True
-
-
 def _windows(
     variant: DecoderVariant, settings: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, ...]:
-    """Return the window of every layer."""
     is_off = variant.windows == "switched" and not settings["use_sliding_window"]
     window = None if variant.windows == "none" or is_off else settings.get("sliding_window")
     if variant.windows in ("none", "all"):
@@ -601,7 +589,6 @@ def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
 
 
 def _norm(decoder: Decoder, name: str, read: ReadTensor) -> Tensor:
-    """Read what a norm multiplies by."""
     return 1.0 + read(name).float() if decoder.variant.one_plus_norms else read(name)
 
 

@@ -40,12 +40,8 @@ class TargetIdentity:
 
     def differences(self, other: TargetIdentity) -> tuple[str, ...]:
         """List the differences between two target identities in words."""
-        names = {
-            "weights": self.weights != other.weights,
-            "tokenizer": self.tokenizer != other.tokenizer,
-            "chat template": self.template != other.template,
-        }
-        return tuple(name for name, differs in names.items() if differs)
+        names = {"weights": "weights", "tokenizer": "tokenizer", "template": "chat template"}
+        return tuple(n for key, n in names.items() if getattr(self, key) != getattr(other, key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -299,7 +299,6 @@ class GGUFFile:
 
     @property
     def type_counts(self) -> Counter[str]:
-        """Elements per type."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors.values():
             counts[tensor.type_name] += math.prod(tensor.shape)

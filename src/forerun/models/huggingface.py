@@ -17,21 +17,12 @@ import torch
 import transformers
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.architecture import (
-    LAYER_COUNTS,
-    SUPPORTED,
-    Architecture,
-    read_architecture,
-)
+from forerun.models.architecture import LAYER_COUNTS, SUPPORTED, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
 from forerun.models.checkpoint import Checkpoint, from_transformers, text_config
@@ -66,43 +57,29 @@ class ModuleNames:
 MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
     dict.fromkeys(SUPPORTED, ModuleNames())
     | {
-        name: ModuleNames(norm="model.final_layernorm")
-        for name in (
-            "BambaForCausalLM",
-            "FalconH1ForCausalLM",
-            "JambaForCausalLM",
-            "PersimmonForCausalLM",
-            "PhiForCausalLM",
+        f"{family}ForCausalLM": ModuleNames(norm=f"model.{norm}")
+        for families, norm in (
+            ("Bamba FalconH1 Jamba Persimmon Phi", "final_layernorm"),
+            ("Lfm2 Lfm2Moe Lfm3", "embedding_norm"),
         )
-    }
-    | {
-        name: ModuleNames(norm="model.embedding_norm")
-        for name in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM")
+        for family in families.split()
     }
     | {
         name: ModuleNames(
-            layers=f"{root}.layers", embedding=f"{root}.embeddings", norm=f"{root}.norm_f"
+            layers=f"{root}.{layers}", embedding=f"{root}.{embedding}", norm=f"{root}.{norm}"
         )
-        for name, root in (
-            ("FalconMambaForCausalLM", "backbone"),
-            ("Mamba2ForCausalLM", "backbone"),
-            ("MambaForCausalLM", "backbone"),
-            ("NemotronHForCausalLM", "model"),
+        for name, root, layers, embedding, norm in (
+            ("FalconForCausalLM", "transformer", "h", "word_embeddings", "ln_f"),
+            ("FalconMambaForCausalLM", "backbone", "layers", "embeddings", "norm_f"),
+            ("GPT2LMHeadModel", "transformer", "h", "wte", "ln_f"),
+            ("GPTNeoXForCausalLM", "gpt_neox", "layers", "embed_in", "final_layer_norm"),
+            ("Mamba2ForCausalLM", "backbone", "layers", "embeddings", "norm_f"),
+            ("MambaForCausalLM", "backbone", "layers", "embeddings", "norm_f"),
+            ("NemotronHForCausalLM", "model", "layers", "embeddings", "norm_f"),
         )
     }
     | {
-        "FalconForCausalLM": ModuleNames(
-            layers="transformer.h", embedding="transformer.word_embeddings", norm="transformer.ln_f"
-        ),
         "NanoChatForCausalLM": ModuleNames(embedded_norm="model.norm"),
-        "GPT2LMHeadModel": ModuleNames(
-            layers="transformer.h", embedding="transformer.wte", norm="transformer.ln_f"
-        ),
-        "GPTNeoXForCausalLM": ModuleNames(
-            layers="gpt_neox.layers",
-            embedding="gpt_neox.embed_in",
-            norm="gpt_neox.final_layer_norm",
-        ),
         "OPTForCausalLM": ModuleNames(
             layers="model.decoder.layers",
             embedding="model.decoder.embed_tokens",
@@ -208,10 +185,11 @@ class HuggingFaceModel(StoredModel):
         return projected
 
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
+        shorter = sharing(self.network)
+        kept: Any = shorter.get_submodule(MODULE_NAMES[self.architecture.name].layers)
+        del kept[num_layers:]
         return HuggingFaceModel(
-            network=_without_upper_layers(
-                self.network, MODULE_NAMES[self.architecture.name].layers, num_layers
-            ),
+            network=shorter,
             store=self.store,
             architecture=replace(self.architecture, num_layers=num_layers),
         )
@@ -246,14 +224,6 @@ def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[in
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
-    """Return a copy of a network's module tree with only its first layers, sharing all tensors."""
-    shorter = sharing(network)
-    kept: Any = shorter.get_submodule(layers)
-    del kept[num_kept:]
-    return shorter
 
 
 def adapt(
@@ -292,9 +262,7 @@ def adapt(
             own.attn_temperature_tuning = False  # 1 up to the last position; counts rows instead
     store_class = ContiguousKVStore if architecture.recurrent is None else RecurrentStore
     return HuggingFaceModel(
-        network=model,
-        store=store_class(geometry, model.device),
-        architecture=architecture,
+        network=model, store=store_class(geometry, model.device), architecture=architecture
     )
 
 

@@ -106,11 +106,6 @@ class FeatureRows:
         """A copy of the features of rows [start, stop)."""
         return self._rows[slot, start:stop].clone()
 
-    def fill(self, slot: int, features: Float[Tensor, "rows layers width"]) -> None:
-        """Store the features of all tokens of a slot filled at once."""
-        self._num_valid[slot] = 0
-        self.stage(slot, 0, len(features), features)
-
 
 class KVStore(ABC):
     """Per-sequence state of a model; subclasses store the rows, in a layout of their own.
@@ -252,7 +247,8 @@ class KVStore(ABC):
             raise ValueError("the prefix was exported without features, which this store keeps")
         self._slots.fill(slot, prefix.num_tokens)
         if self._features is not None:
-            self._features.fill(slot, features[0])
+            self._features.invalidate(slot, 0)
+            self._features.stage(slot, 0, prefix.num_tokens, features[0])
         return content
 
     def _renew_features(

@@ -97,12 +97,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F32": torch.float32,
-        "F64": torch.float32,
-    }
+    {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 )
 preparation = logging.getLogger("forerun.preparation")
 logger = logging.getLogger("forerun.runner")
@@ -114,13 +109,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # The last are the golden rows of EAGLE-3 heads.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "golden.rows")
 # Second copies of the weights, and subfolders with formats of other systems.
-IGNORED_HUB_FILES = (
-    "consolidated*",
-    "*/*.safetensors",
-    "*/*.json",
-    "*/*.model",
-    "*/*.txt",
-)
+IGNORED_HUB_FILES = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.model", "*/*.txt")
 LOOKUP_NAMES = frozenset(
     {"ngram", "[ngram]", "n-gram", "lookup", "prompt-lookup", "prompt_lookup", "pld"}
 )
@@ -253,7 +242,6 @@ class ModelFiles:
 
     @property
     def memory(self) -> MemoryEstimate:
-        """Bytes that the model will need, by purpose."""
         packed = self.checkpoint.packed
         is_tied = bool(self.settings.get("tie_word_embeddings"))
         needed = estimate(
@@ -577,31 +565,21 @@ def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
 
 def choose_device(device: str) -> torch.device:
     """Return the requested device; "auto" is a GPU if there is one."""
-    if device != "auto":
-        return _named_device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def _named_device(name: str) -> torch.device:
-    """Return the device of that name, if this machine has it."""
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if device == "auto":
+        if has_cuda:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if has_mps else "cpu")
     try:
-        device = torch.device(name)
+        named = torch.device(device)
     except RuntimeError:
-        raise InvalidRequest(f"device {name!r} is unknown; use auto, cpu, cuda or mps") from None
-    present = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not present.get(device.type, False):
-        raise InvalidRequest(f"this machine has no device {name!r}; use auto or cpu")
-    return device
+        raise InvalidRequest(f"device {device!r} is unknown; use auto, cpu, cuda or mps") from None
+    if not {"cpu": True, "cuda": has_cuda, "mps": has_mps}.get(named.type, False):
+        raise InvalidRequest(f"this machine has no device {device!r}; use auto or cpu")
+    return named
 
 
 def _choose_context(max_context: int | None, architecture: Architecture) -> int:
-    """Return the tokens per sequence, at most as many as the model supports."""
     if max_context is None:
         return architecture.max_positions
     if max_context < 1:

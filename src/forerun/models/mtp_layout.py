@@ -87,7 +87,6 @@ class FoundModule:
 
     @property
     def layout(self) -> Layout:
-        """Names of its tensors."""
         return LAYOUTS[self.family]
 
 

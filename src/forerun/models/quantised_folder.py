@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import InvalidModel
 from forerun.models.decoder import QuantisedMatrix
+from forerun.models.tensor_files import read_header, read_stored
 
 METHOD = "forerun"
 """Value of quant_method in the quantization_config of config.json."""
@@ -46,16 +46,10 @@ class QuantisedFolder:
 
     @cached_property
     def _stored(self) -> Mapping[str, tuple[Path, tuple[int, ...], str]]:
-        found = {}
-        for path in self.files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (the file cannot be iterated over)
-                        part = file.get_slice(name)
-                        found[name] = path, tuple(part.get_shape()), part.get_dtype()
-            except SafetensorError as error:
-                raise InvalidModel(f"{path} cannot be read: {error}") from error
-        return found
+        headers = {path: read_header(path) for path in self.files}
+        return {
+            name: (path, *part) for path, parts in headers.items() for name, part in parts.items()
+        }
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -111,13 +105,7 @@ class QuantisedFolder:
         return (groups * scales.float()[..., None]).flatten(1)
 
     def _read(self, name: str) -> Tensor:
-        path = self._stored[name][0]
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise InvalidModel(f"{path} cannot be read: {error}") from error
-        return tensor
+        return read_stored(self._stored[name][0], name)
 
 
 METHODS = ("awq", "compressed-tensors", "gptq")

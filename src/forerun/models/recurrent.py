@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -70,7 +69,6 @@ class RecurrentStore(ContiguousKVStore):
         return self._staged[slot][row - 1][layer]
 
     def put_state(self, slot: int, row: int, layer: int, state: LayerState) -> None:
-        """Keep the state of a layer after a staged row."""
         self._staged[slot].setdefault(row, {})[layer] = state
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
@@ -90,12 +88,10 @@ class RecurrentStore(ContiguousKVStore):
 
     @property
     def _held_borders(self) -> dict[int, int]:
-        """Lengths of the snapshots, by slot."""
         assert self._slots.borders is not None
         return self._slots.borders
 
     def reserve(self) -> int:
-        """Take a free slot with committed length 0; see `KVStore`."""
         return self._without_state(super().reserve())
 
     def begin(self, wanted: Prefix) -> int:
@@ -164,8 +160,7 @@ def _compact(state: LayerState) -> LayerState:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Rows that run as one sequence from one state.
 
     Attributes:
@@ -188,25 +183,14 @@ def _schedule(spans: Sequence[Span], due: Mapping[int, int]) -> list[list[_Rows]
     chunks: list[list[_Rows]] = []
     levels: list[list[_Rows]] = []
 
-    def add(level: int, row: _Rows) -> None:
-        if level == len(levels):
-            levels.append([])
-        levels[level].append(row)
-
     first = 0
     for span in spans:
         num_early = max(0, span.num_chain - NUM_CHAIN_STATES)
         ends = [due.get(span.slot, 0) - span.start, num_early]
         for begin, end in pairwise([0, *(end for end in ends if 0 < end <= num_early)]):
             if begin < end:
-                chunk = _Rows(
-                    first=first + begin,
-                    num_rows=end - begin,
-                    slot=span.slot,
-                    start=span.start + begin,
-                    end=span.start + end - 1,
-                )
-                chunks.append([chunk])
+                start, last = span.start + begin, span.start + end - 1
+                chunks.append([_Rows(first + begin, end - begin, span.slot, start, last)])
         for row in range(num_early, span.num_rows):
             node = row - span.num_chain
             before = row - 1 if node < 0 else span.num_chain + span.tree.parents[node]
@@ -214,16 +198,10 @@ def _schedule(spans: Sequence[Span], due: Mapping[int, int]) -> list[list[_Rows]
             if node >= 0:
                 level = span.num_chain - num_early - 1 + span.tree.depths[node]
                 before = before if span.tree.parents[node] >= 0 else span.num_chain - 1
-            add(
-                level,
-                _Rows(
-                    first=first + row,
-                    num_rows=1,
-                    slot=span.slot,
-                    start=span.start + before + 1,
-                    end=span.start + row,
-                ),
-            )
+            if level == len(levels):
+                levels.append([])
+            start, end = span.start + before + 1, span.start + row
+            levels[level].append(_Rows(first + row, 1, span.slot, start, end))
         first += span.num_rows
     return chunks + levels
 
@@ -236,7 +214,6 @@ class RecurrentPass:
         self.batches: list[list[_Rows]] = []
 
     def begin(self, spans: Sequence[Span]) -> None:
-        """Plan the next pass over these rows."""
         self.batches = _schedule(spans, self.store.due)
 
     def __deepcopy__(self, memo: object) -> RecurrentPass:
@@ -313,7 +290,6 @@ class StackedStates:
             self._tensors[key] = torch.cat(parts)  # a copy: modules write into what they are given
 
     def of(self, index: int) -> LayerState:
-        """Return the state of one sequence."""
         return {key: tensor[index : index + 1] for key, tensor in self._tensors.items()}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -325,7 +301,6 @@ class StackedStates:
         return self._tensors.get(("recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Whether any text has begun."""
         return ("conv", state_idx) in self._tensors
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -353,7 +328,6 @@ class StackedStates:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
-        """Replace the recurrent state."""
         self._tensors["recurrent", state_idx] = recurrent_states
         return recurrent_states
 

@@ -7,7 +7,7 @@ two sequences begin with the same tokens, what one has stored can be used by the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,14 +25,6 @@ class Prefix:
     scope: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """A slot that shares a prefix with a new sequence, and the length of that prefix."""
-
-    slot: int
-    num_tokens: int
-
-
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common from the beginning."""
     low, high = 0, min(len(left), len(right))
@@ -43,33 +35,6 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _longest_match(
-    wanted: Prefix,
-    kept: Mapping[int, Prefix],
-    shared: Mapping[int, Prefix],
-    committed: Mapping[int, int],
-    borders: Mapping[int, int] | None,
-) -> Match | None:
-    """Find the slot that shares the most tokens with a new sequence.
-
-    The last token of a sequence always has to be fed, for its logits are wanted.
-    """
-    best: Match | None = None
-    least = MIN_SHARED_TOKENS
-    for slot, prefix in (*kept.items(), *shared.items()):
-        held = committed.get(slot, len(prefix.ids))
-        usable = min(held, len(wanted.ids) - 1)
-        if prefix.scope != wanted.scope or usable < least:
-            continue
-        length = min(usable, common_length(prefix.ids, wanted.ids))
-        if borders is not None and length < held:
-            border = borders.get(slot, 0)
-            length = border if border <= length else 0
-        if length >= least:
-            best, least = Match(slot=slot, num_tokens=length), length + 1
-    return best
 
 
 class SlotTable:
@@ -120,7 +85,6 @@ class SlotTable:
         return slot
 
     def free(self, slot: int) -> None:
-        """Free `slot` and discard its contents."""
         self._release(slot)
         self._free.append(slot)
 
@@ -136,19 +100,38 @@ class SlotTable:
         another slot for a copy would. `fork` copies the first so many tokens of a slot to a new
         one, which it returns. Raises NotEnoughMemory where every slot is taken.
         """
-        match = _longest_match(wanted, self._kept, self._shared, self._committed, self.borders)
-        if match is None:
+        source, num_tokens = self._longest_match(wanted)
+        if source is None:
             slot = self.reserve()
-        elif match.num_tokens >= self._least_to_take_over(match.slot):
-            slot = match.slot
+        elif num_tokens >= self._least_to_take_over(source):
+            slot = source
             del self._kept[slot]
-            self._committed[slot] = self._written[slot] = match.num_tokens
+            self._committed[slot] = self._written[slot] = num_tokens
         else:
-            if match.slot in self._kept:
-                self._kept[match.slot] = self._kept.pop(match.slot)  # used last, taken last
-            slot = fork(match.slot, match.num_tokens)
+            if source in self._kept:
+                self._kept[source] = self._kept.pop(source)  # used last, taken last
+            slot = fork(source, num_tokens)
         self._shared[slot] = wanted
         return slot
+
+    def _longest_match(self, wanted: Prefix) -> tuple[int | None, int]:
+        """Return the slot that shares the most tokens with a new sequence, and how many.
+
+        The last token of a sequence always has to be fed, for its logits are wanted.
+        """
+        best, most = None, MIN_SHARED_TOKENS - 1
+        for slot, prefix in (*self._kept.items(), *self._shared.items()):
+            held = self._committed.get(slot, len(prefix.ids))
+            usable = min(held, len(wanted.ids) - 1)
+            if prefix.scope != wanted.scope or usable <= most:
+                continue
+            length = min(usable, common_length(prefix.ids, wanted.ids))
+            if self.borders is not None and length < held:
+                border = self.borders.get(slot, 0)
+                length = border if border <= length else 0
+            if length > most:
+                best, most = slot, length
+        return best, most
 
     def most_common(self, wanted: Prefix) -> int:
         """Return the longest beginning that `wanted` has in common with a text held or read now."""
@@ -195,7 +178,6 @@ class SlotTable:
             )
 
     def length(self, slot: int) -> int:
-        """Number of committed tokens in `slot`."""
         committed = self._committed.get(slot)
         if committed is None:
             raise ValueError(f"slot {slot} is not reserved")
@@ -207,7 +189,6 @@ class SlotTable:
         return self._written[slot]
 
     def forget_kept(self) -> None:
-        """Discard every kept prefix."""
         if self._committed:
             raise ValueError(f"slots {sorted(self._committed)} are reserved; free them first")
         self._free += self._kept
@@ -250,7 +231,6 @@ class SlotTable:
         return committed
 
     def cut(self, slot: int, num_tokens: int) -> None:
-        """Drop all rows of `slot` after its first `num_tokens` tokens."""
         self.check_prefix(slot, num_tokens)
         self._committed[slot] = self._written[slot] = num_tokens
 

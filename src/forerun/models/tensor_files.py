@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -54,7 +55,7 @@ def write_files(
 
 def parameter_names(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the names of the stored parameters in the whole model."""
-    return tuple(_full_name(name) for path in checkpoint.weight_files for name in _shapes_in(path))
+    return tuple(_full_name(name) for path in checkpoint.weight_files for name in read_header(path))
 
 
 def tensor_reader(
@@ -70,19 +71,34 @@ def tensor_reader(
     files = {
         _full_name(name): (path, name)
         for path in checkpoint.weight_files
-        for name in _shapes_in(path)
+        for name in read_header(path)
     }
 
-    def read(name: str) -> Tensor:
-        path, stored_name = files[name]
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(stored_name)
-        except SafetensorError as error:
-            raise InvalidModel(f"{path} cannot be read: {error}") from error
-        return tensor.to(device=device, dtype=dtype)
+    return lambda name: read_stored(*files[name]).to(device=device, dtype=dtype)
 
-    return read
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; raises InvalidModel where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise InvalidModel(f"{path} cannot be read: {error}") from error
+
+
+def read_stored(path: Path, name: str) -> Tensor:
+    """Read one tensor by the name that it has in a file."""
+    with _opened(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shape and the type of every tensor in a file."""
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+        return {name: (tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
 
 
 MAX_HEADER_BYTES = 1 << 20
@@ -114,7 +130,7 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
         found = {
             _full_name(name): shape
             for path in checkpoint.weight_files
-            for name, shape in _shapes_in(path).items()
+            for name, (shape, _) in read_header(path).items()
             if not name.endswith(IGNORED_SUFFIXES)
         }
         found = {name: found[name] for name in text_only(found)}
@@ -187,20 +203,10 @@ def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
     """
     if checkpoint.packed is not None:
         return HEAD in checkpoint.packed.shapes
-    if not any(HEAD in _shapes_in(path) for path in checkpoint.weight_files):
+    if not any(HEAD in read_header(path) for path in checkpoint.weight_files):
         return False
     read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
     return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
-
-
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a file, from its header."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()  # the file itself cannot be iterated over
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except SafetensorError as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
 
 
 def _full_name(name: str) -> str:

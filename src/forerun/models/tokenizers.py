@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -58,17 +58,6 @@ def _whole_text(piece: str) -> str | None:
         return None
 
 
-@runtime_checkable
-class TextStream(Protocol):
-    """Converts tokens to text one by one; text that later tokens may change is held back."""
-
-    def append(self, piece: str) -> str:
-        """Return the text that one more token completes; may be empty."""
-
-    def finish(self) -> str:
-        """End the text and return the characters held back."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDecoder:
     """Creates streams that turn token ids into text, equal to decoding all ids at once.
@@ -79,7 +68,7 @@ class TokenDecoder:
     """
 
     to_bytes: Callable[[str], bytes]
-    open_stream: Callable[[], TextStream]
+    open_stream: Callable[[], ByteLevelStream | PieceStream]
 
 
 class ByteLevelStream:
@@ -101,34 +90,19 @@ class ByteLevelStream:
         return self._decoder.decode(b"", final=True)
 
 
-class WordStream:
-    """Stream for tokens that are words, with a space between two."""
-
-    def __init__(self) -> None:
-        self._has_begun = False
-
-    def append(self, piece: str) -> str:
-        """Return the word, after a space if it is not the first."""
-        text = " " + piece if self._has_begun else piece
-        self._has_begun = True
-        return text
-
-    def finish(self) -> str:
-        """Return nothing: no text is held back."""
-        return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRules:
-    """The decoding rules of a SentencePiece tokenizer.
+    """The decoding rules of a SentencePiece tokenizer, or of one whose tokens are words.
 
     Attributes:
+        before: what is put before every token.
         has_bytes: whether "<0x0A>" stands for a byte.
         first_mark: character removed from the first token; None where none is.
         stripped: character removed from the beginning of the text, at most `num_stripped` times.
         num_stripped: see `stripped`.
     """
 
+    before: str = ""
     replaced: tuple[tuple[str, str], ...] = ()
     has_bytes: bool = False
     first_mark: str | None = None
@@ -136,12 +110,11 @@ class PieceRules:
     num_stripped: int = 0
 
     def text_of(self, piece: str, *, is_first: bool = False) -> str:
-        """Return the text of a token that is not a byte token."""
         if is_first and self.first_mark is not None:
             piece = piece.replace(self.first_mark, "")
         for old, new in self.replaced:
             piece = piece.replace(old, new)
-        return piece
+        return self.before + piece
 
     def byte_of(self, piece: str) -> int | None:
         found = BYTE_PIECE.fullmatch(piece) if self.has_bytes else None
@@ -153,7 +126,7 @@ class PieceRules:
 
 
 class PieceStream:
-    """Stream for SentencePiece tokens.
+    """Stream for the tokens of `PieceRules`.
 
     A run of byte tokens is text only if all of it is UTF-8, and otherwise one U+FFFD per byte. So a
     run is held back until a token that is no byte ends it.
@@ -175,7 +148,6 @@ class PieceStream:
         return self._strip(text)
 
     def finish(self) -> str:
-        """Return the bytes held back, as text."""
         return self._strip(self._end_run())
 
     def _end_run(self) -> str:
@@ -197,12 +169,11 @@ def token_decoder(tokenizer_json: str) -> TokenDecoder:
     """Return the decoder of a tokenizer.json."""
     steps = list(_decoder_steps(json.loads(tokenizer_json).get("decoder")))
     kinds = {step["type"] for step in steps}
-    if not steps:
-        return TokenDecoder(to_bytes=lambda piece: b" " + piece.encode(), open_stream=WordStream)
     if "ByteLevel" in kinds:
         return TokenDecoder(to_bytes=from_byte_level, open_stream=ByteLevelStream)
-    if kinds & {"ByteFallback", "Metaspace", "Fuse"}:
-        rules = _piece_rules(steps)
+    if not steps or kinds & {"ByteFallback", "Metaspace", "Fuse"}:
+        words = PieceRules(before=" ", num_stripped=1)  # the space before the first word
+        rules = _piece_rules(steps) if steps else words
         return TokenDecoder(to_bytes=rules.to_bytes, open_stream=lambda: PieceStream(rules))
     raise InvalidModel(
         f"a tokenizer that decodes by {', '.join(sorted(kinds))} is not supported; supported are "
@@ -371,7 +342,7 @@ class Tokenizer:
         tokens = self._backend.get_added_tokens_decoder()
         return {token: (added.content, added.special) for token, added in tokens.items()}
 
-    def open_stream(self) -> TextStream:
+    def open_stream(self) -> ByteLevelStream | PieceStream:
         return self._decoder.open_stream()
 
     def piece(self, token: int) -> str | None:

@@ -270,6 +270,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 MEASURES: Mapping[Measure, int] = MappingProxyType({"entropy": 1, "top_probability": 2})
 """What stop rules look at, as `ForerunMeasure`."""
 
+_PASS = (c_void_p, POINTER(PassStruct), POINTER(StoreStruct))
 SIGNATURES = {
     "forerun_interface": (c_size_t, ()),
     "forerun_crew_new": (c_void_p, (c_int32,)),
@@ -284,27 +285,15 @@ SIGNATURES = {
     "forerun_decoder_attach": (None, (c_void_p, c_void_p, c_void_p)),
     "forerun_decoder_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
     "forerun_decoder_head": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "forerun_decoder_forward": (
-        c_bool,
-        (c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_void_p),
-    ),
-    "forerun_decoder_greedy_chain": (
-        c_bool,
-        (c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32, c_int32, c_void_p),
-    ),
+    "forerun_decoder_forward": (c_bool, (*_PASS, c_void_p)),
+    "forerun_decoder_greedy_chain": (c_bool, (*_PASS, c_int32, c_int32, c_void_p)),
     "forerun_decoder_sampled_chain": (
         c_bool,
-        (
-            *(c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32, c_int32),
-            *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
-        ),
+        (*_PASS, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
     ),
     "forerun_decoder_likely_trees": (
         c_bool,
-        (
-            *(c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32),
-            *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
-        ),
+        (*_PASS, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
     ),
     "forerun_largest": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_softmax": (c_bool, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),

@@ -50,7 +50,6 @@ class HeadBatch(RowBatch):
 
     @classmethod
     def of(cls, batch: RowBatch, states: Float[Tensor, "rows width"]) -> HeadBatch:
-        """Return a copy of a pass with the input states of its rows."""
         return cls(
             tokens=batch.tokens,
             positions=batch.positions,
@@ -292,7 +291,6 @@ class Eagle3Drafter(DraftModel):
                 sequence.keep_rows(PREFILL_CHUNK)
 
     def _warn(self, sequence: AttachedSequence) -> None:
-        """Stop drafting for a sequence, and log a warning the first time."""
         sequence.lacks_features, sequence.features = True, []
         if not self._warned:
             self._warned = True
@@ -355,7 +353,6 @@ class Eagle3Model(StoredModel):
         return embedded
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """Apply the norm before the head's output matrix."""
         normed: Tensor = self.network.norm(hidden)
         return normed
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from forerun.errors import InvalidModel
-from forerun.models.architecture import Architecture, checked_size, optional_size
+from forerun.models.architecture import ROPE_KEYS, Architecture, checked_size, optional_size
 from forerun.models.decoder import rotation
 
 
@@ -75,7 +75,6 @@ class Eagle3Config:
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes and flags that contradict each other."""
         if self.norm_before_fc and self.fc_norm:
             raise InvalidModel(
                 "an EAGLE-3 head has norm_before_fc (one norm over all states) or fc_norm (one per "
@@ -182,16 +181,6 @@ def number(settings: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-ROPE_FACTORS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
-}
-
-
 def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings, which older files spread over several fields."""
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
@@ -202,12 +191,13 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in rope:
         rope["rope_theta"] = number(layer, "rope_theta", 10000.0)
     number(rope, "rope_theta", 10000.0)
-    if str(rope["rope_type"]) not in ROPE_FACTORS:
+    known = ("default", "linear", "llama3")
+    if rope["rope_type"] not in known:
         raise InvalidModel(
             f"rotary embeddings of type {rope['rope_type']!r:.40} are not supported; supported "
-            f"are {', '.join(ROPE_FACTORS)}"
+            f"are {', '.join(known)}"
         )
-    for name in ROPE_FACTORS[str(rope["rope_type"])]:
+    for name in ROPE_KEYS[rope["rope_type"]].split():
         number(rope, name, 0.0)  # 0 is refused: it must be given
     return rope
 
@@ -419,11 +409,12 @@ class Eagle3Head(nn.Module):
             if config.own_embedding
             else None
         )
+        own_ids = torch.arange(config.draft_vocab_size)
         if target_ids is None:
-            target_ids = _identity_vocabulary(config)
-        d2t, t2d = _vocabulary_maps(target_ids, config.target_vocab_size)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
+            target_ids = own_ids
+        self.register_buffer("d2t", target_ids - own_ids.to(target_ids.device))
+        t2d = torch.zeros(config.target_vocab_size, dtype=torch.bool, device=target_ids.device)
+        self.register_buffer("t2d", t2d.index_fill_(0, target_ids, value=True))
         # No buffer: those are rounded when the head is converted to bf16.
         self.inv_freq, self.rope_scale = rotation(*rotary_sizes(config))
 
@@ -491,20 +482,6 @@ class Eagle3Head(nn.Module):
             return output
         normed: Tensor = self.norm(output)
         return normed
-
-
-def _identity_vocabulary(config: Eagle3Config) -> Int64[Tensor, " draft_vocab"]:
-    return torch.arange(config.draft_vocab_size)
-
-
-def _vocabulary_maps(
-    target_ids: Int64[Tensor, " draft_vocab"], target_vocab_size: int
-) -> tuple[Int64[Tensor, " draft_vocab"], Bool[Tensor, " target_vocab"]]:
-    """Return d2t (target id minus draft id) and t2d (whether a target token can be drafted)."""
-    d2t = target_ids - torch.arange(len(target_ids), device=target_ids.device)
-    t2d = torch.zeros(target_vocab_size, dtype=torch.bool, device=target_ids.device)
-    t2d[target_ids] = True
-    return d2t, t2d
 
 
 def over_target_vocabulary(

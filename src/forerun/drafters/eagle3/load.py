@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -35,6 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.atomic_write import atomic_write
+from forerun.drafters.base import check_made_for
 from forerun.drafters.eagle3.drafter import (
     AttachedModel,
     Eagle3Drafter,
@@ -292,10 +294,6 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attended[0].transpose(0, 1)
 
 
-def _fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
-
-
 def fingerprint(tensor: Tensor) -> float:
     """Return the fingerprint of a tensor: its inner product with fixed non-repeating numbers."""
     values = tensor.double().flatten()
@@ -323,12 +321,12 @@ def write_golden(
         "embedded": embedded,
         **compute_rows(rounded, given, embedded),
     }
-    marks = json.dumps(_fingerprints_of(rounded.state_dict()))
+    marks = {name: fingerprint(tensor) for name, tensor in rounded.state_dict().items()}
     with atomic_write(folder / GOLDEN_FILE) as scratch, writing_tensors():
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             scratch,
-            metadata={"format": "1", "fingerprints": marks},
+            metadata={"format": "1", "fingerprints": json.dumps(marks)},
         )
 
 
@@ -469,22 +467,18 @@ def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[He
     absolute = None
     if d2t is not None and d2t.dim() == 1 and not d2t.is_floating_point():
         absolute = d2t.long() - torch.arange(len(d2t))
-    for is_absolute, flip_output, flip_residual in product((False, True), repeat=3):
-        if is_absolute and absolute is None:
-            continue
-        changes = []
-        read = config
-        if flip_output:
-            read = replace(read, norm_output=not config.norm_output)
-            changes.append(f"norm_output={read.norm_output}")
-        if flip_residual:
-            read = replace(read, norm_before_residual=not config.norm_before_residual)
-            changes.append(f"norm_before_residual={read.norm_before_residual}")
+    both = (False, True)
+    for is_absolute, *flips in product(both if absolute is not None else both[:1], both, both):
+        names = ("norm_output", "norm_before_residual")
+        flipped: dict[str, Any] = {
+            n: not getattr(config, n) for n, is_so in zip(names, flips, strict=True) if is_so
+        }
+        changes = [f"{name}={value}" for name, value in flipped.items()]
         given = tensors
         if is_absolute and absolute is not None:
             given = {**tensors, "d2t": absolute}
             changes.append("d2t holds target ids instead of offsets")
-        yield HeadReading(config=read, tensors=given, changes=tuple(changes))
+        yield HeadReading(config=replace(config, **flipped), tensors=given, changes=tuple(changes))
 
 
 def first_difference(head: Eagle3Head, golden: GoldenRows) -> str | None:
@@ -509,7 +503,12 @@ def _describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> st
     changed = [
         weight
         for weight, tensor in head.state_dict().items()
-        if not _same_number(fingerprint(tensor), golden.fingerprints.get(weight))
+        if not math.isclose(
+            fingerprint(tensor),
+            golden.fingerprints.get(weight, math.nan),
+            rel_tol=1e-6,
+            abs_tol=1e-6,
+        )
     ]
     hint = f"changed weights: {', '.join(changed)}" if changed else "no weight has changed"
     return (
@@ -517,10 +516,6 @@ def _describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> st
         f"its flags: the first tensor that differs is {name!r}, which points to {CAUSES[name]} "
         f"({hint}); correct config.json or fetch the head again"
     )
-
-
-def _same_number(found: float, expected: float | None) -> bool:
-    return expected is not None and abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
 
 
 def _matching_layers(
@@ -596,7 +591,8 @@ def examine(folder: Path, target: LanguageModel) -> GateReport:
     """Read a head and check it by its golden rows."""
     where = str(folder)
     config, tensors = read_parts(folder, num_target_layers=target.num_layers)
-    _check_target(config, target, where)
+    sizes = (config.target_hidden_size, config.target_vocab_size)
+    check_made_for(f"the EAGLE-3 head in {where} was", sizes, target)
     report = _check_head(config, tensors, where, golden=read_golden(folder), target=target)
     check_layers(report.head.config, target, where)  # golden rows may have corrected the layers
     return report
@@ -609,20 +605,6 @@ def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
         except RunnerUnavailable as error:
             logger.info("the EAGLE-3 head runs in torch: %s", error)
     return Eagle3Model(head, target)
-
-
-def _check_target(config: Eagle3Config, target: LanguageModel, where: str) -> None:
-    """Refuse a head whose sizes differ from those of the target."""
-    sizes = {
-        "hidden size": (config.target_hidden_size, target.hidden_size),
-        "vocabulary": (config.target_vocab_size, target.vocab_size),
-    }
-    for name, (wanted, given) in sizes.items():
-        if wanted != given:
-            raise IncompatibleDraft(
-                f"the EAGLE-3 head in {where} was made for a target with {name} {wanted}, this "
-                f"target has {given}: use a head that was trained for this target"
-            )
 
 
 def check_layers(config: Eagle3Config, target: LanguageModel, where: str) -> None:

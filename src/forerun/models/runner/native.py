@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_char
 from dataclasses import replace
 from itertools import chain
@@ -85,13 +85,7 @@ class NativeModel(StoredModel):
         if batch.feature_layers:
             shape = (batch.tokens.shape[0], len(batch.feature_layers), self.hidden_size)
             features = torch.empty(shape, dtype=self.dtype)
-        self._call(
-            batch,
-            lambda rows: self.weights.kernels.library.forerun_decoder_forward(
-                self.weights.handle, rows, byref(self.store_struct), logits.data_ptr()
-            ),
-            features,
-        )
+        self._call(batch, "forward", logits.data_ptr(), features=features)
         return ModelOutput(logits=logits, features=features)
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
@@ -114,21 +108,10 @@ class NativeModel(StoredModel):
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """As `LanguageModel.greedy_chain`; all passes happen in one call."""
         self._claim(batch, num_tokens - 1)
         drafted = torch.empty((len(batch.spans), num_tokens), dtype=torch.int64)
         most = min(vocab_size, self.vocab_size)
-        self._call(
-            batch,
-            lambda rows: self.weights.kernels.library.forerun_decoder_greedy_chain(
-                self.weights.handle,
-                rows,
-                byref(self.store_struct),
-                num_tokens,
-                most,
-                drafted.data_ptr(),
-            ),
-        )
+        self._call(batch, "greedy_chain", num_tokens, most, drafted.data_ptr())
         return drafted
 
     def sampled_chain(
@@ -141,7 +124,6 @@ class NativeModel(StoredModel):
         by_race: bool,
         stops: Sequence[StopRule | None] = (),
     ) -> SampledTokens:
-        """As `DraftsInOneCall.sampled_chain`; all passes happen in one call."""
         num_tokens, num_sequences = keys.shape
         self._claim(batch, num_tokens - 1)
         probs = torch.empty(num_tokens, num_sequences, vocab_size)
@@ -149,22 +131,10 @@ class NativeModel(StoredModel):
         keys = keys.contiguous()
         # What is asked of the kernels stays referenced here for as long as they read it.
         asked = Stops(stops, num_tokens) if stops else None
-        self._call(
-            batch,
-            lambda rows: self.weights.kernels.library.forerun_decoder_sampled_chain(
-                self.weights.handle,
-                rows,
-                byref(self.store_struct),
-                num_tokens,
-                vocab_size,
-                temperatures.data_ptr(),
-                keys.data_ptr(),
-                by_race,
-                None if asked is None else byref(asked.struct),
-                probs.data_ptr(),
-                drafted.data_ptr(),
-            ),
-        )
+        rules = None if asked is None else byref(asked.struct)
+        sampling = (temperatures.data_ptr(), keys.data_ptr(), by_race, rules)
+        results = (probs.data_ptr(), drafted.data_ptr())
+        self._call(batch, "sampled_chain", num_tokens, vocab_size, *sampling, *results)
         return SampledTokens(drafted.t(), probs, None if asked is None else asked.values)
 
     def likely_trees(
@@ -174,7 +144,6 @@ class NativeModel(StoredModel):
         temperatures: Sequence[float],
         vocab_size: int,
     ) -> list[LikelyTree]:
-        """As `DraftsInOneCall.likely_trees`; all passes happen in one call."""
         for span, (num_nodes, _, _) in zip(batch.spans, shapes, strict=True):
             # The last pass may read every node of a full tree.
             self.store.claim(span.slot, span.start, span.num_rows + num_nodes)
@@ -183,20 +152,9 @@ class NativeModel(StoredModel):
         counts = array("q", bytes(8 * len(shapes)))
         limits = array("i", chain.from_iterable(shapes))
         heats = array("f", temperatures)
-        self._call(
-            batch,
-            lambda rows: self.weights.kernels.library.forerun_decoder_likely_trees(
-                self.weights.handle,
-                rows,
-                byref(self.store_struct),
-                vocab_size,
-                limits.buffer_info()[0],
-                heats.buffer_info()[0],
-                most,
-                (c_char * len(nodes)).from_buffer(nodes),
-                counts.buffer_info()[0],
-            ),
-        )
+        asked = (vocab_size, limits.buffer_info()[0], heats.buffer_info()[0], most)
+        results = ((c_char * len(nodes)).from_buffer(nodes), counts.buffer_info()[0])
+        self._call(batch, "likely_trees", *asked, *results)
         found = [*TREE_NODE.iter_unpack(nodes)]
         return [
             _likely_tree(found[place * most : place * most + count])
@@ -237,12 +195,9 @@ class NativeModel(StoredModel):
         )
 
     def _call(
-        self,
-        batch: RowBatch,
-        function: Callable[[object], bool],
-        features: Tensor | None = None,
+        self, batch: RowBatch, name: str, *arguments: object, features: Tensor | None = None
     ) -> None:
-        """Describe a batch to the C++ kernels and call one of their functions on it."""
+        """Describe a batch to the C++ kernels and call forerun_decoder_`name` on it."""
         # These stay referenced here for as long as the kernels read them.
         spans, parents = array("i"), array("i")
         for span in batch.spans:
@@ -267,7 +222,8 @@ class NativeModel(StoredModel):
             None if features is None else features.data_ptr(),
         )
         self._add_states(rows, batch)
-        if not function(byref(rows)):
+        function = getattr(self.weights.kernels.library, f"forerun_decoder_{name}")
+        if not function(self.weights.handle, byref(rows), byref(self.store_struct), *arguments):
             raise NotEnoughMemory(
                 f"no memory for a pass of {num_rows} rows; feed less at once "
                 "(prefill_chunk, max_step_rows, max_batch)"
@@ -293,9 +249,7 @@ class Stops:
         self.thresholds = array("d", (0.0 if rule is None else rule.threshold for rule in rules))
         self.values = torch.full((num_tokens, len(rules)), -1.0)
         self.struct = StopsStruct(
-            self.measures.buffer_info()[0],
-            self.thresholds.buffer_info()[0],
-            self.values.data_ptr(),
+            self.measures.buffer_info()[0], self.thresholds.buffer_info()[0], self.values.data_ptr()
         )
 
 

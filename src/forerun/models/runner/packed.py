@@ -14,14 +14,7 @@ from torch import Tensor
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.decoder import Decoder, Experts, LayerWeights, QuantisedMatrix
-from forerun.native.library import (
-    ELEMENTS,
-    Kernels,
-    MatrixFormat,
-    MatrixKind,
-    Sizes,
-    VectorKind,
-)
+from forerun.native.library import ELEMENTS, Kernels, MatrixFormat, MatrixKind, Sizes, VectorKind
 
 
 class PackedWeights:
@@ -119,10 +112,7 @@ class PackedWeights:
             VectorKind.ATTENTION_NORM: layer.attention_norm,
             VectorKind.FEED_FORWARD_NORM: layer.feed_forward_norm,
         }
-        matrices = {
-            MatrixKind.QKV: layer.qkv,
-            MatrixKind.OUTPUT: layer.output,
-        }
+        matrices = {MatrixKind.QKV: layer.qkv, MatrixKind.OUTPUT: layer.output}
         if layer.experts is None:
             matrices |= {MatrixKind.GATE_UP: layer.gate_up, MatrixKind.DOWN: layer.down}
         else:

@@ -61,10 +61,7 @@ def rotation_at(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation
 
 
 def heads_of(
-    decoder: Decoder,
-    layer: LayerWeights,
-    qkv: Float[Tensor, "rows qkv_rows"],
-    rotation: Rotation,
+    decoder: Decoder, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"], rotation: Rotation
 ) -> tuple[
     Float[Tensor, "rows heads head_dim"],
     Float[Tensor, "rows kv_heads head_dim"],

@@ -58,7 +58,6 @@ class TorchAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
         query, key, value = heads_of(self.decoder, layer, qkv, self.rotation)
         keys, values = self.store.layer(index)
         for stored, new in ((keys, key), (values, value)):
@@ -118,12 +117,8 @@ logger = logging.getLogger("forerun.graphs")
 def kernels_for(device: torch.device) -> Kernels:
     """Return Triton's kernels on CUDA if they work there, otherwise torch's."""
     if device.type != "cuda" or find_spec("triton") is None:
-        return _torch_kernels()
+        return torch_attention, Elementwise()
     return working_or_torch(triton_kernels, device)
-
-
-def _torch_kernels() -> Kernels:
-    return torch_attention, Elementwise()
 
 
 def triton_kernels() -> Kernels:
@@ -144,7 +139,7 @@ def working_or_torch(make: Callable[[], Kernels], device: torch.device) -> Kerne
             type(error).__name__,
             error,
         )
-        return _torch_kernels()
+        return torch_attention, Elementwise()
     return attend_rows, elementwise
 
 
@@ -234,7 +229,6 @@ def build_torch_model(
 
 
 def _programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder) -> Programs:
-    """Create the recorded passes of a model."""
     geometry = store.geometry
     attend_rows, elementwise = kernels_for(store.device)
     passes = RectanglePass(

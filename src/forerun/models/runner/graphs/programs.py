@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -41,7 +41,6 @@ class RaggedAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
         heads = heads_of(self.decoder, layer, qkv, self.rotation)
         query, key, value = (part.transpose(0, 1)[None] for part in heads)
         scaling = self.decoder.architecture.head_dim**-0.5
@@ -83,10 +82,6 @@ class RectanglePass:
     attend_rows: AttendRows
     elementwise: Elementwise
 
-    def forward(self, inputs: Inputs) -> Float[Tensor, "wanted vocab"]:
-        """Run the pass that the input buffers describe; its features go to the features buffer."""
-        return self.logits(inputs.rows, inputs.tokens, inputs.wanted, inputs.features)
-
     def logits(
         self,
         rows: Rows,
@@ -94,7 +89,6 @@ class RectanglePass:
         wanted: Int64[Tensor, " wanted"],
         features: Tensor | None = None,
     ) -> Float[Tensor, "wanted vocab"]:
-        """Run one pass and return its logits."""
         attend = self.attend_rows(self.weights.decoder, self.store, rows)
         return logits_of(
             self.weights,
@@ -221,11 +215,11 @@ class Program:
     play: Callable[[], Tensor]
 
     def run(self, batch: RowBatch) -> Tensor:
-        """Run the recorded pass for `batch` and return its result."""
         self.inputs.fill(batch)
         return self.play()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Programs:
     """Recorded passes of one model.
 
@@ -233,25 +227,17 @@ class Programs:
     of a shape whose first logits are not those of the same pass unrecorded: kernels meet devices
     and versions that no test has seen, and text must not depend on that.
 
-    Args:
+    Attributes:
         unrecorded: the same pass by other kernels, not recorded.
     """
 
-    def __init__(
-        self,
-        *,
-        passes: RectanglePass,
-        recorder: GraphRecorder,
-        limits: ShapeLimits,
-        unrecorded: Callable[[RowBatch], ModelOutput],
-    ) -> None:
-        self.passes = passes
-        self.recorder = recorder
-        self.limits = limits
-        self.unrecorded = unrecorded
-        self._programs: dict[PassShape | ChainShape, Program] = {}
-        self._refused: set[PassShape | ChainShape] = set()
-        self._trusted: set[PassShape] = set()
+    passes: RectanglePass
+    recorder: GraphRecorder
+    limits: ShapeLimits
+    unrecorded: Callable[[RowBatch], ModelOutput]
+    _programs: dict[PassShape | ChainShape, Program] = field(default_factory=dict)
+    _refused: set[PassShape | ChainShape] = field(default_factory=set)
+    _trusted: set[PassShape] = field(default_factory=set)
 
     @property
     def num_recorded(self) -> int:
@@ -274,7 +260,7 @@ class Programs:
             if output.features is not None and expected.features is not None:
                 pair = (output.features.flatten(0, 1), expected.features.flatten(0, 1))
                 distance = max(distance, disagreement(*pair))
-            if distance > _tolerance_of(logits.dtype):
+            if distance > max(1e-3, 16 * torch.finfo(logits.dtype).eps):
                 self._refuse(bucket, f"recorded they differ by {distance:.1g} of their logits")
                 return expected
             self._trusted.add(bucket)
@@ -305,14 +291,18 @@ class Programs:
         started_s = time.perf_counter()
         bucket = shape if isinstance(shape, PassShape) else shape.bucket
         features = features_buffer(
-            self.passes.weights,
-            bucket.num_sequences * bucket.num_rows,
-            bucket.feature_layers,
+            self.passes.weights, bucket.num_sequences * bucket.num_rows, bucket.feature_layers
         )
         inputs = Inputs(bucket, batch.tokens.device, features)
         # Recording runs the pass, so the buffers must hold one; it stores what it will store again.
         inputs.fill(batch)
-        program = Program(inputs=inputs, play=self.recorder.record(self._function(shape, inputs)))
+
+        def run() -> Tensor:
+            if isinstance(shape, ChainShape):
+                return self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
+            return self.passes.logits(inputs.rows, inputs.tokens, inputs.wanted, features)
+
+        program = Program(inputs=inputs, play=self.recorder.record(run))
         duration_s = time.perf_counter() - started_s
         if self._programs:
             logger.info("recorded %s in %.2f s", described(shape), duration_s)
@@ -323,11 +313,6 @@ class Programs:
                 duration_s,
             )
         return program
-
-    def _function(self, shape: PassShape | ChainShape, inputs: Inputs) -> Callable[[], Tensor]:
-        if isinstance(shape, ChainShape):
-            return lambda: self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
-        return lambda: self.passes.forward(inputs)
 
     def _refuse(self, shape: PassShape | ChainShape, reason: str) -> None:
         level = logging.INFO if self._refused else logging.WARNING
@@ -342,10 +327,6 @@ def disagreement(
     distances = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     is_finite = expected.isfinite().all(dim=-1)
     return float(distances.nan_to_num(torch.inf).where(is_finite, 0.0).max().item())
-
-
-def _tolerance_of(dtype: torch.dtype) -> float:
-    return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
 def described(shape: PassShape | ChainShape) -> str:

@@ -144,7 +144,8 @@ def shape_of(
     longest = max(span.num_rows for span in spans)
     if longest > MAX_ROWS:
         return None
-    num_sequences = _padded_sequences(len(spans), limits.num_sequences)
+    step = max(1, (1 << (len(spans) - 1).bit_length()) // 4)
+    num_sequences = min(limits.num_sequences, -(-len(spans) // step) * step)
     num_rows = next(step for step in ROW_STEPS if step >= longest)
     num_padded = num_sequences * num_rows
     num_free = max(limits.num_free_rows, 2 * sum(span.num_rows for span in spans))
@@ -157,11 +158,6 @@ def shape_of(
         num_wanted=num_sequences if num_wanted <= len(spans) else num_sequences * num_rows,
         num_keys=padded_keys(furthest, limits.num_keys),
     )
-
-
-def _padded_sequences(count: int, most: int) -> int:
-    step = max(1, (1 << (count - 1).bit_length()) // 4)
-    return min(most, -(-count // step) * step)
 
 
 def padded_keys(count: int, most: int) -> int:

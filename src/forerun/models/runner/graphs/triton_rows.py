@@ -63,7 +63,6 @@ class TritonElementwise(Elementwise):
 
 
 def _launch_norm(tensors: tuple[Tensor, ...], eps: float, *, adds: bool) -> None:
-    """Launch the norm kernel with one program per row."""
     num_rows, num_columns = tensors[0].shape
     block = triton.next_power_of_2(num_columns)
     norm_kernel[(num_rows,)](
