@@ -23,13 +23,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from forerun.drafters.eagle3.drafter import Eagle3Drafter, RowStates, store_sizes
+from forerun.drafters.eagle3.drafter import Eagle3Drafter, TorchHead
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register, running
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.load import model_folder
 from forerun.models.mtp_layout import LAYOUTS, FoundModule, Layout, announced, find_module
 from forerun.models.tensor_files import check_tensors, parameter_names, tensor_reader
@@ -67,23 +66,14 @@ class MTPModule(nn.Module):
         return normed
 
 
-class MTPModel(StoredModel):
+class MTPModel(TorchHead):
     """A LanguageModel over an MTP module, with the target's embedding and head."""
-
-    store: ContiguousKVStore
 
     def __init__(
         self, module: MTPModule, architecture: Architecture, target: LanguageModel
     ) -> None:
-        dtype = module.projection.weight.dtype
-        store = ContiguousKVStore(store_sizes(architecture, target, dtype), target.device)
-        super().__init__(architecture, store)
-        self.vocab_size = target.vocab_size
+        super().__init__(module, architecture, target)
         self.network = module
-        self.target = target
-        self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        num_slots = self.store.geometry.num_slots
-        self._states = RowStates(num_slots, self.hidden_size, dtype, self.device)
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
@@ -94,9 +84,7 @@ class MTPModel(StoredModel):
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
         states = self._states.of(batch)
-        sizes = self.architecture
-        attention = plan_pass(batch.spans, self.store, sizes.num_heads // sizes.num_kv_heads)
-        with running(attention):
+        with running(plan_pass(batch.spans, self.store, self._groups)):
             # Row t holds token t + 1, and is at its position.
             output = self.network(self.embed(batch.tokens), states, batch.positions + 1)
         wanted = output.index_select(0, batch.logit_rows)

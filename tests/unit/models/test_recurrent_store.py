@@ -10,10 +10,17 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from forerun.models.base import Span
 from forerun.models.memory import KVGeometry
-from forerun.models.recurrent import RecurrentStore, StackedStates, _schedule
+from forerun.models.recurrent import (
+    PackedRecurrence,
+    RecurrentPass,
+    RecurrentStore,
+    StackedStates,
+    _schedule,
+)
 from forerun.models.slots import Prefix
 from forerun.theory.tree import TokenTree
 
@@ -122,6 +129,7 @@ def test_a_slot_that_is_taken_over_starts_from_its_snapshot(store):
 def test_copies_of_a_snapshot_keep_it_and_do_not_write_to_each_other(store):
     second = second_text(store)
     copies = [store.begin(text(6)), store.fork(second, 32)]
+    assert [state_of(store, slot) for slot in copies] == [32.0, 32.0]
     for slot in copies:
         read(store, slot, 1)
     assert [state_of(store, slot) for slot in (second, *copies)] == [43.0, 33.0, 33.0]
@@ -229,6 +237,31 @@ def test_nodes_start_from_their_parents():
     span = Span(slot=0, start=10, num_chain=1, tree=TokenTree((-1, -1, 0, 1)))
     starts = {row.first: row.start for batch in _schedule([span], {}) for row in batch}
     assert starts == {0: 10, 1: 11, 2: 11, 3: 12, 4: 13}
+
+
+class Summing(nn.Module):
+    """Adds up its inputs; a sum of several rows begins at zero, as a scan of Mamba 1 does."""
+
+    def forward(self, hidden_states: Tensor, cache: StackedStates, attention_mask: None) -> Tensor:
+        before = cache.get_recurrent_state(0)
+        is_first = before is None or hidden_states.shape[1] > 1
+        sums = hidden_states.cumsum(1) + (0 if is_first else before[:, None])
+        cache.update_recurrent_state(sums[:, -1], 0)
+        return sums
+
+
+def test_a_module_that_cannot_continue_by_several_rows_takes_them_one_by_one(store):
+    current = RecurrentPass(store)
+    packed = PackedRecurrence(Summing(), 0, current, by_row=True)
+    slots = [store.reserve(), store.reserve()]
+    for start in (0, 6):
+        current.begin([Span(slot=slot, start=start, num_chain=6) for slot in slots])
+        for slot in slots:
+            store.claim(slot, start, 6)
+        sums = packed(torch.ones(1, 12, 1))
+        assert sums.flatten().tolist() == 2 * [*range(start + 1, start + 7)]
+        for slot in slots:
+            store.commit(slot, range(6))
 
 
 def test_a_snapshot_holds_no_memory_of_its_pass(store):

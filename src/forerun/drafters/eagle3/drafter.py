@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
@@ -303,25 +303,35 @@ class Eagle3Drafter(DraftModel):
             )
 
 
-class Eagle3Model(StoredModel):
-    """A LanguageModel over an EAGLE-3 head; logits of tokens it cannot draft are -inf."""
+class TorchHead(StoredModel):
+    """A LanguageModel over a module of torch whose rows continue from states of the target."""
 
     store: ContiguousKVStore
 
-    def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
-        config, dtype = head.config, head.fc.weight.dtype
-        sizes = rotary_sizes(config)[0]
-        store = ContiguousKVStore(store_sizes(sizes, target, dtype), target.device)
-        super().__init__(sizes, store)
-        self.vocab_size = config.target_vocab_size
-        self.network = head
+    def __init__(
+        self, module: nn.Module, architecture: Architecture, target: LanguageModel
+    ) -> None:
+        parameters = [*module.parameters()]
+        dtype = parameters[0].dtype
+        store = ContiguousKVStore(store_sizes(architecture, target, dtype), target.device)
+        super().__init__(architecture, store)
+        self.vocab_size = target.vocab_size
         self.target = target
-        self.num_parameters = sum(parameter.numel() for parameter in head.parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in parameters)
+        num_slots = store.geometry.num_slots
+        self._states = RowStates(num_slots, self.hidden_size, dtype, self.device)
+        self._groups = architecture.num_heads // architecture.num_kv_heads
+
+
+class Eagle3Model(TorchHead):
+    """A LanguageModel over an EAGLE-3 head; logits of tokens it cannot draft are -inf."""
+
+    def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
+        super().__init__(head, rotary_sizes(head.config)[0], target)
+        self.vocab_size = head.config.target_vocab_size
+        self.network = head
         self._target_ids = head.target_ids
-        self._groups = config.num_heads // config.num_kv_heads
-        self._scaling = config.head_dim**-0.5
-        num_slots = self.store.geometry.num_slots
-        self._states = RowStates(num_slots, config.hidden_size, dtype, self.device)
+        self._scaling = head.config.head_dim**-0.5
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]

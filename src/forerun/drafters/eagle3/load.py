@@ -104,12 +104,18 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
-    _check_sizes(config, tensors, where)
-    target_ids = _target_ids_of(config, tensors, where)
-    head = Eagle3Head(config, target_ids)
+    if config.target_vocab_size > MAX_TARGET_VOCAB:
+        raise InvalidModel(
+            f"config.json in {where} has vocab_size={config.target_vocab_size}; at most "
+            f"{MAX_TARGET_VOCAB} are supported"
+        )
+    with torch.device("meta"):  # sizes that the tensors do not have take no memory
+        expected = Eagle3Head(config).state_dict()
+    maps = {name: expected[name] for name in ("d2t", "t2d")}
+    check_tensors(expected, {**tensors, **maps}, where, advice=ADVICE)
+    head = Eagle3Head(config, _target_ids_of(config, tensors, where))
     given = {**tensors, "d2t": head.d2t}
-    found_t2d = given.setdefault("t2d", head.t2d)
-    check_tensors(head.state_dict(), given, where, advice=ADVICE)
+    found_t2d = given.get("t2d", head.t2d)
     if not torch.equal(found_t2d.bool(), head.t2d):
         raise InvalidModel(
             f"t2d in {where} marks {int(found_t2d.bool().sum())} tokens as drafted, but they are "
@@ -117,36 +123,6 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
         )
     head.load_state_dict({**given, "t2d": head.t2d})
     return head.eval()
-
-
-def _check_sizes(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse sizes of config.json that its tensors do not have, before memory is taken for them."""
-    if "fc.bias" in tensors:
-        raise InvalidModel(f"{where} has fc.bias; an EAGLE-3 head with a bias is not supported")
-    if config.target_vocab_size > MAX_TARGET_VOCAB:
-        raise InvalidModel(
-            f"config.json in {where} has vocab_size={config.target_vocab_size}; at most "
-            f"{MAX_TARGET_VOCAB} are supported"
-        )
-    width, dim = config.hidden_size, config.head_dim
-    attention, num_states = LAYER + "self_attn.", len(config.feature_layers)
-    shapes = {
-        "fc.weight": (width, num_states * config.target_hidden_size),
-        attention + "q_proj.weight": (config.num_heads * dim, 2 * width),
-        attention + "k_proj.weight": (config.num_kv_heads * dim, 2 * width),
-        LAYER + "mlp.gate_proj.weight": (config.intermediate_size, width),
-        "lm_head.weight": (config.draft_vocab_size, width),
-    }
-    if config.own_embedding:
-        shapes[EMBEDDING] = (config.target_vocab_size, width)
-    for name, shape in shapes.items():
-        given = tuple(tensors[name].shape) if name in tensors else None
-        if given not in (None, shape):
-            raise InvalidModel(
-                f"{name} in {where} has the shape {given}; it must have {shape}: {ADVICE}"
-            )
-        if given is None:
-            raise InvalidModel(f"{where} lacks {name}: {ADVICE}")
 
 
 def _target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:
