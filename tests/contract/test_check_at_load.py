@@ -130,9 +130,22 @@ def test_models_are_checked_when_they_are_loaded(monkeypatch, tmp_path):
     assert checked[0][1].vocab_size == tiny.VOCAB_SIZE
 
 
-def test_settings_that_cannot_be_made_small_are_no_refusal(monkeypatch, caplog):
+def test_weights_of_a_class_that_is_refused_are_not_read(monkeypatch, tmp_path):
+    network("Gemma2").save_pretrained(tmp_path)
+    monkeypatch.setattr(huggingface, "read_weights", None)
+    monkeypatch.setattr(huggingface, "_apart", lambda *_: 0.5)
+    with pytest.raises(InvalidModel, match=r"its logits differ by 50\.0% from its own pass"):
+        load_model(tmp_path, max_context=10, runner="eager")
+
+
+def _failing(*_: object) -> None:
+    raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize("part", ["_in_small", "_apart"])
+def test_a_check_that_fails_by_itself_is_no_refusal(monkeypatch, caplog, part):
     made = network("Llama")
-    monkeypatch.setattr(huggingface, "_in_small", lambda _: None)
+    monkeypatch.setattr(huggingface, part, _failing)
     check_passes(type(made), made.config)
     assert "LlamaForCausalLM of transformers" in caplog.text
     caplog.clear()
