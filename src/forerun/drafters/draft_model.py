@@ -24,7 +24,13 @@ from forerun.drafters.draft_sequence import (
     draft_levels,
     race_keys,
 )
-from forerun.drafters.tree_growth import MAX_WIDTH, BuiltTree, Path, draft_trees, invalid_probs
+from forerun.drafters.tree_growth import (
+    MAX_WIDTH,
+    BuiltTree,
+    draft_trees,
+    invalid_probs,
+    token_paths,
+)
 from forerun.errors import DrafterError
 from forerun.models.base import (
     Context,
@@ -261,9 +267,7 @@ def _greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
 
 def _tree_proposal(sequence: DraftSequence, found: LikelyTree) -> Proposal:
     """Return a tree of most probable paths, and note which of its nodes were fed."""
-    paths: list[Path] = []
-    for parent, token in zip(found.tree.parents, found.tokens, strict=True):
-        paths.append((*paths[parent], token) if parent >= 0 else (token,))
+    paths = token_paths(found.tree, found.tokens)
     sequence.tree_rows = {p: row for p, row in zip(paths, found.rows, strict=True) if row >= 0}
     if not paths:
         raise invalid_probs(sequence)

@@ -89,16 +89,22 @@ class BuiltTree:
         )
 
 
+def token_paths(tree: TokenTree, tokens: Sequence[int]) -> list[Path]:
+    """Return the tokens on the path to each node of a tree; surplus `tokens` are ignored."""
+    paths: list[Path] = []
+    for parent, token in zip(tree.parents, tokens, strict=False):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
 def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
     """Return the best nodes of several deterministic trees as one."""
     best: dict[Path, float] = {}
     for proposal in proposals:
-        paths: list[Path] = []
         assert proposal.log_probs is not None
-        rows = zip(proposal.tree.parents, proposal.tokens.tolist(), proposal.log_probs, strict=True)
-        for parent, token, log_prob in rows:
-            paths.append((*(paths[parent] if parent >= 0 else ()), token))
-            best[paths[-1]] = max(log_prob, best.get(paths[-1], -math.inf))
+        paths = token_paths(proposal.tree, proposal.tokens.tolist())
+        for path, log_prob in zip(paths, proposal.log_probs, strict=True):
+            best[path] = max(log_prob, best.get(path, -math.inf))
     children: dict[Path, list[tuple[float, int]]] = {}
     for path, log_prob in best.items():
         given = best.get(path[:-1], 0.0)

@@ -25,6 +25,7 @@ from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
+from forerun.drafters.tree_growth import token_paths
 from forerun.errors import DrafterError, RunnerUnavailable
 from forerun.models.architecture import Architecture
 from forerun.models.attention import attend_blocks, plan_pass
@@ -36,7 +37,6 @@ from forerun.models.runner.native import NativeModel
 from forerun.models.runner.packed import PackedWeights, new_decoder
 from forerun.native.library import MatrixKind, PassStruct, VectorKind
 from forerun.sampling.proposal import Proposal
-from forerun.theory.tree import TokenTree
 
 MAX_STAGED_ROWS = 64
 """Rows past the target's context; drafting stops at its end anyway."""
@@ -100,7 +100,7 @@ class RowStates:
                 raise ValueError(f"rows of slot {span.slot} need states from the target's features")
             rows.append(self._origins[span.slot])
             nodes = self._nodes[span.slot]
-            for path in _paths_of(span.tree, tokens[len(rows) :]):
+            for path in token_paths(span.tree, tokens[len(rows) :]):
                 if path[:-1] not in nodes:
                     raise ValueError(f"slot {span.slot} has no state behind tokens {path[:-1]}")
                 rows.append(nodes[path[:-1]])
@@ -137,18 +137,10 @@ def _node_places(
     row = 0
     for span in spans:
         row += span.num_chain
-        for path in _paths_of(span.tree, tokens[row:]):
+        for path in token_paths(span.tree, tokens[row:]):
             places[row] = (span.slot, path)
             row += 1
     return places
-
-
-def _paths_of(tree: TokenTree, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the tokens on the path to each node of a tree; surplus `tokens` are ignored."""
-    paths: list[tuple[int, ...]] = []
-    for parent, token in zip(tree.parents, tokens, strict=False):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 logger = logging.getLogger("forerun.drafting")

@@ -515,12 +515,4 @@ def rotary_sizes(config: Eagle3Config) -> tuple[Architecture, dict[str, Any]]:
         vocab_size=config.draft_vocab_size,
         max_positions=config.max_positions,
     )
-    settings = {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rope_parameters": dict(config.rope),
-    }
-    return architecture, settings
+    return architecture, _layer_settings(config)
