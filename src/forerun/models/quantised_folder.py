@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidModel
 from forerun.models.decoder import QuantisedMatrix
-from forerun.models.tensor_files import read_header, read_stored
+from forerun.models.stored_tensors import read_header, read_stored
 
 METHOD = "forerun"
 """Value of quant_method in the quantization_config of config.json."""

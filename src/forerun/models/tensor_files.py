@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from forerun.bounded_read import check_regular
 from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.checkpoint import Checkpoint, count_elements
 from forerun.models.decoder import ReadTensor
+from forerun.models.stored_tensors import read_header, read_stored
 
 # Constants some checkpoints carry along, which every implementation computes itself.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -75,30 +75,6 @@ def tensor_reader(
     }
 
     return lambda name: read_stored(*files[name]).to(device=device, dtype=dtype)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises InvalidModel where it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
-
-
-def read_stored(path: Path, name: str) -> Tensor:
-    """Read one tensor by the name that it has in a file."""
-    with _opened(path) as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
-
-
-def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and the type of every tensor in a file."""
-    with _opened(path) as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
-        return {name: (tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
 
 
 MAX_HEADER_BYTES = 1 << 20
