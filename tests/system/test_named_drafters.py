@@ -103,7 +103,9 @@ def test_trees_change_no_text_on_any_runner(target, expected, name, shape):
     drafter = build_drafter(NamedDrafter(name=name, argument=argument), target)
     if name == "suffix":
         drafter = SuffixDrafter(CHEAP)
-    engine = tiny.engine_over(target, drafter, k=7, controller=FixedController(shape, name))
+    engine = tiny.engine_over(
+        target, drafter, k=7, controller=FixedController(shape, drafter.method)
+    )
     shapes = Trees()
     engine.observers.append(shapes)
     assert answers(engine) == expected
@@ -222,10 +224,9 @@ def test_an_aborted_request_leaves_nothing_and_can_start_again(target, expected,
 
 
 def test_plans_and_traces_say_who_drafted(target):
-    for name in ("suffix", "self", "recycling"):
-        drafter = build_drafter(
-            NamedDrafter(name=name, argument="1" if name == "self" else ""), target
-        )
+    for name in ("suffix", "self:1", "recycling"):
+        head, _, argument = name.partition(":")
+        drafter = build_drafter(NamedDrafter(name=head, argument=argument), target)
         engine = tiny.engine_over(target, drafter)
         records = []
         engine.observers[:] = [EmittedRecords(records.append)]

@@ -54,7 +54,7 @@ def test_the_copy_mostly_agrees_with_its_target(target):
 
 @pytest.mark.parametrize("shape", [Tree(num_nodes=7, depth=3, width=3)], ids=str)
 def test_trees_in_fewer_bits_change_no_text(target, expected, shape):
-    controller = FixedController(shape, "self")
+    controller = FixedController(shape, "self:int4")
     engine = tiny.engine_over(target, self_draft(target, "int4"), k=7, controller=controller)
     assert answers(engine) == expected
 
@@ -68,7 +68,7 @@ def test_text_without_a_seed_is_drawn_in_one_call(target, monkeypatch):
         drafter.model, "sampled_chain", lambda *a, **k: calls.append(1) or real(*a, **k)
     )
     monkeypatch.setattr(drafter.model, "forward", None)
-    engine = tiny.engine_over(target, drafter, k=4, controller=FixedController(4, "self"))
+    engine = tiny.engine_over(target, drafter, k=4, controller=FixedController(4, "self:int4"))
     output = engine.generate([tiny.PROMPTS[0]], SamplingParams(max_tokens=20, ignore_eos=True))[0]
     assert len(output.token_ids) == 20
     assert calls

@@ -326,9 +326,14 @@ class SelfDraft(DraftModel):
     rows do not depend on the layers above it, and those of the target are the ones that its
     quantised copy approximates. Draft rows are staged in the target's own slot, and the target's
     next pass overwrites them.
+
+    Args:
+        method: its name in plans, traces and metrics, as in `--draft`: "self:int4" or "self:2".
     """
 
-    method = "self"
+    def __init__(self, model: LanguageModel, vocab_size: int, method: str = "self") -> None:
+        super().__init__(model, vocab_size)
+        self.method = method
 
     def _open(self, request: DraftRequest) -> Context:
         assert request.context is not None

@@ -194,8 +194,11 @@ def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
     """Return drafters by their methods; the second of one method is called method-2, and so on."""
     named: dict[str, Drafter] = {}
     for drafter in drafters:
-        count = sum(name.partition("-")[0] == drafter.method for name in named)
-        named[drafter.method if not count else f"{drafter.method}-{count + 1}"] = drafter
+        name, count = drafter.method, 1
+        while name in named:
+            count += 1
+            name = f"{drafter.method}-{count}"
+        named[name] = drafter
     return named
 
 
@@ -225,31 +228,32 @@ def recycling(argument: str, target: LanguageModel) -> Drafter:
 
 def _self_draft(argument: str, target: LanguageModel) -> Drafter:
     """Build `self:N`, the target's first N layers, or `self:int4`, all of it in fewer bits."""
+    name = f"self:{argument}"
     weights = next((weights for weights in QUANTISED if weights == argument), None)
     if weights is not None:
         if not isinstance(target, QuantisableModel):
             raise InvalidRequest(
-                f"self:{argument} needs the native runner, which quantises the target's weights; "
+                f"{name} needs the native runner, which quantises the target's weights; "
                 f"{type(target).__name__} cannot: choose another draft"
             )
-        return SelfDraft(target.in_fewer_bits(weights), target.vocab_size)
+        return SelfDraft(target.in_fewer_bits(weights), target.vocab_size, name)
     if not argument.isdigit():
         raise InvalidRequest(
-            f"there is no draft self:{argument}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
+            f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
             "for all of the target in fewer bits, or self:N for its first N layers"
         )
-    num_layers = _whole_number(f"self:{argument}", argument)
+    num_layers = _whole_number(name, argument)
     if not isinstance(target, LayeredModel):
         raise InvalidRequest(
-            f"self:{argument} needs the target's first layers alone, which {type(target).__name__} "
+            f"{name} needs the target's first layers alone, which {type(target).__name__} "
             "cannot run; choose another runner or another draft"
         )
     if not 0 < num_layers < target.num_layers:
         raise InvalidRequest(
-            f"self:{argument} drafts with {num_layers} of the target's {target.num_layers} layers; "
+            f"{name} drafts with {num_layers} of the target's {target.num_layers} layers; "
             f"give a number from 1 to {target.num_layers - 1}, as in self:{target.num_layers // 4}"
         )
-    return SelfDraft(target.first_layers(num_layers), target.vocab_size)
+    return SelfDraft(target.first_layers(num_layers), target.vocab_size, name)
 
 
 def mtp(argument: str, target: LanguageModel) -> Drafter:

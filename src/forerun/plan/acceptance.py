@@ -192,7 +192,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
 
 def _header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
     drafts = [header for header in headers if header.draft is not None]
-    named = [h for h in drafts if str(h.draft).partition(":")[0] == record.method]
+    named = [h for h in drafts if record.method in (h.draft, str(h.draft).partition(":")[0])]
     alike = named or [h for h in drafts if h.draft_hash == record.drafter_hash]
     if len(alike) != 1 and len(drafts) == 1:
         alike = drafts

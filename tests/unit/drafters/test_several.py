@@ -12,6 +12,7 @@ from tests.faulty import RaisesInForget
 from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, Pause
 from forerun.drafters.config import SuffixConfig
+from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters, named_by_method
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.drafters.tree_growth import merged
@@ -54,6 +55,14 @@ def test_drafters_of_one_method_are_numbered():
     model = tiny.tabular(0)
     names = named_by_method([tiny.drafting(model, 8), SuffixDrafter(), tiny.drafting(model, 8)])
     assert list(names) == ["draft_model", "suffix", "draft_model-2"]
+
+
+def test_self_drafts_have_the_names_that_were_given():
+    """The draft in 4 bits is not taken for a second one of `self:int4-int8`."""
+    model = tiny.tabular(0)
+    given = ["self:int4-int8", "self:int4", "self:2", "self:int4"]
+    names = named_by_method([SelfDraft(model, model.vocab_size, name) for name in given])
+    assert list(names) == [*given[:3], "self:int4-2"]
 
 
 class Failing(SuffixDrafter):

@@ -32,6 +32,18 @@ def test_drafters_are_told_apart_by_method_and_hash():
     }
 
 
+def test_two_self_drafts_are_told_apart_by_their_names():
+    headers = [replace(SUFFIX, draft=name) for name in ("self:int4", "self:2")]
+    drafted = [replace(STEP, method=h.draft, drafter_hash=None) for h in headers]
+    found = drafts_in([*headers, *drafted, drafted[0]], "t")
+    counts = {name: draft.requests["r"].steps.total() for name, draft in found.drafts.items()}
+    assert counts == {"self:int4": 2, "self:2": 1}
+    earlier = replace(drafted[0], method="self")  # as an earlier release wrote it
+    assert (
+        drafts_in([headers[0], earlier], "t").drafts["self:int4"].requests["r"].steps.total() == 1
+    )
+
+
 def test_a_step_of_an_unknown_drafter_is_refused():
     second = replace(HEADER, draft="second", draft_hash="d1")
     with pytest.raises(InvalidTrace, match="which of its 2 drafters request r used at step 2"):

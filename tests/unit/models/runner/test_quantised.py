@@ -177,9 +177,10 @@ def test_a_self_draft_is_expected_to_cost_what_it_reads():
     """Before anything is measured; other drafts are assumed to cost a tenth of a plain step."""
     engine = Engine.load("zoo:code-2m", "self:int4", device="cpu", num_threads=1)
     assert isinstance(engine.controller, GoodputController)
+    assert engine.capabilities().methods == ("self:int4",)
     costs = engine.controller.costs
     point = OperatingPoint(batch=1, context_bits=7, greedy=True)
-    times = costs.times(point)["self"]
+    times = costs.times(point)["self:int4"]
     share = engine.drafter.model.bytes_read / engine.target.bytes_read
     assert 0.25 < share < 0.35
     assert times.draft_s[0] == pytest.approx(share * times.plain_s)
