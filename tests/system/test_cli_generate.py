@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -14,9 +15,14 @@ import pytest
 
 from forerun.cli import generate
 from forerun.cli.main import main
-from forerun.cli.session import Session
+from forerun.cli.session import Session, load_engine
+from forerun.control.goodput import GoodputController
+from forerun.engine import auto_drafts
 from forerun.engine.config import EngineConfig
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, NotEnoughMemory
+from forerun.models.catalog import zoo_path
+from forerun.models.runner.native import NativeModel
+from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 from forerun.trace.files import read_trace
 
@@ -276,6 +282,52 @@ def test_the_shipped_draft_is_used_for_the_shipped_target_only():
     assert generate.PairFlags(target="models/other").draft_names == ()
     assert generate.PairFlags(draft=("none",)).draft_names == ()
     assert generate.PairFlags(draft=("models/draft",)).draft_names == ("models/draft",)
+
+
+@pytest.fixture
+def unshipped(monkeypatch):
+    """A folder whose model is taken to be large enough to draft for itself."""
+    monkeypatch.setattr(auto_drafts, "LEAST_READ_BYTES", 0)
+    folder = str(zoo_path("zoo:code-2m-for-40m"))
+    return generate.PairFlags(target=folder, max_context=64, threads=1, device="cpu")
+
+
+def test_a_server_without_a_draft_uses_the_target_in_4_bits(unshipped, caplog):
+    params = SamplingParams(temperature=0, max_tokens=16)
+    plain = load_engine(replace(unshipped, draft=("none",)), max_batch=1, uses_advice=True)
+    assert plain.capabilities().methods == ()
+    assert not caplog.records
+    engine = load_engine(unshipped, max_batch=1, uses_advice=True)
+    assert engine.capabilities().methods == ("self:int4",)
+    assert isinstance(engine.controller, GoodputController)
+    assert "--draft none decodes plainly" in caplog.text
+    assert engine.generate("def f", params)[0].text == plain.generate("def f", params)[0].text
+
+
+@pytest.mark.parametrize("changes", [{"controller": "fixed"}, {"k": 0}, {"draft": ("suffix",)}])
+def test_a_server_that_is_asked_for_something_else_takes_no_copy(unshipped, changes):
+    engine = load_engine(replace(unshipped, **changes), max_batch=1, uses_advice=True)
+    assert "self:int4" not in engine.capabilities().methods
+
+
+def test_a_server_without_memory_for_the_copy_decodes_plainly(unshipped, monkeypatch, caplog):
+    monkeypatch.setattr(NativeModel, "in_fewer_bits", raises(NotEnoughMemory("too large")))
+    engine = load_engine(unshipped, max_batch=1, uses_advice=True)
+    assert engine.capabilities().methods == ()
+    assert "decoding is plain: too large" in caplog.text
+
+
+def test_generate_proposes_the_target_in_4_bits(unshipped, caplog):
+    engine = load_engine(unshipped, max_batch=1)
+    assert engine.capabilities().methods == ()
+    assert "the draft self:int4 is expected to give the same text" in caplog.text
+
+
+def raises(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def test_several_drafts_keep_their_order_where_somebody_chooses():

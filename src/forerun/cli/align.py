@@ -34,7 +34,12 @@ from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.align.report import AlignReport
-    from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange
+    from forerun.measure.judge import (
+        AcceptanceFigures,
+        DraftFigures,
+        FigureChange,
+        PredictedSpeedup,
+    )
     from forerun.theory.intervals import Interval
 
 logger = logging.getLogger("forerun.align")
@@ -252,9 +257,15 @@ def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
         ends(figures.acceptance_probability),
         rates(betas[:3]) + ("\n" + rates(betas[3:], most=3) if betas[3:] else ""),
         ends(speedup.at_max_k) if speedup else "",
-        f"{speedup.best.estimate:.2f}\nK={speedup.num_speculative_tokens}" if speedup else "",
+        _at_best_k(speedup) if speedup else "",
         f"{figures.distinct_4gram_share:.2f}",
     )
+
+
+def _at_best_k(speedup: PredictedSpeedup) -> str:
+    """Return the speedup at the K that half of the prompts chooses, judged by the other half."""
+    found, k = speedup.best.estimate, speedup.num_speculative_tokens
+    return f"{found:.2f}\nK={k}" + ("\nplain is\nfaster" if found < 1.0 else "")
 
 
 def ends(interval: Interval | None) -> str:

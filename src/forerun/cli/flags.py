@@ -174,7 +174,8 @@ class PairFlags(TargetFlags):
     decoding; "auto" for "suffix", on a CPU "self:int4" if the target is large enough, and the
     shipped draft, or for a target that is not shipped its MTP module or a draft model from the
     local Hugging Face cache whose tokenizer fits.
-    Default: the shipped draft for a shipped target.
+    Default: the shipped draft for a shipped target. For other targets for which "self:int4" is
+    expected to pay, `forerun serve` uses it and `forerun generate` proposes it.
     With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens
     """K: most tokens drafted per step; 0 decodes plainly."""

@@ -82,7 +82,12 @@ def run(options: ServeOptions) -> int:
 
     keys, template = options.read_keys(), read_template(options.chat_template)
     listener = open_socket(options.server)  # before weights are read: the port may be in use
-    engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
+    engine = load_engine(
+        options.pair,
+        max_batch=options.max_batch,
+        max_waiting=options.max_waiting,
+        uses_advice=True,
+    )
     if template:
         engine.tokenizer.use_chat_template(template)
     running = AsyncEngine(engine)

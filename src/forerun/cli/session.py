@@ -23,7 +23,14 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.registry import SeveralDrafters
-from forerun.engine.auto_drafts import AUTO, COPIER
+from forerun.engine.auto_drafts import (
+    AUTO,
+    COPIER,
+    IN_FEWER_BITS,
+    NONE,
+    proposal,
+    self_draft_bytes,
+)
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
@@ -37,9 +44,10 @@ from forerun.engine.results import (
 )
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, NotEnoughMemory
 from forerun.measure.profile import ProfileSetup, check_setup, load_profile
 from forerun.measure.rigs import LoadedPair, facts_of, setup_of
+from forerun.models.memory import readable
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.sampling.config import SamplingParams, TokenSource
@@ -198,7 +206,15 @@ def load_engine(
     max_batch: int,
     max_tokens: int | None = None,
     max_waiting: int = EngineConfig().max_waiting,
+    uses_advice: bool = False,
 ) -> Engine:
+    """Load the target and the drafts of the flags.
+
+    Args:
+        max_tokens: of the only request, if there is one.
+        uses_advice: drafts with `self:int4` where no draft is named and that is expected to pay;
+            otherwise a notice proposes it.
+    """
     if (
         pair.draft_names
         and pair.tree is None
@@ -234,10 +250,34 @@ def load_engine(
         draft_weights=pair.draft_weights,
     )
     drafts = pair.draft if AUTO in pair.draft else pair.draft_names  # what auto finds may fail
+    num_bytes = 0
+    if not (pair.draft or drafts):
+        num_bytes = self_draft_bytes(pair.target, pair.device, pair.dtype, config)
     engine = Engine.load(
-        pair.target, drafts or None, dtype=pair.dtype, device=pair.device, config=config
+        pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
     )
-    return engine if is_simple else controlled(engine, pair)
+    if not is_simple:
+        return controlled(engine, pair)
+    if num_bytes and uses_advice and config.controller == "auto":
+        return _drafting_for_itself(engine, num_bytes)
+    if num_bytes:
+        logger.warning("%s", proposal(num_bytes))
+    return engine
+
+
+def _drafting_for_itself(engine: Engine, num_bytes: int) -> Engine:
+    """Return an engine that drafts with the target in 4 bits, or the plain one without memory."""
+    try:
+        drafting = engine.with_draft(IN_FEWER_BITS)
+    except NotEnoughMemory as error:
+        logger.warning("decoding is plain: %s", error)
+        return engine
+    logger.warning(
+        "no draft is named: %s drafts with the target's own weights in 4 bits (%s more) while "
+        "that is faster; --draft none decodes plainly",
+        *(IN_FEWER_BITS, readable(num_bytes)),
+    )
+    return drafting
 
 
 class ProbabilityTape:

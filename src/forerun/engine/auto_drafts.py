@@ -34,6 +34,8 @@ from forerun.models.tokenizers import compare_vocabularies
 logger = logging.getLogger("forerun.loading")
 
 AUTO = "auto"
+NONE = "none"
+"""Decodes plainly, where a draft is advised too."""
 MTP = "mtp"
 COPIER = "suffix"
 """Drafts by copying, which takes next to no time beside a pass of a model."""
@@ -49,6 +51,9 @@ USUAL_SHARE = 0.06
 """Share of the target's parameters that fast drafts have; the nearest to it are tried first."""
 MOST_READ = 12
 """Models of the cache whose tokenizers are read at most."""
+
+
+DEFAULT = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,26 +107,54 @@ def auto_drafts(
         room -= best.needed_bytes
     else:
         logger.info("the local Hugging Face cache has no draft model for %s", target)
-    if _may_draft_for_itself(files, runner, room):
+    if _copy_bytes(files, runner, room):
         found += (IN_FEWER_BITS,)
     return (*found, COPIER)
 
 
-def _may_draft_for_itself(files: ModelFiles, runner: Runner, room: int) -> bool:
-    """Whether the native runner runs the target, and a copy of it in 4 bits fits and may pay."""
+def self_draft_bytes(target: str, device: str, dtype: str, config: EngineConfig) -> int:
+    """Return the bytes that `self:int4` adds to a target that has no draft; 0 if it is not advised.
+
+    It is advised where the native runner runs the target, at least 64 MiB of weights are read in
+    every step, and there is memory for the copy beside the target and its KV.
+
+    Args:
+        device, dtype: how the target is to run, as for `load_model`.
+
+    Raises:
+        InvalidModel: there is no such target.
+    """
+    if config.num_speculative_tokens == 0:
+        return 0
+    files = _files(read_checkpoint(model_folder(target)), device, dtype, config.weights, config)
+    room = available_bytes(files.device) - files.memory.total_bytes
+    return _copy_bytes(files, config.runner, room)
+
+
+def proposal(num_bytes: int) -> str:
+    """Return a sentence that proposes `self:int4`, whose copy of the weights has so many bytes."""
+    return (
+        f"no draft is named, so decoding is plain; the draft {IN_FEWER_BITS} is expected to give "
+        f"the same text faster and needs {readable(num_bytes)} more: name it, or auto, which tries "
+        "other drafts too, or none, which decodes plainly without this message"
+    )
+
+
+def _copy_bytes(files: ModelFiles, runner: Runner, room: int) -> int:
+    """Return the bytes of a target's copy in 4 bits if it may pay and fits, else 0."""
     if files.device.type != "cpu" or runner not in ("auto", "native"):
-        return False
+        return 0
     num_parameters, dtype = files.checkpoint.num_parameters, files.geometry.dtype
     read_bytes, whole_bytes = files.memory.weights_bytes, num_parameters * dtype.itemsize
     if dtype == torch.float16 or read_bytes < max(LEAST_READ_BYTES, LEAST_SHARE * whole_bytes):
-        return False
+        return 0
     if unsupported(files.architecture, files.settings) is not None:
-        return False
+        return 0
     is_tied = bool(files.settings.get("tie_word_embeddings"))
     copied = weights_bytes(num_parameters, files.architecture, dtype, "int4", is_tied=is_tied)
     if copied > room:
         logger.info("a copy of the target in 4 bits needs %s: too much", readable(copied))
-    return copied <= room
+    return copied if copied <= room else 0
 
 
 def with_auto(
@@ -184,10 +217,13 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
 
 
 def _files(
-    checkpoint: Checkpoint, device: str, dtype: str = AUTO, weights: WeightFormat = "auto"
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: str = AUTO,
+    weights: WeightFormat = "auto",
+    config: EngineConfig = DEFAULT,
 ) -> ModelFiles:
-    """Describe a model with the KV of the default batch and context."""
-    config = EngineConfig()
+    """Describe a model with the KV of a batch and a context."""
     return model_files(
         checkpoint,
         dtype=dtype,

@@ -27,6 +27,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "max_num_seqs": "max_batch",
         "max_num_batched_tokens": "max_step_rows",
         "num_assistant_tokens": "num_speculative_tokens",
+        "k": "num_speculative_tokens",
         "torch_dtype": "dtype",
         "device_map": "device",
     }

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # typeshed does not describe it
+import inspect
+import logging
 import math
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import wraps
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from forerun.control.base import Controller, MethodChoice
 from forerun.control.costs import CostSource
@@ -21,8 +25,8 @@ from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.registry import SeveralDrafters
-from forerun.engine.auto_drafts import with_auto
-from forerun.engine.config import EngineConfig, RequestTerms
+from forerun.engine.auto_drafts import NONE, proposal, self_draft_bytes, with_auto
+from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
@@ -55,6 +59,8 @@ from forerun.sampling.history import TokenMask
 if TYPE_CHECKING:
     import torch
 
+
+logger = logging.getLogger("forerun.loading")
 
 SIGINT = int(signal.SIGINT)
 
@@ -126,6 +132,31 @@ class EngineGuard:
         if self._interrupted:
             signal.default_int_handler(number, frame)
         self._interrupted = True
+
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+_KINDS: tuple[type, ...] = (SamplingParams, RequestTerms)
+
+
+def _names_arguments(method: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Refuse unknown arguments of a method by an error that says where they belong."""
+    known = inspect.signature(method).parameters
+    homes = {field.name: kind.__name__ for kind in _KINDS for field in fields(kind)}
+
+    @wraps(method)
+    def checked(*args: Params.args, **named: Params.kwargs) -> Result:
+        for name in named.keys() - known.keys():
+            own = "max_tokens" if name == "max_new_tokens" else OTHER_NAMES.get(name, name)
+            hint = f"it takes {', '.join(name for name in known if name != 'self')}"
+            if own in known:
+                hint = f"it is called {own} here"
+            elif own in homes:
+                hint = f"give {homes[own]}({own}=...)"
+            raise InvalidRequest(f"{method.__name__} takes no {name!r}: {hint}")
+        return method(*args, **named)
+
+    return checked
 
 
 class Engine:
@@ -227,7 +258,9 @@ class Engine:
             target: folder, hub name, "zoo:code-40m", or a model that transformers has loaded, whose
                 weights are then shared.
             draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `DRAFTERS` such
-                as "suffix", or several; "auto" finds some (`auto_drafts`); None decodes plainly.
+                as "suffix", or several; "auto" finds some (`auto_drafts`). None decodes plainly,
+                and a line of the log (INFO) proposes `self:int4` where that is expected to pay;
+                "none" decodes plainly without it.
             tokenizer: of a loaded target: of transformers, or a folder or name to read it from. A
                 loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
@@ -253,13 +286,15 @@ class Engine:
             )
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
-        asked = [] if draft is None else as_sources(draft)
-        drafts = None if draft is None else with_auto(asked, target, device, dtype, config)
+        if draft is None:
+            _propose(target, device, dtype, config)
+        asked = [] if draft in (None, NONE) else as_sources(draft)
+        drafts = with_auto(asked, target, device, dtype, config)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
         engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
-        if drafts is None:
+        if draft in (None, NONE):
             return engine
         for name in drafts:
             check_card(name, target)
@@ -269,6 +304,7 @@ class Engine:
         )
         return engine.with_draft(drafter, controller=controller, costs=costs)
 
+    @_names_arguments
     def with_draft(
         self,
         draft: Source | Seq[Source] | Drafter | None,
@@ -291,8 +327,10 @@ class Engine:
         config = self.config
         if num_speculative_tokens is not None:
             config = replace(config, num_speculative_tokens=num_speculative_tokens)
-        if isinstance(draft, Drafter) or draft is None:
-            drafter = draft
+        if isinstance(draft, Drafter):
+            drafter: Drafter | None = draft
+        elif draft in (None, NONE):
+            drafter = None
         else:
             drafts = as_sources(draft)
             drafter = load_drafters(drafts, self.target, self.tokenizer, dtype=dtype, config=config)
@@ -307,6 +345,7 @@ class Engine:
             observers=self.observers,
         )
 
+    @_names_arguments
     def generate(
         self,
         prompts: str | Seq[Prompt],
@@ -349,6 +388,7 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
 
+    @_names_arguments
     def stream(
         self,
         prompt: Prompt,
@@ -379,6 +419,7 @@ class Engine:
             del self._inboxes[request_id]
             self.abort(request_id)
 
+    @_names_arguments
     def chat(
         self,
         messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
@@ -402,6 +443,7 @@ class Engine:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(ids, sampling_params, terms)
 
+    @_names_arguments
     def add_request(
         self,
         prompt: Prompt,
@@ -611,6 +653,14 @@ class Engine:
         return Capabilities(
             max_context=self.max_context, max_batch=self.config.max_batch, methods=methods
         )
+
+
+def _propose(target: Source, device: str, dtype: str, config: EngineConfig) -> None:
+    """Log the proposal of a draft, if it is expected to pay and the log shows such lines."""
+    if not logger.isEnabledFor(logging.INFO) or not isinstance(target, str | Path):
+        return
+    if num_bytes := self_draft_bytes(str(target), device, dtype, config):
+        logger.info("%s", proposal(num_bytes))
 
 
 def _with_terms(

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.cli.align import print_changes, print_drafts
-from forerun.measure.judge import changes
+from forerun.cli.align import _at_best_k, print_changes, print_drafts
+from forerun.measure.judge import PredictedSpeedup, changes
 from forerun.theory.cost import CostLine, CostTable
+from forerun.theory.intervals import Interval
 
 COSTS = CostTable(lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.0, draft_s=0.4),))
 TAGS = ["code", "code", "[prose]", "[prose]"]
@@ -44,3 +47,11 @@ def test_changes_are_sentences(capsys):
     lines = capsys.readouterr().out.replace("\n", " ")
     assert "tau: 1.33 (1.33–1.33) -> 3.67 (3.67–3.67): higher" in lines
     assert "predicted speedup at this K, [prose]: " in lines
+
+
+def test_a_best_k_that_loses_says_that_plain_decoding_is_faster():
+    slow = PredictedSpeedup(
+        num_speculative_tokens=1, best=Interval(estimate=0.84, low=0.8, high=0.9), per_k=()
+    )
+    assert _at_best_k(slow) == "0.84\nK=1\nplain is\nfaster"
+    assert _at_best_k(replace(slow, best=Interval(estimate=1.2, low=1.1, high=1.3))) == "1.20\nK=1"
