@@ -199,7 +199,7 @@ class LiveView:
                 uptime_s=now_s - self._started_s,
                 window_s=float(min(WINDOW_S, len(figures.slices))),
                 setup=self._setup(),
-                totals=self._totals(),
+                totals=msgspec.convert(self.engine.stats(), LiveTotals, from_attributes=True),
                 load=self._load(),
                 tokens_per_s=figures.tokens_per_s(now_s),
                 speedup=figures.speedup(),
@@ -235,15 +235,6 @@ class LiveView:
             methods=capabilities.methods,
             max_context=capabilities.max_context,
             has_chat=self.engine.tokenizer.definition.chat_template is not None,
-        )
-
-    def _totals(self) -> LiveTotals:
-        stats = self.engine.stats()
-        return LiveTotals(
-            num_steps=stats.num_steps,
-            num_drafted=stats.num_drafted,
-            num_accepted=stats.num_accepted,
-            num_emitted=stats.num_emitted,
         )
 
     def _load(self) -> LiveLoad:

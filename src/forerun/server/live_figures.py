@@ -6,7 +6,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import groupby
+from operator import add
 
 from forerun.server.live_page import LivePoint, LivePosition, LiveSpeedup, LiveTokenTimes
 from forerun.theory.acceptance import AcceptanceCounts
@@ -191,11 +193,7 @@ class LiveFigures:
     @property
     def counts(self) -> AcceptanceCounts:
         """Return the counts of drafting steps in the window."""
-        total = AcceptanceCounts()
-        for piece in self.window:
-            total.num_drafted += piece.counts.num_drafted
-            total.steps.update(piece.counts.steps)
-        return total
+        return reduce(add, (piece.counts for piece in self.window), AcceptanceCounts())
 
     def positions(self) -> Iterator[LivePosition]:
         """Yield acceptance by position in the window."""

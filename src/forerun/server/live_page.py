@@ -291,16 +291,19 @@ def page_router(source: LiveSource, dependencies: Sequence[Any] = ()) -> APIRout
     """Return the routes `/`, `/page/...` and `/live`."""
     router = APIRouter()
     snapshots = EncodedSnapshots(source)
-    contents = _page_files()
+    folder = files("forerun.server") / "page"
+    contents = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
-        return contents["index.html"]()
+        return await file("index.html")
 
     @router.get("/page/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
-        found = contents.get(name)
-        return Response("no such file", status_code=404) if found is None else found()
+        media_type = MEDIA_TYPES.get("." + name.rpartition(".")[2])
+        if name not in contents or media_type is None:
+            return Response("no such file", status_code=404)
+        return Response(contents[name], media_type=media_type, headers=SECURITY)
 
     @router.get("/live", dependencies=list(dependencies), summary="What the server does now")
     def live() -> Response:
@@ -312,17 +315,3 @@ def page_router(source: LiveSource, dependencies: Sequence[Any] = ()) -> APIRout
         )
 
     return router
-
-
-def _page_files() -> dict[str, Callable[[], Response]]:
-    """Return functions by file name that create a response with a file of the page."""
-    found: dict[str, Callable[[], Response]] = {}
-    for file in (files("forerun.server") / "page").iterdir():
-        suffix = "." + file.name.rpartition(".")[2]
-        if suffix in MEDIA_TYPES:
-            found[file.name] = _response_maker(file.read_bytes(), MEDIA_TYPES[suffix])
-    return found
-
-
-def _response_maker(content: bytes, media_type: str) -> Callable[[], Response]:
-    return lambda: Response(content, media_type=media_type, headers=SECURITY)

@@ -41,6 +41,26 @@ SLOW_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
+COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "vllm:request_success": ("Finished requests by the reason of their end", "finished_reason"),
+    "vllm:prompt_tokens": ("Prompt tokens of requests",),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the KV cache",),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked for in it",),
+    "vllm:num_preemptions": ("Preempted sequences",),
+    "forerun:http_responses": ("Responses by status", "status"),
+}
+"""Description of every counter of requests, and its labels beside the model."""
+HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first token", FAST_S),
+    "vllm:request_time_per_output_token_seconds": ("Mean per token after the first", FAST_S),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the end", SLOW_S),
+    "vllm:request_queue_time_seconds": ("From arrival to a place in the batch", FAST_S),
+    "vllm:request_prefill_time_seconds": ("From a place in the batch to the first token", FAST_S),
+    "vllm:request_decode_time_seconds": ("From the first token to the last", SLOW_S),
+    "vllm:request_prompt_tokens": ("Prompt tokens", TOKENS),
+    "vllm:request_generation_tokens": ("Output tokens", TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Output tokens of the longest sample", TOKENS),
+}
 MAX_GAPS = 2000
 MAX_CHANGES = 20
 MAX_OPEN = 4096
@@ -143,7 +163,10 @@ def add(totals: dict[Any, int], key: object, count: int) -> None:
 
 
 class ServerMetrics:
-    """The metrics of a server over one engine."""
+    """The metrics of a server over one engine.
+
+    Requests are counted as they end; the totals of the engine are converted when Prometheus asks.
+    """
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
@@ -152,89 +175,60 @@ class ServerMetrics:
         engine.observers.append(self.totals)
         disable_created_metrics()  # type: ignore[no-untyped-call]  # has no annotations
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(self))
-        self._success = self._counter(
-            "vllm:request_success",
-            "Finished requests by the reason of their end",
-            "finished_reason",
-        )
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests")
-        self._cached = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the KV cache"
-        )
-        self._asked = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked for in it")
-        self._preemptions = self._counter("vllm:num_preemptions", "Preempted sequences")
-        self._responses = self._counter("forerun:http_responses", "Responses by status", "status")
-        self._ttft = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token", FAST_S
-        )
-        self._tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean per token after the first", FAST_S
-        )
-        self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the end", SLOW_S
-        )
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "From arrival to a place in the batch", FAST_S
-        )
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds",
-            "From a place in the batch to the first token",
-            FAST_S,
-        )
-        self._decode = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last", SLOW_S
-        )
-        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens", TOKENS)
-        self._output = self._histogram("vllm:request_generation_tokens", "Output tokens", TOKENS)
-        self._longest = self._histogram(
-            "vllm:request_max_num_generation_tokens", "Output tokens of the longest sample", TOKENS
-        )
+        self.registry.register(self)
+        self._counters = {
+            name: Counter(name, text, (*LABELS, *labels), registry=self.registry)
+            for name, (text, *labels) in COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, (*LABELS, *labels), registry=self.registry)
+    def _add(self, name: str, count: int, **labels: str) -> None:
+        self._counters[name].labels(**self.labels, **labels).inc(count)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(**self.labels).observe(value)
 
     def finished(self, output: RequestOutput) -> None:
         """Count a finished request, all of whose samples have ended."""
         num_prompt = len(output.prompt_token_ids)
-        self._prompt_tokens.labels(**self.labels).inc(num_prompt)
-        self._prompt.labels(**self.labels).observe(num_prompt)
         longest = max(len(completion.token_ids) for completion in output.completions)
-        self._longest.labels(**self.labels).observe(longest)
+        self._add("vllm:prompt_tokens", num_prompt)
+        self._observe("vllm:request_prompt_tokens", num_prompt)
+        self._observe("vllm:request_max_num_generation_tokens", longest)
         for completion in output.completions:
-            self._success.labels(**self.labels, finished_reason=completion.finish_reason).inc()
-            self._asked.labels(**self.labels).inc(num_prompt)
-            self._cached.labels(**self.labels).inc(completion.num_cached_tokens)
-            self._preemptions.labels(**self.labels).inc(completion.num_preemptions)
-            self._output.labels(**self.labels).observe(len(completion.token_ids))
-            self._latency.labels(**self.labels).observe(completion.total_s)
+            self._add("vllm:request_success", 1, finished_reason=completion.finish_reason)
+            self._add("vllm:prefix_cache_queries", num_prompt)
+            self._add("vllm:prefix_cache_hits", completion.num_cached_tokens)
+            self._add("vllm:num_preemptions", completion.num_preemptions)
+            self._observe("vllm:request_generation_tokens", len(completion.token_ids))
+            self._observe("vllm:e2e_request_latency_seconds", completion.total_s)
             self._observe_times(completion)
 
     def _observe_times(self, completion: Completion) -> None:
         ttft_s, prefill_s = completion.ttft_s, completion.prefill_s
         if ttft_s is None or prefill_s is None:
             return
-        self._ttft.labels(**self.labels).observe(ttft_s)
-        self._prefill.labels(**self.labels).observe(prefill_s)
-        self._queue.labels(**self.labels).observe(max(0.0, ttft_s - prefill_s))
         decode_s = max(0.0, completion.total_s - ttft_s)
-        self._decode.labels(**self.labels).observe(decode_s)
+        self._observe("vllm:time_to_first_token_seconds", ttft_s)
+        self._observe("vllm:request_prefill_time_seconds", prefill_s)
+        self._observe("vllm:request_queue_time_seconds", max(0.0, ttft_s - prefill_s))
+        self._observe("vllm:request_decode_time_seconds", decode_s)
         if (num_gaps := len(completion.token_ids) - 1) > 0:
-            self._tpot.labels(**self.labels).observe(decode_s / num_gaps)
+            self._observe("vllm:request_time_per_output_token_seconds", decode_s / num_gaps)
 
     def aborted(self, num_samples: int) -> None:
         """Count the samples of a request whose client disconnected."""
-        self._success.labels(**self.labels, finished_reason="abort").inc(num_samples)
+        self._add("vllm:request_success", num_samples, finished_reason="abort")
 
     def responded(self, status: int) -> None:
-        self._responses.labels(**self.labels, status=str(status)).inc()
+        self._add("forerun:http_responses", 1, status=str(status))
 
     def refusals(self) -> dict[str, int]:
         """Return how many responses were errors, by status; a client that left is none."""
-        (family,) = self._responses.collect()
+        (family,) = self._counters["forerun:http_responses"].collect()
         counts = {s.labels["status"]: int(s.value) for s in family.samples}
         return {status: n for status, n in counts.items() if status >= "400" and status != "499"}
 
@@ -242,63 +236,51 @@ class ServerMetrics:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-
-class EngineCollector:
-    """Converts the totals of the engine at every scrape by Prometheus."""
-
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self.metrics = metrics
-
     def describe(self) -> Iterator[Metric]:
         """Yield nothing, which skips Prometheus's check for duplicate names at registration."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
         """Collect gauges of the present state and counters of all steps."""
-        engine, totals = self.metrics.engine, self.metrics.totals
-        stats = engine.stats()
-        yield self._gauge("vllm:num_requests_running", "Sequences decoded", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait", stats.num_waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV rows in use, 1 is all", _kv_usage(engine)
-        )
-        yield self._counter("vllm:generation_tokens", "Output tokens", totals.num_emitted)
-        yield self._counter("forerun:prefill_rows", "Prompt rows fed", totals.num_prefill_rows)
-        counts = totals.acceptance
+        engine, totals = self.engine, self.totals
+        stats, counts, gauge = engine.stats(), totals.acceptance, GaugeMetricFamily
+        used = _kv_usage(engine)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences decoded", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV rows in use, 1 is all", used),
+        ):
+            yield self._family(name, text, {(): value}, kind=gauge)
         prefix = "vllm:spec_decode_num_"
-        yield self._counter(prefix + "drafts", "Steps that drafted", counts.num_steps)
-        yield self._counter(prefix + "draft_tokens", "Draft tokens", counts.num_drafted)
-        yield self._counter(prefix + "accepted_tokens", "Accepted tokens", counts.num_accepted)
-        yield self._by_label(
-            prefix + "accepted_tokens_per_pos",
-            "Steps that accepted through a position",
-            "position",
-            {str(at): n for at, n in enumerate(counts.accepted_per_position)},
-        )
-        yield self._by_label(
-            "forerun:drafted_per_position",
-            "Steps that drafted a position",
-            "position",
-            {str(at): n for at, n in enumerate(counts.drafted_per_position)},
-        )
-        yield self._by_label(
-            "forerun:draft_tokens", "Draft tokens by drafter", "method", totals.drafted.copy()
-        )
-        yield self._by_label(
-            "forerun:accepted_tokens", "Accepted by drafter", "method", totals.accepted.copy()
-        )
-        yield self._by_label(
-            "forerun:cycle_seconds", "Seconds of steps by phase", "phase", totals.seconds.copy()
-        )
-        yield self._counter("forerun:cycles", "Target passes that emitted", totals.num_cycles)
-        yield self._by_label(
-            "forerun:change_points", "Changes of acceptance", "series", totals.num_changes.copy()
-        )
-        yield self._plans()
+        for name, text, value in (
+            ("vllm:generation_tokens", "Output tokens", totals.num_emitted),
+            ("forerun:prefill_rows", "Prompt rows fed", totals.num_prefill_rows),
+            (prefix + "drafts", "Steps that drafted", counts.num_steps),
+            (prefix + "draft_tokens", "Draft tokens", counts.num_drafted),
+            (prefix + "accepted_tokens", "Accepted tokens", counts.num_accepted),
+            ("forerun:cycles", "Target passes that emitted", totals.num_cycles),
+        ):
+            yield self._family(name, text, {(): value})
+        accepted = dict(enumerate(counts.accepted_per_position))
+        drafted = dict(enumerate(counts.drafted_per_position))
+        through = "Steps that accepted through a position"
+        changes = totals.num_changes
+        for name, text, label, values in (
+            (prefix + "accepted_tokens_per_pos", through, "position", accepted),
+            ("forerun:drafted_per_position", "Steps that drafted a position", "position", drafted),
+            ("forerun:draft_tokens", "Draft tokens by drafter", "method", totals.drafted),
+            ("forerun:accepted_tokens", "Accepted by drafter", "method", totals.accepted),
+            ("forerun:cycle_seconds", "Seconds of steps by phase", "phase", totals.seconds),
+            ("forerun:change_points", "Changes of acceptance", "series", changes),
+        ):
+            found: Mapping[Any, float] = values.copy()
+            yield self._family(name, text, {(key,): n for key, n in found.items()}, label)
+        plan = ("method", "num_speculative_tokens")
+        yield self._family("forerun:sequence_steps", "Steps by plan", totals.plans.copy(), *plan)
         yield self._gaps()
 
     def _gaps(self) -> Metric:
-        totals = self.metrics.totals
+        totals = self.totals
         family = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
             "From one output of a sequence to its next",
@@ -306,34 +288,20 @@ class EngineCollector:
         )
         ends = [*map(str, map(float, FAST_S)), "+Inf"]
         buckets = [*zip(ends, accumulate(totals.gaps.copy()), strict=True)]
-        family.add_metric(self._labels, buckets, sum_value=totals.gaps_s)
+        family.add_metric(tuple(self.labels.values()), buckets, sum_value=totals.gaps_s)
         return family
 
-    def _plans(self) -> Metric:
-        labels = (*LABELS, "method", "num_speculative_tokens")
-        family = CounterMetricFamily("forerun:sequence_steps", "Steps by plan", labels=labels)
-        for (method, most), count in self.metrics.totals.plans.copy().items():
-            family.add_metric((*self._labels, method, str(most)), count)
-        return family
-
-    @property
-    def _labels(self) -> tuple[str, ...]:
-        return tuple(self.metrics.labels.values())
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _by_label(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
-        for value, count in values.items():
-            family.add_metric((*self._labels, value), count)
+    def _family(
+        self,
+        name: str,
+        text: str,
+        values: Mapping[Any, float],
+        *labels: str,
+        kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        family = kind(name, text, labels=(*LABELS, *labels))
+        for key, value in values.items():
+            family.add_metric((*self.labels.values(), *map(str, key)), value)
         return family
 
 

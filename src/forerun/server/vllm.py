@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -197,51 +197,6 @@ _HOP_HEADERS = frozenset(
 """Headers that hold for one connection alone; the key of a client is not passed on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardedReply:
-    """Status and headers of an answer, and its body as it arrives."""
-
-    status: int
-    headers: dict[str, str]
-    chunks: AsyncIterator[bytes]
-
-
-class Forwarder:
-    """Passes requests on to one server, without retries and without a time limit."""
-
-    def __init__(self, address: str) -> None:
-        self._http = httpx.AsyncClient(base_url=address, timeout=None)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def send(
-        self, method: str, raw_path: bytes, headers: Iterable[tuple[str, str]], body: bytes
-    ) -> ForwardedReply:
-        """Send a request and return the answer before its body is read.
-
-        Raises ServerUnavailable where the server cannot be reached, or fails before its answer
-        begins.
-        """
-        url = self._http.base_url.copy_with(raw_path=raw_path)
-        kept = [(name, value) for name, value in headers if name not in _HOP_HEADERS]
-        request = self._http.build_request(method, url, headers=kept, content=body)
-        try:
-            reply = await self._http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise ServerUnavailable(str(error) or type(error).__name__) from error
-        found = {name: value for name, value in reply.headers.items() if name not in _HOP_HEADERS}
-        return ForwardedReply(status=reply.status_code, headers=found, chunks=_chunks(reply))
-
-
-async def _chunks(reply: httpx.Response) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in reply.aiter_bytes():
-            yield chunk
-    finally:
-        await reply.aclose()
-
-
 DEFAULT_K = 4
 UNNAMED_DRAFT = "draft"
 """Name in a plan of a draft that was described by its size alone."""
@@ -398,12 +353,12 @@ def create_proxy(
     """
     config = config or ServerConfig()
     reader = Connection(ClientConfig(url=address))
-    forwarder = Forwarder(address)
+    forwarder = httpx.AsyncClient(base_url=address, timeout=None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await forwarder.close()
+        await forwarder.aclose()
         reader.close()
 
     app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -485,16 +440,27 @@ def _num_prompts(prompt: object) -> int:
     return 1 if type(prompt[0]) is int else len(prompt)
 
 
-async def _passed_on(forwarder: Forwarder, request: Request, body: bytes) -> Response:
-    """Forward a request to vLLM and stream its response."""
+async def _passed_on(http: httpx.AsyncClient, request: Request, body: bytes) -> Response:
+    """Forward a request to vLLM, without retries, and stream its response."""
     # The bytes of the path as they came: a path such as //host/ must not name another server.
     query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
-    path = request.scope["raw_path"] + query
+    url = http.base_url.copy_with(raw_path=request.scope["raw_path"] + query)
+    kept = [(name, value) for name, value in request.headers.items() if name not in _HOP_HEADERS]
+    passed = http.build_request(request.method, url, headers=kept, content=body)
     try:
-        reply = await forwarder.send(request.method, path, request.headers.items(), body)
-    except ServerUnavailable as error:
-        return error_response(f"vLLM does not answer: {error}", 503)
-    return StreamingResponse(reply.chunks, status_code=reply.status, headers=reply.headers)
+        reply = await http.send(passed, stream=True)
+    except httpx.HTTPError as error:
+        return error_response(f"vLLM does not answer: {str(error) or type(error).__name__}", 503)
+    found = {name: value for name, value in reply.headers.items() if name not in _HOP_HEADERS}
+    return StreamingResponse(_chunks(reply), status_code=reply.status_code, headers=found)
+
+
+async def _chunks(reply: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in reply.aiter_bytes():
+            yield chunk
+    finally:
+        await reply.aclose()
 
 
 def _ignore_status(status: int) -> None:
