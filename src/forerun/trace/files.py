@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -23,8 +23,6 @@ Record = TraceHeader | RequestRecord | StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A part of a trace that could not be read."""
-
     where: str
     what: str
 
@@ -61,11 +59,18 @@ MAX_COUNT = 1 << 53
 """Larger integers have no exact float."""
 MAX_SECONDS = 1e12
 """Of durations and clocks: 30,000 years."""
-NODE_COUNTS = ("k_budget", "num_drafted", "depth_drafted", "num_accepted", "num_emitted")
 MAX_PROB = 1.0 + 1e-3
 """Of sums in fp32 over a vocabulary."""
-COUNTS = ("cycle_id", "step", "batch_rows", "num_prefill_rows", "context_tokens")
 DURATIONS = ("draft_s", "verify_s", "other_s")
+_MOST: Mapping[str, float] = {
+    **dict.fromkeys(("k_budget", "num_drafted", "depth_drafted", "num_accepted"), MAX_NODES),
+    **dict.fromkeys(("num_emitted", "expected_accepted"), MAX_NODES),
+    **dict.fromkeys(("cycle_id", "step", "batch_rows", "num_prefill_rows"), MAX_COUNT),
+    "context_tokens": MAX_COUNT,
+    **dict.fromkeys(DURATIONS, MAX_SECONDS),
+}
+"""Largest value of what a step counts or times; the least is 0."""
+_values_of = attrgetter(*_MOST)
 
 
 def _check_counts(record: StepRecord) -> None:
@@ -74,18 +79,15 @@ def _check_counts(record: StepRecord) -> None:
             f"{record.num_accepted} accepted of {record.num_drafted} nodes, "
             f"{record.depth_drafted} deep"
         )
-    for names, most in ((NODE_COUNTS, MAX_NODES), (COUNTS, MAX_COUNT), (DURATIONS, MAX_SECONDS)):
-        for name in names:
-            value = getattr(record, name)
-            if not 0 <= value <= most:
-                raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}")
+    for (name, most), value in zip(_MOST.items(), _values_of(record), strict=True):
+        if not 0 <= value <= most:  # NaN is not
+            raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}")
     if not abs(record.t_s) <= MAX_SECONDS:
         raise ValueError(f"t_s is {record.t_s}")
-    if not 0.0 <= record.expected_accepted <= MAX_NODES:
-        raise ValueError(f"expected_accepted is {record.expected_accepted}")
-    if not 0 <= record.num_emitted <= record.num_accepted + 1:
+    if record.num_emitted > record.num_accepted + 1:
         raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
-    _check_probs(record)
+    if record.target_probs is not None or record.draft_probs is not None:
+        _check_probs(record)
 
 
 def _check_probs(record: StepRecord) -> None:
@@ -107,18 +109,15 @@ MAX_DAMAGED = 500_000
 """Parts of a file that cannot be read; what follows them is not read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlushRule:
-    """Limits on buffered records; the buffer is written when one of them is reached."""
-
-    num_records: int
-    seconds: float
-
-
 class JsonLines:
-    """Writes records as JSON lines."""
+    """Writes records as JSON lines.
 
-    flush_rule = FlushRule(num_records=256, seconds=1.0)
+    Attributes:
+        num_buffered: records after which a `TraceWriter` writes, or seconds: `buffered_s`.
+    """
+
+    num_buffered = 256
+    buffered_s = 1.0
 
     def __init__(self, file: RawIOBase) -> None:
         self.file = file
@@ -172,22 +171,6 @@ def unread(where: str) -> Damage:
     return Damage(where=where, what=what)
 
 
-PieceT = TypeVar("PieceT")
-
-
-def within_damage(pieces: Iterable[PieceT]) -> Iterator[PieceT | Damage]:
-    """Yield pieces of a trace, up to a limit on how many of them are damage."""
-    num_damaged = 0
-    for piece in pieces:
-        yield piece
-        if isinstance(piece, Damage):
-            num_damaged += 1
-            if num_damaged >= MAX_DAMAGED:
-                what = f"{MAX_DAMAGED} parts cannot be read; the rest of the file was not read"
-                yield Damage(where=piece.where, what=what)
-                return
-
-
 def version_of(line: bytes) -> object:
     """Return the schema version that a line states; that of this forerun if it states none."""
     try:
@@ -231,7 +214,6 @@ class TraceWriter:
 
     def __init__(self, sink: JsonLines, name: str) -> None:
         self.sink = sink
-        self._rule = sink.flush_rule
         self.name = name
         self.num_written = 0
         self.failed = False
@@ -248,16 +230,15 @@ class TraceWriter:
         if self.failed:
             return
         self._waiting.append((record, changes))
-        if len(self._waiting) >= self._rule.num_records:
+        if len(self._waiting) >= self.sink.num_buffered:
             self.flush()
         elif type(record) is StepRecord:
             if record.t_s >= self._due_s:
                 self.flush()
             elif self._due_s == math.inf:
-                self._due_s = record.t_s + self._rule.seconds
+                self._due_s = record.t_s + self.sink.buffered_s
 
     def flush(self) -> None:
-        """Write the buffered records."""
         waiting, self._waiting, self._due_s = self._waiting, [], math.inf
         if self.failed or not waiting:
             return
@@ -271,7 +252,6 @@ class TraceWriter:
             self.num_written += len(waiting)
 
     def close(self) -> None:
-        """Write the buffered records and close the file."""
         self.flush()
         try:
             self.sink.close()
@@ -322,14 +302,19 @@ def read_trace(path: Path) -> Iterator[Item]:
     Raises:
         InvalidTrace: it cannot be read, or nothing in it is a record.
     """
-    num_records, first_damage = 0, None
+    num_records = num_damaged = 0
+    first_damage: Damage | None = None
     try:
-        for item in within_damage(read_json_lines(path)):
-            if isinstance(item, Damage):
-                first_damage = first_damage or item
-            else:
-                num_records += 1
+        for item in read_json_lines(path):
             yield item
+            if not isinstance(item, Damage):
+                num_records += 1
+                continue
+            first_damage, num_damaged = first_damage or item, num_damaged + 1
+            if num_damaged >= MAX_DAMAGED:
+                what = f"{MAX_DAMAGED} parts cannot be read; the rest of the file was not read"
+                yield Damage(where=item.where, what=what)
+                break
     except OSError as error:
         raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
     except UnreadableInput as error:

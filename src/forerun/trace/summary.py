@@ -9,14 +9,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby, islice
 from statistics import median
-from typing import Literal
+
+import numpy as np
 
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, wilson_interval
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
-from forerun.trace.files import Damage, Item
+from forerun.trace.columns import (
+    DRAFTING,
+    KINDS,
+    Block,
+    Columns,
+    CycleKind,
+    Ints,
+    chosen,
+    pieces_of,
+    sums_by,
+)
+from forerun.trace.files import DURATIONS, Damage, Item
 
 MAX_DAMAGE = 20
 """Damaged places that are named; further ones are counted."""
@@ -28,8 +39,6 @@ OTHER_TAGS = "(further tags)"
 MAX_TIMES = 1_000_000
 """Times to the first token, of which the median is taken."""
 MAX_HEADERS = 1000
-MAX_CYCLE = 65_536
-"""Requests that share a cycle."""
 
 
 MIN_PLAIN_STEPS = 8
@@ -65,17 +74,36 @@ class Seconds:
 
     def add(self, cycle: Sequence[StepRecord], num_steps: int) -> None:
         """Add a cycle, of which so many steps count."""
-        first = cycle[0]
         self.num_cycles += 1
         self.num_steps += num_steps
-        self.draft_s += first.draft_s
-        self.verify_s += first.verify_s
-        self.other_s += first.other_s
+        for name in DURATIONS:
+            setattr(self, name, getattr(self, name) + getattr(cycle[0], name))
 
     def include(self, other: Seconds) -> None:
-        """Add the cycles of another."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def seconds_by(
+    keys: Sequence[Ints], columns: Columns, num_steps: Ints
+) -> Iterator[tuple[tuple[int, ...], Seconds]]:
+    """Yield every combination of the keys with the seconds of its rows, which are cycles.
+
+    Args:
+        num_steps: of every row, how many steps it counts for.
+    """
+    values = [num_steps, *(columns[name] for name in DURATIONS)]
+    for place, num_cycles, (steps, draft_s, verify_s, other_s) in sums_by(keys, values):
+        yield (
+            place,
+            Seconds(
+                num_cycles=num_cycles,
+                num_steps=int(steps),
+                draft_s=draft_s,
+                verify_s=verify_s,
+                other_s=other_s,
+            ),
+        )
 
 
 def merged(parts: Iterable[Seconds]) -> Seconds:
@@ -84,9 +112,6 @@ def merged(parts: Iterable[Seconds]) -> Seconds:
     for part in parts:
         total.include(part)
     return total
-
-
-CycleKind = Literal["plain", "drafting", "prefill"]
 
 
 @dataclass(slots=True)
@@ -100,9 +125,12 @@ class CyclesByKind:
         default_factory=lambda: defaultdict(Seconds)
     )
 
-    def add(self, kind: CycleKind, cycle: Sequence[StepRecord], num_steps: int) -> None:
-        """Add a cycle, of which so many steps count."""
-        self.places[kind, len(cycle)].add(cycle, num_steps)
+    def add(self, columns: Columns, num_steps: Ints) -> None:
+        """Add a cycle per row, of which so many steps count."""
+        for (kind, size), part in seconds_by(
+            (columns["kind"], columns["size"]), columns, num_steps
+        ):
+            self.places[KINDS[kind], size].include(part)
 
     def include(self, other: CyclesByKind) -> None:
         for key, seconds in other.places.items():
@@ -136,13 +164,6 @@ class CyclesByKind:
         )
 
 
-def kind_of(cycle: Sequence[StepRecord]) -> CycleKind:
-    """Return the kind of a cycle: one that reads a prompt, one that drafts, or a plain one."""
-    if any(record.num_prefill_rows for record in cycle):
-        return "prefill"
-    return "drafting" if any(record.num_drafted for record in cycle) else "plain"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """Acceptance at one position of the draft.
@@ -174,21 +195,20 @@ class GroupSummary:
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     costs: CyclesByKind = field(default_factory=CyclesByKind)
 
-    def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
-        """Add one step of an engine cycle."""
-        self.num_steps += 1
-        self.num_tokens += record.num_emitted
-        if record.num_drafted:
-            self.expected_accepted += record.expected_accepted
-            self.acceptance.add(
-                record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted
-            )
-        kind = kind_of(cycle)
-        if kind != "drafting" or record.num_drafted:  # a plain step of another's cycle costs more
-            self.costs.add(kind, cycle, 1)
+    def add(self, columns: Columns) -> None:
+        """Add steps, as columns of a block."""
+        drafting = columns["num_drafted"] > 0
+        self.num_steps += len(drafting)
+        self.num_tokens += int(columns["num_emitted"].sum())
+        self.expected_accepted += float(columns["expected_accepted"][drafting].sum())
+        counts = (columns[name][drafting].tolist() for name in ("depth_drafted", "num_accepted"))
+        self.acceptance.steps.update(zip(*counts, strict=True))
+        self.acceptance.num_drafted += int(columns["num_drafted"].sum())
+        # A plain step in a cycle that drafts for others costs more.
+        counted = chosen(columns, drafting | (columns["kind"] != DRAFTING))
+        self.costs.add(counted, np.ones_like(counted["step"]))
 
     def include(self, other: GroupSummary) -> None:
-        """Add the totals of another group."""
         self.num_requests += other.num_requests
         self.num_steps += other.num_steps
         self.num_tokens += other.num_tokens
@@ -261,7 +281,6 @@ class TraceSummary:
     damage: list[Damage] = field(default_factory=list)
 
     def include(self, group: GroupSummary, tags: Iterable[str]) -> None:
-        """Add the steps of a request to the totals, and to the totals of its tags."""
         self.overall.include(group)
         for tag in tags:
             known = tag in self.tags or len(self.tags) < MAX_TAGS
@@ -269,7 +288,6 @@ class TraceSummary:
 
     @property
     def times(self) -> Seconds:
-        """Return the seconds of all cycles."""
         return merged(self.cycles.places.values())
 
     @property
@@ -288,7 +306,6 @@ class TraceSummary:
 
     @property
     def median_ttft_s(self) -> float | None:
-        """Return the median time to the first token in seconds."""
         return median(self.ttft_s) if self.ttft_s else None
 
     def to_dict(self) -> dict[str, Json]:
@@ -318,11 +335,13 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     ended: dict[str, tuple[str, ...]] = {}  # records that were read, by request
     early: dict[str, tuple[str, ...]] = {}  # those whose steps have not been read
     num_dropped = 0
-    for cycle in cycles_of(_split_off(items, found, ended)):
-        found.cycles.add(kind_of(cycle), cycle, len(cycle))
-        for record in cycle:
-            group = running.setdefault(record.request_id, GroupSummary(num_requests=1))
-            group.add(record, cycle)
+    for piece in pieces_of(items):
+        if not isinstance(piece, Block):
+            _add_other(piece, found, ended)
+            continue
+        found.cycles.add(chosen(piece.columns, piece.first), piece.columns["size"][piece.first])
+        for name, steps in _by_request(piece):
+            running.setdefault(name, GroupSummary(num_requests=1)).add(steps)
         for name, tags in ended.items():
             if name in running:
                 found.include(running.pop(name), tags)
@@ -340,31 +359,27 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     return found
 
 
-def _split_off(
-    items: Iterable[Item], found: TraceSummary, ended: dict[str, tuple[str, ...]]
-) -> Iterator[StepRecord]:
-    """Yield the steps, and add headers, requests and damage to the summary."""
-    for item in items:
-        if isinstance(item, StepRecord):
-            yield item
-        elif isinstance(item, RequestRecord):
-            ended[item.request_id] = item.tags
-            if item.ttft_s is not None and len(found.ttft_s) < MAX_TIMES:
-                found.ttft_s.append(item.ttft_s)
-        elif isinstance(item, TraceHeader):
-            if len(found.headers) < MAX_HEADERS:
-                found.headers.append(item)
-        else:
-            found.num_damaged += 1
-            if len(found.damage) < MAX_DAMAGE:
-                found.damage.append(item)
+def _by_request(block: Block) -> Iterator[tuple[str, Columns]]:
+    order = np.argsort(block.columns["request"], kind="stable")
+    ends = np.cumsum(np.bincount(block.columns["request"]))
+    steps = chosen(block.columns, order)
+    for name, start, end in zip(block.names, [0, *ends[:-1]], ends, strict=True):
+        yield name, chosen(steps, slice(start, end))
 
 
-def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
-    """Group consecutive step records by engine cycle.
-
-    Engines number their cycles alike, so the time tells cycles of different engines apart.
-    """
-    for _, cycle in groupby(records, key=lambda record: (record.cycle_id, record.t_s)):
-        while part := tuple(islice(cycle, MAX_CYCLE)):
-            yield part
+def _add_other(
+    item: TraceHeader | RequestRecord | Damage,
+    found: TraceSummary,
+    ended: dict[str, tuple[str, ...]],
+) -> None:
+    if isinstance(item, RequestRecord):
+        ended[item.request_id] = item.tags
+        if item.ttft_s is not None and len(found.ttft_s) < MAX_TIMES:
+            found.ttft_s.append(item.ttft_s)
+    elif isinstance(item, TraceHeader):
+        if len(found.headers) < MAX_HEADERS:
+            found.headers.append(item)
+    else:
+        found.num_damaged += 1
+        if len(found.damage) < MAX_DAMAGE:
+            found.damage.append(item)

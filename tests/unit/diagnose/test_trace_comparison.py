@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
@@ -16,18 +15,19 @@ from forerun.diagnose.readers.trace_totals import (
     student_quantile,
     with_previous,
 )
+from forerun.trace.columns import Columns
 
 K = 4
 NUM_STEPS = 30
 
 
-def drafting(accepted: NDArray[np.int64]) -> pa.Table:
+def drafting(accepted: NDArray[np.int64]) -> Columns:
     """Requests by steps; every step drafts K."""
     requests, steps = accepted.shape
     number = requests * steps
-    table = pa.table(
+    return with_previous(
         {
-            "request_id": np.repeat([f"r{i:03}" for i in range(requests)], steps),
+            "request": np.repeat(np.arange(requests), steps),
             "step": np.tile(np.arange(steps), requests),
             "cycle_id": np.tile(np.arange(steps), requests),
             "t_s": np.arange(number) / 100.0,
@@ -39,13 +39,16 @@ def drafting(accepted: NDArray[np.int64]) -> pa.Table:
             "context_tokens": np.tile(np.arange(steps), requests) + 100,
         }
     )
-    return with_previous(table)
+
+
+def stretches_of(steps: Columns) -> Stretches:
+    stretches = Stretches()
+    stretches.add(steps, [f"r{index}" for index in range(steps["request"].max() + 1)])
+    return stretches
 
 
 def after(accepted: NDArray[np.int64], outcome: str, others: tuple[str, ...]) -> Comparison:
-    stretches = Stretches()
-    stretches.add(drafting(accepted))
-    places = stretches.by("previous")
+    places = stretches_of(drafting(accepted)).by("previous")
     low = places.place == OUTCOMES.index(outcome)
     high = np.isin(places.place, [OUTCOMES.index(other) for other in others])
     found = compare(places, high, low)
@@ -63,9 +66,7 @@ def texts(seed: int, num_requests: int, steps: int = NUM_STEPS) -> NDArray[np.in
 def test_a_tag_that_means_nothing_is_seldom_taken_for_one_that_does():
     seen = naive = 0
     for seed in range(200):
-        stretches = Stretches()
-        stretches.add(drafting(texts(seed, 16)))
-        places = stretches.by("all")
+        places = stretches_of(drafting(texts(seed, 16))).by("all")
         found = compare(places, places.stretch % 2 == 0, places.stretch % 2 == 1)
         assert found is not None
         seen += found.t > student_quantile(0.98, found.freedom)
@@ -94,14 +95,9 @@ def test_what_follows_a_full_acceptance_is_seen_where_it_is_worse():
 
 
 def test_deeper_drafts_are_no_worse_for_being_deep():
-    table = drafting(np.tile([0, 1, 2, 3], (8, 10)))
+    steps = drafting(np.tile([0, 1, 2, 3], (8, 10)))
     depth = np.tile(np.where(np.arange(40) < 20, 2, 8), 8)
-    table = table.set_column(
-        table.schema.get_field_index("depth_drafted"), "depth_drafted", [depth]
-    )
-    stretches = Stretches()
-    stretches.add(table)
-    places = stretches.by("index")
+    places = stretches_of({**steps, "depth_drafted": depth}).by("index")
     cut = places.place < 2
     found = compare(places, cut, ~cut)
     assert found is not None and abs(found.difference) < 0.1

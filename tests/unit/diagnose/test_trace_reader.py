@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, plain
@@ -14,11 +13,13 @@ from tests.records import HEADER, REQUEST, STEP, plain
 from forerun.diagnose.diagnosis import derive, diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import trace as reader
-from forerun.diagnose.readers.trace import BLOCK_ROWS, blocks, read_columns, read_trace_evidence
+from forerun.diagnose.readers.trace import read_trace_evidence
 from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
-from forerun.trace.files import Damage, Record, line_of, open_trace
+from forerun.trace import columns
+from forerun.trace.columns import BLOCK_STEPS, Block, pieces_of
+from forerun.trace.files import Record, line_of, open_trace, read_trace
 
 
 def drafted(index: int, accepted: int, **changes: object) -> StepRecord:
@@ -140,13 +141,22 @@ def test_requests_of_one_cycle_share_its_time(tmp_path: Path):
 
 
 def test_blocks_end_where_cycles_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(columns, "BLOCK_STEPS", 4)
     ids = [1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5, 5]
-    table = pa.table({"cycle_id": ids, "t_s": [float(i) for i in ids]})
-    pieces = [table.slice(start, 2) for start in range(0, len(ids), 2)]
-    found = [block["cycle_id"].to_pylist() for block in blocks(pieces)]
-    assert list(chain.from_iterable(found)) == ids
-    assert all(not set(one) & set(other) for one, other in pairwise(found))
+    steps = [drafted(cycle, 2, request_id=str(index)) for index, cycle in enumerate(ids)]
+    found = [[step.cycle_id for step in block.records] for block in blocks_of(steps)]
+    assert [*chain.from_iterable(found)] == ids
+    assert len(found) > 1 and all(not set(one) & set(other) for one, other in pairwise(found))
+
+
+def test_a_request_with_the_id_of_one_that_ended_is_another_one():
+    """Two runs in one file number their requests alike."""
+    run = [drafted(0, 2), drafted(1, 2), REQUEST]
+    assert [len(block.records) for block in blocks_of([*run, *run])] == [2, 2]
+
+
+def blocks_of(items: Sequence[Record]) -> list[Block]:
+    return [piece for piece in pieces_of(items) if isinstance(piece, Block)]
 
 
 def accepted_when(low: Callable[[StepRecord, StepRecord | None], bool]) -> list[Record]:
@@ -233,19 +243,17 @@ def test_damage_is_named_and_costs_its_own_lines(tmp_path: Path):
     assert any("line 11" in note for note in found.readings[0].notes)
 
 
-def test_columns_are_the_rows_of_the_same_file(tmp_path: Path):
+def test_columns_are_the_steps_of_the_same_file(tmp_path: Path):
     records = [record for record in RUN if isinstance(record, StepRecord)]
-    pieces = list(read_columns(written(tmp_path / "t.jsonl", RUN)))
-    rows = [row for piece in pieces if isinstance(piece, pa.Table) for row in piece.to_pylist()]
-    assert not [piece for piece in pieces if isinstance(piece, Damage)]
-    assert len(rows) == len(records)
-    for row, record in zip(rows, records, strict=True):
-        for name, value in row.items():
-            expected = getattr(record, name)
-            assert value == (pytest.approx(expected) if isinstance(value, float) else expected)
+    (block,) = blocks_of([*read_trace(written(tmp_path / "t.jsonl", RUN))])  # type: ignore[list-item]
+    assert block.records == records and block.names == ("r",)
+    fields = block.columns.keys() - {"request", "kind", "size"}
+    assert len(fields) == 15
+    for name in fields:
+        assert block.columns[name].tolist() == [getattr(record, name) for record in records]
 
 
-def test_steps_by_other_writers_are_read_one_by_one(tmp_path: Path):
+def test_steps_by_other_writers_are_read(tmp_path: Path):
     path = written(tmp_path / "trace.jsonl", RUN)
     text = path.read_text().replace('{"record":"step",', '{"graph_hit":null,"record":"step",')
     path.write_text(text.replace('"graph_hit":null,"record"', '"record"').replace(":", ": "))
@@ -254,9 +262,8 @@ def test_steps_by_other_writers_are_read_one_by_one(tmp_path: Path):
 
 
 def test_a_long_trace_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(columns, "BLOCK_STEPS", 16)
     monkeypatch.setattr(reader, "MAX_STEPS", 50)
-    monkeypatch.setattr("forerun.diagnose.readers.trace.CHUNK_BYTES", 4096)
     found = read_trace_evidence(written(tmp_path / "trace.jsonl", RUN))
     assert 50 <= (found.number("num_steps") or 0) < 100
     assert any("only the beginning" in note for note in found.readings[0].notes)
@@ -310,8 +317,8 @@ def test_a_block_that_is_one_cycle_is_read(tmp_path: Path):
     same = {"cycle_id": 1, "t_s": 1.0}
     line = line_of(replace(STEP, **same))
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(line_of(HEADER) + line * BLOCK_ROWS)
-    assert read_trace_evidence(path).number("num_steps") == BLOCK_ROWS
+    path.write_bytes(line_of(HEADER) + line * BLOCK_STEPS)
+    assert read_trace_evidence(path).number("num_steps") == BLOCK_STEPS
 
 
 def test_reading_ends_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, steps
 
-from forerun.trace.files import FlushRule, JsonLines, Record, TraceWriter
+from forerun.trace.files import JsonLines, Record, TraceWriter
 
 
 class Pile(JsonLines):
     """A sink that keeps what it gets, and refuses from some write on."""
 
-    flush_rule = FlushRule(num_records=4, seconds=0.5)
+    num_buffered, buffered_s = 4, 0.5
 
     def __init__(self, refuse_from: int = 1000, *, refuse_close: bool = False) -> None:
         self.writes: list[list[Record]] = []

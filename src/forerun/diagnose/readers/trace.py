@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import TypeAlias
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.json as pj
 from msgspec.structs import replace
 
-from forerun.bounded_read import check_regular
 from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, is_limit
 from forerun.diagnose.readers.trace_totals import (
+    AFTER_PAUSE,
+    NO_RECENT_PAUSE,
     OUTCOMES,
-    PAUSES,
     PAUSING,
     Comparison,
-    Mask,
     StretchCounts,
     Stretches,
     TraceTotals,
     compare,
     ends,
 )
-from forerun.errors import InvalidTrace, UnreadableInput
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.trace.files import (
-    COUNTS,
-    DURATIONS,
-    MAX_COUNT,
-    MAX_NODES,
-    MAX_SECONDS,
-    MAX_SKIPPED_BYTES,
-    NODE_COUNTS,
-    Damage,
-    item_of,
-    unread,
-    within_damage,
-)
+from forerun.trace.columns import Block, Mask, Piece, block_of, pieces_of
+from forerun.trace.files import read_trace
 from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
 
 MIN_CHANGES = 0.2
@@ -61,11 +43,8 @@ def add_figures(
     evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
 ) -> None:
     """Add facts that are figures, and the data series of the charts."""
-    counts = AcceptanceCounts()
-    for (_, depth, accepted, drafted), steps in totals.acceptance.items():
-        counts.steps[depth, accepted] += steps
-        counts.num_drafted += drafted * steps
-    evidence.note("num_steps", totals.num_steps, source)
+    counts = totals.overall.acceptance
+    evidence.note("num_steps", totals.overall.num_steps, source)
     evidence.note("num_drafts", counts.num_steps, source)
     evidence.note("num_drafted", counts.num_drafted, source)
     evidence.note("num_accepted", counts.num_accepted, source)
@@ -79,12 +58,9 @@ def add_figures(
 def _add_counts(
     evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
 ) -> None:
-    """Add the number of drafted tokens and how many of them were accepted."""
-    by_k: Counter[int] = Counter()
-    for (k, _, _, _), steps in totals.acceptance.items():
-        by_k[k] += steps
-    evidence.note("k", by_k.most_common(1)[0][0], source)
-    evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in sorted(by_k.items()))
+    evidence.note("k", totals.ks.most_common(1)[0][0], source)
+    by_k = sorted(totals.ks.items())
+    evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in by_k)
     evidence.note("num_emitted", counts.num_emitted, source)
     evidence.note("accepted_per_position", counts.accepted_per_position, source)
     evidence.note("drafted_per_position", counts.drafted_per_position, source)
@@ -94,10 +70,10 @@ def _add_counts(
         evidence.note("full_accept_share", full / counts.num_steps, source)
     none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
     evidence.note("zero_accept_share", none / counts.num_steps, source)
-    if totals.expected > 0.0:
-        ratio = counts.num_accepted / totals.expected
-        interval = normal_interval(ratio, math.sqrt(totals.squares) / totals.expected)
-        evidence.note("expected_accepted", totals.expected, source)
+    if (expected := totals.overall.expected_accepted) > 0.0:
+        ratio = counts.num_accepted / expected
+        interval = normal_interval(ratio, math.sqrt(totals.squares) / expected)
+        evidence.note("expected_accepted", expected, source)
         evidence.note("calibration", ratio, source, interval)
     overlap, num_known = totals.overlap
     reached = sum(counts.reached_per_position)
@@ -136,7 +112,6 @@ FAR = 2.0
 def _add_batch(
     evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
 ) -> None:
-    """Add how plain steps slow down with the batch, and kappa at the smallest and largest batch."""
     few, many = min(plain_step_s), max(plain_step_s)
     if many >= FAR * few:
         growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
@@ -180,7 +155,7 @@ def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.note("prefill_share", prefill.total_s / everything_s, source)
         decode_s = everything_s - prefill.total_s
         if decode_s > 0.0:
-            decoded = totals.num_tokens - prefill.num_steps
+            decoded = totals.overall.num_tokens - prefill.num_steps
             evidence.note("tokens_per_s", max(0, decoded) / decode_s, source)
     steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
     if steps:
@@ -194,7 +169,6 @@ def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Add how much K varies between steps, if a controller chooses it."""
     if PAUSING & totals.methods.keys():
         return
     moved, of = totals.k_swing
@@ -247,8 +221,7 @@ def add_contrasts(
     _add_outcomes(evidence, stretches.by("previous"), source)
     if not PAUSING & totals.methods.keys():
         paused = stretches.by("paused")
-        no_recent, after = (paused.place == index for index in range(len(PAUSES)))
-        found = compare(paused, no_recent, after)
+        found = compare(paused, paused.place == NO_RECENT_PAUSE, paused.place == AFTER_PAUSE)
         _add_fall(evidence, "acceptance_falls_after_handoff", found, source)
     for name, key in (("context", "context"), ("generation", "index")):
         places = stretches.by(key)
@@ -302,7 +275,7 @@ def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
 NO_GROWTH, MIN_GROWTH = 1.15, 1.6
 """Growth of a pass from short to long contexts that is named where that of plain steps is not
 known: attention over the context takes longer there with drafts and without."""
-Cycles = Mapping[tuple[int, int, int], Seconds]
+Cycles = Mapping[tuple[int, ...], Seconds]
 """By requests, rows per request and logarithm of the context."""
 
 
@@ -328,8 +301,7 @@ def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
         evidence.note("context_growth", growth, f"{source}: {words}")
 
 
-def _growth(cycles: Cycles, of: tuple[int, int], split: int) -> tuple[int, float] | None:
-    """Return how much longer passes take beyond a context, and in how many cycles it was seen."""
+def _growth(cycles: Cycles, of: tuple[int, ...], split: int) -> tuple[int, float] | None:
     sides = [(place[2] > split, total) for place, total in cycles.items() if place[:2] == of]
     short, long = (merged(total for is_long, total in sides if is_long is i) for i in (False, True))
     num = min(short.num_cycles, long.num_cycles)
@@ -344,7 +316,6 @@ def _add_tags(
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:
-    """Add acceptance by tag; a request with several tags counts under each."""
     tags: dict[str, list[int]] = {}
     for index, request in enumerate(by_stretch):
         for tag in () if request is None else request.tags:
@@ -379,7 +350,6 @@ def _add_temperatures(
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:
-    """Compare greedy with sampled requests, if a trace contains both."""
     asked = [(i, request) for i, request in enumerate(by_stretch) if request is not None]
     cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
     greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
@@ -409,7 +379,6 @@ NUM_CUTS = 16
 
 
 def _sharpest(stretches: Stretches) -> Comparison | None:
-    """Return the most significant drop of acceptance over several candidate times."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
     if not len(starts_s):
         return None
@@ -419,138 +388,6 @@ def _sharpest(stretches: Stretches) -> Comparison | None:
         if (comparison := compare(places, before, ~before)) is not None:
             found.append(comparison)
     return max(found, key=lambda comparison: comparison.t, default=None)
-
-
-STEP_TYPES: Mapping[str, pa.DataType] = {
-    **dict.fromkeys(
-        (
-            *("cycle_id", "step", "k_budget", "num_drafted", "depth_drafted", "num_accepted"),
-            *("num_emitted", "batch_rows", "num_prefill_rows", "context_tokens"),
-        ),
-        pa.int64(),
-    ),
-    **dict.fromkeys(("t_s", "draft_s", "verify_s", "other_s", "expected_accepted"), pa.float64()),
-    "request_id": pa.string(),
-    "method": pa.string(),
-    "acceptance_probability": pa.float64(),
-    "graph_hit": pa.bool_(),
-    "token_ids": pa.list_(pa.int64()),
-}
-OPTIONAL = frozenset({"acceptance_probability", "graph_hit", "token_ids"})
-CHUNK_BYTES = 1 << 22
-JSON_SCHEMA = pa.schema([("record", pa.string()), *STEP_TYPES.items()])
-
-Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
-"""A table of steps, or what else a trace holds."""
-
-
-def read_columns(path: Path) -> Iterator[Piece]:
-    """Yield the content of a trace lazily: tables of steps, headers, requests and damage."""
-    try:
-        yield from within_damage(_json_pieces(path))
-    except OSError as error:
-        raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
-    except UnreadableInput as error:
-        raise InvalidTrace(f"the trace {error}") from error
-
-
-def _json_pieces(path: Path) -> Iterator[Piece]:
-    """Yield tables and records of a JSON lines trace, chunk by chunk."""
-    check_regular(path)
-    with path.open("rb") as file:
-        number, rest, num_endless = 1, b"", 0
-        while chunk := file.read(CHUNK_BYTES):
-            num_endless = 0 if b"\n" in chunk else num_endless + len(chunk)
-            if num_endless >= MAX_SKIPPED_BYTES:
-                yield unread(f"line {number}")
-                return
-            whole, rest = cut(rest + chunk)
-            lines = whole.splitlines(keepends=True)
-            yield from _lines_pieces(lines, number)
-            number += len(lines)
-        yield from _lines_pieces(rest.splitlines(keepends=True), number)
-
-
-def cut(data: bytes) -> tuple[bytes, bytes]:
-    """Split data into complete lines and the incomplete last line."""
-    end = data.rfind(b"\n") + 1
-    if not end and len(data) > CHUNK_BYTES:
-        return data, b""
-    return data[:end], data[end:]
-
-
-STEP = b'{"record":"step",'
-"""How lines of our own steps begin."""
-
-
-def _lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
-    """Yield the records in complete lines: steps as tables, other records one by one."""
-    numbered = enumerate(lines, start=first_line)
-    yield from one_by_one([(n, line) for n, line in numbered if not line.startswith(STEP)])
-    steps = [line for line in lines if line.startswith(STEP)]
-    if not steps:
-        return
-    try:
-        table = pj.read_json(
-            pa.BufferReader(b"".join(steps)),
-            read_options=pj.ReadOptions(block_size=1 << 22),
-            parse_options=pj.ParseOptions(
-                explicit_schema=JSON_SCHEMA, unexpected_field_behavior="ignore"
-            ),
-        )
-    except pa.ArrowException:
-        table = None
-    if table is None or table.num_rows != len(steps):  # damaged, or several objects on a line
-        numbered = enumerate(lines, start=first_line)
-        yield from one_by_one([(n, line) for n, line in numbered if line.startswith(STEP)])
-        return
-    yield from checked(table.select(list(STEP_TYPES)), f"lines from {first_line}")
-
-
-def one_by_one(lines: Sequence[tuple[int, bytes]]) -> Iterator[Piece]:
-    items = [item_of(line, f"line {number}") for number, line in lines if line.strip()]
-    yield from (item for item in items if not isinstance(item, StepRecord))
-    yield from table_of([item for item in items if isinstance(item, StepRecord)])
-
-
-def table_of(steps: Sequence[StepRecord]) -> Iterator[pa.Table]:
-    """Build a table of step records; None if there are none."""
-    if steps:
-        columns = {
-            name: pa.array([getattr(step, name) for step in steps], kind)
-            for name, kind in STEP_TYPES.items()
-        }
-        yield pa.table(columns)
-
-
-def checked(table: pa.Table, where: str) -> Iterator[Piece]:
-    """Yield the rows with valid values as a table, and `Damage` for all other rows."""
-    good = pc.is_valid(table["cycle_id"])
-    for name in STEP_TYPES:
-        if name not in OPTIONAL:
-            good = pc.and_(good, pc.is_valid(table[name]))
-    order = ("num_accepted", "depth_drafted", "num_drafted")
-    for less, more in pairwise(order):
-        good = pc.and_kleene(good, pc.less_equal(table[less], table[more]))
-    emitted = pc.less_equal(table["num_emitted"], pc.add(table["num_accepted"], 1))
-    good = pc.and_kleene(good, emitted)
-    for names, most in (
-        (NODE_COUNTS, MAX_NODES),
-        (COUNTS, MAX_COUNT),
-        (DURATIONS, MAX_SECONDS),
-        (("expected_accepted",), MAX_NODES),
-    ):
-        for name in names:  # a comparison with NaN is false
-            within = pc.and_(pc.greater_equal(table[name], 0), pc.less_equal(table[name], most))
-            good = pc.and_kleene(good, within)
-    within = pc.less_equal(pc.abs(table["t_s"]), MAX_SECONDS)
-    good = pc.and_kleene(good, within)
-    kept = table.filter(good)
-    if kept.num_rows < table.num_rows:
-        bad = table.num_rows - kept.num_rows
-        yield Damage(where=where, what=f"{bad} steps that lack a field or contradict themselves")
-    if kept.num_rows:
-        yield kept
 
 
 METHODS = {
@@ -567,7 +404,6 @@ COMMON = 10
 def _add_setup(
     evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
 ) -> None:
-    """Add models, versions and methods from the trace headers, and changes between headers."""
     if not headers:
         return
     evidence.note("engine", "forerun", source)
@@ -605,7 +441,6 @@ def _add_off_share(
 
 
 def _add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
-    """Add that the target changed, if the headers of a trace name two targets and one draft."""
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:
@@ -613,7 +448,6 @@ def _add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], sour
 
 
 def _add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """Add the verification method, if it is the same for all requests, and facts about prompts."""
     rules = {
         (r.parameters.get("verification"), r.parameters.get("draft_temperature"))
         for r in requests
@@ -628,7 +462,6 @@ def _add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: st
 
 
 def _add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """Add whether prompts consist of random tokens, if the trace contains their tokens."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.prompt_token_ids or ())
@@ -656,7 +489,6 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
         evidence.note("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
 
 
-BLOCK_ROWS = 1 << 16
 MAX_HEADERS = 1000
 MAX_STEPS = 5_000_000
 """More steps sharpen no figure; a trace of any length is read in bounded time."""
@@ -675,8 +507,6 @@ PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperatur
 
 @dataclass(slots=True, kw_only=True)
 class TraceRead:
-    """Content of a trace that was read: totals, headers, requests and damage."""
-
     totals: TraceTotals = field(default_factory=TraceTotals)
     headers: list[TraceHeader] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
@@ -685,26 +515,43 @@ class TraceRead:
     num_prompt_tokens: int = 0
     limit: str | None = None
 
+    def add(self, piece: Piece) -> None:
+        """Add steps, a header, a request or damage; sets `limit` where enough was read."""
+        if isinstance(piece, Block):
+            self.totals.add(piece)
+            if self.totals.overall.num_steps >= MAX_STEPS:
+                self.limit = f"{MAX_STEPS} steps"
+            elif len(self.totals.request_steps) >= MAX_REQUESTS:
+                self.limit = f"{MAX_REQUESTS} requests"
+        elif isinstance(piece, TraceHeader):
+            if len(self.headers) < MAX_HEADERS:
+                self.headers.append(piece)
+        elif isinstance(piece, RequestRecord):
+            if len(self.requests) < MAX_REQUESTS:
+                self.requests.append(_trimmed(piece, self))
+        else:
+            self.num_damaged += 1
+            if len(self.damage) < MAX_NAMED_DAMAGE:
+                self.damage.append(str(piece))
+            if self.num_damaged >= MAX_DAMAGE:
+                self.limit = f"{MAX_DAMAGE} places that cannot be read"
+
 
 def read_trace_evidence(path: Path) -> Evidence:
     """Return the evidence of a trace; raises InvalidTrace if it cannot be read."""
     read = TraceRead()
-    for block in blocks(noted(read_columns(path), read)):
-        if read.totals.num_steps >= MAX_STEPS:
-            read.limit = f"{MAX_STEPS} steps"
-        elif len(read.totals.request_steps) >= MAX_REQUESTS:
-            read.limit = f"{MAX_REQUESTS} requests"
+    for piece in pieces_of(read_trace(path)):
+        read.add(piece)
         if read.limit:
             break
-        read.totals.add(block)
     return evidence_of(read, path.name, f"trace {path.name}")
 
 
 def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
     """Return the evidence of step records in memory, given as complete cycles in order."""
     read = TraceRead()
-    for table in table_of(steps):
-        read.totals.add(table)
+    if steps:
+        read.totals.add(block_of(steps))
     evidence = evidence_of(read, name, name)
     method = read.totals.methods.most_common(1)
     if method:
@@ -724,28 +571,7 @@ def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
     return evidence
 
 
-def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
-    """Yield the tables of steps, and collect headers, requests and damage."""
-    for piece in pieces:
-        if isinstance(piece, TraceHeader):
-            if len(read.headers) < MAX_HEADERS:
-                read.headers.append(piece)
-        elif isinstance(piece, RequestRecord):
-            if len(read.requests) < MAX_REQUESTS:
-                read.requests.append(_trimmed(piece, read))
-        elif isinstance(piece, Damage):
-            read.num_damaged += 1
-            if len(read.damage) < MAX_NAMED_DAMAGE:
-                read.damage.append(str(piece))
-            if read.num_damaged >= MAX_DAMAGE:
-                read.limit = f"{MAX_DAMAGE} places that cannot be read"
-                return
-        else:
-            yield piece
-
-
 def _trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
-    """Remove the fields of a request that evidence does not need, to save memory."""
     tokens = request.prompt_token_ids
     if tokens is not None:
         tokens = tokens[: max(0, MAX_PROMPT_TOKENS - read.num_prompt_tokens)]
@@ -762,33 +588,8 @@ def _trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
     )
 
 
-def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Combine tables of steps into larger ones, each of which ends with a complete cycle."""
-    waiting: list[pa.Table] = []
-    for table in tables:
-        waiting.append(table)
-        if sum(map(len, waiting)) >= BLOCK_ROWS:
-            whole, rest = _before_last_cycle(pa.concat_tables(waiting))
-            # A cycle as long as a block is none; without this, memory would grow with the trace.
-            if not len(whole) or len(rest) >= BLOCK_ROWS:
-                whole, rest = pa.concat_tables([whole, rest]), rest[:0]
-            yield whole
-            waiting = [rest]
-    if waiting:
-        yield pa.concat_tables(waiting)
-
-
-def _before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    last = table.slice(len(table) - 1)
-    same = pc.and_(
-        pc.equal(table["cycle_id"], last["cycle_id"][0]), pc.equal(table["t_s"], last["t_s"][0])
-    )
-    start = pc.index(same, True).as_py()
-    return table.slice(0, start), table.slice(start)
-
-
 def reading_of(read: TraceRead, name: str) -> Reading:
-    reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.num_steps)
+    reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.overall.num_steps)
     reading.num_unknown = read.num_damaged
     reading.notes += [f"not read: {place}" for place in read.damage]
     if read.limit:

@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from forerun.trace.summary import CyclesByKind, Seconds
+from forerun.theory.record import StepRecord
+from forerun.trace.columns import (
+    DRAFTING,
+    PREFILL,
+    Block,
+    Columns,
+    Ints,
+    Mask,
+    Reals,
+    chosen,
+)
+from forerun.trace.summary import CyclesByKind, GroupSummary, Seconds, seconds_by
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
 """Of a request where there are few of them: after so many steps its text has moved on."""
 OUTCOMES = ("none", "partial", "full")
-NO_RECENT_PAUSE, AFTER_PAUSE = "no_recent_pause", "after_pause"
-PAUSES = (NO_RECENT_PAUSE, AFTER_PAUSE)
+NONE, PARTIAL, FULL = range(len(OUTCOMES))
+NO_RECENT_PAUSE, AFTER_PAUSE = range(2)
 """What came before a drafting step: only drafting steps for a while, or a plain step."""
 NO_PLACE = -1
 MIN_NEIGHBOURS = 3
 """Of a stretch, to say what the others of a step are like."""
-
-Ints: TypeAlias = npt.NDArray[np.int64]
-Reals: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,73 +83,59 @@ class Stretches:
     starts_s: list[float] = field(default_factory=list)
     parts: dict[str, list[StretchCounts]] = field(default_factory=dict)
 
-    def add(self, drafting: pa.Table) -> None:
-        """Count a block of drafting steps, ordered by request and step."""
-        stretch, first = _stretch_of(drafting)
+    def add(self, drafting: Columns, names: Sequence[str]) -> None:
+        """Count drafting steps as `with_previous` returns them; `names` are those of requests."""
+        stretch, first = _stretch_of(drafting, len(names))
         share = _expected_share(drafting)
-        accepted = (column(drafting, "num_accepted") > 0).astype(np.float64)
-        rows = column(drafting, "batch_rows") // (column(drafting, "depth_drafted") + 1)
-        around, outcome = _against_others(drafting, stretch, share)
+        accepted = (drafting["num_accepted"] > 0).astype(np.float64)
+        rows = drafting["batch_rows"] // (drafting["depth_drafted"] + 1)
+        around, outcome = _against_others(drafting["previous"], stretch, share)
         for name, place, values in (
             ("all", np.zeros_like(stretch), share),
             ("previous", outcome, around),
-            ("paused", codes(drafting, "paused", PAUSES), share),
-            ("context", bucket(column(drafting, "context_tokens")), share),
-            ("index", bucket(column(drafting, "step")), share),
+            ("paused", drafting["paused"], share),
+            ("context", bucket(drafting["context_tokens"]), share),
+            ("index", bucket(drafting["step"]), share),
             ("company", (rows >= 2).astype(np.int64), share),
         ):
             counted = counts(stretch + len(self.request_ids), place, accepted, values)
             self.parts.setdefault(name, []).append(counted)
-        self.request_ids += drafting["request_id"].take(pa.array(first)).to_pylist()
-        self.starts_s += drafting["t_s"].take(pa.array(first)).to_pylist()
+        self.request_ids += [names[index] for index in drafting["request"][first]]
+        self.starts_s += drafting["t_s"][first].tolist()
 
     def by(self, name: str) -> StretchCounts:
         return StretchCounts.joined(self.parts.get(name, [EMPTY]))
 
 
-def column(table: pa.Table, name: str) -> Ints:
-    found: Ints = table[name].to_numpy().astype(np.int64)
-    return found
-
-
-def codes(table: pa.Table, name: str, words: Sequence[str]) -> Ints:
-    indices = pc.fill_null(pc.index_in(table[name], value_set=pa.array(words)), NO_PLACE)
-    found: Ints = indices.to_numpy().astype(np.int64)
-    return found
-
-
 def bucket(values: Ints) -> Ints:
-    """Return the base-4 logarithm of each value plus 1, rounded down."""
     found: Ints = np.floor(np.log2(values + 1.0) / 2.0).astype(np.int64)
     return found
 
 
-def _stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
-    names = drafting["request_id"].combine_chunks().dictionary_encode()
-    request = names.indices.to_numpy()
-    part = column(drafting, "step") // STRETCH_STEPS
-    if len(names.dictionary) >= MIN_REQUESTS:
+def _stretch_of(drafting: Columns, num_requests: int) -> tuple[Ints, Ints]:
+    """Return the stretch of every step, and the first step of every stretch."""
+    request, part = drafting["request"], drafting["step"] // STRETCH_STEPS
+    if num_requests >= MIN_REQUESTS:
         part = np.zeros_like(part)
     begins = np.ones(len(part), np.bool_)
-    begins[1:] = (request[1:] != request[:-1]) | (part[1:] != part[:-1])
+    begins[1:] = (np.diff(request) != 0) | (np.diff(part) != 0)
     return np.cumsum(begins) - 1, np.flatnonzero(begins)
 
 
-def _expected_share(drafting: pa.Table) -> Reals:
+def _expected_share(drafting: Columns) -> Reals:
     """Return the expected accepted share of each draft, corrected for the draft's depth.
 
     The expectation is over the verifier's own draws, so it scatters less than what was accepted. A
     deeper draft has a lower share of the same text; that is taken off.
     """
-    depth = column(drafting, "depth_drafted")
-    expected = drafting["expected_accepted"].to_numpy().astype(np.float64)
-    share: Reals = np.minimum(1.0, expected / depth)
+    depth = drafting["depth_drafted"]
+    share: Reals = np.minimum(1.0, drafting["expected_accepted"] / depth)
     means = np.bincount(depth, share) / np.maximum(1.0, np.bincount(depth))
     levelled: Reals = share + share.mean() - means[depth]
     return levelled
 
 
-def _against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
+def _against_others(previous: Ints, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
     """Return each share minus the mean of its stretch's other steps, and the previous outcomes.
 
     Where steps of a stretch come in any order, the one after a certain step is one of the others.
@@ -158,8 +148,7 @@ def _against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Re
     num_steps = np.bincount(stretch)[stretch]
     known &= num_steps >= MIN_NEIGHBOURS
     others = (np.bincount(stretch, share)[stretch] - before) / np.maximum(1, num_steps - 1)
-    outcome = np.where(known, codes(drafting, "previous", OUTCOMES), NO_PLACE)
-    return share - others, outcome
+    return share - others, np.where(known, previous, NO_PLACE)
 
 
 def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> StretchCounts:
@@ -189,8 +178,6 @@ MIN_STRETCHES = 4
 NO_FALL = 0.1
 """Of the draft: a difference that is surely smaller is none."""
 
-Mask = npt.NDArray[np.bool_]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
@@ -208,8 +195,6 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The difference of acceptance between two groups of steps."""
-
     high: Side
     low: Side
     error: float
@@ -275,7 +260,6 @@ def ends(places: StretchCounts) -> Comparison | None:
 
 
 def _side_of(places: StretchCounts, mask: Mask) -> Side:
-    """Compute the counts and the mean acceptance of one group of steps."""
     num_steps = int(places.num_steps[mask].sum())
     return Side(
         num_steps=num_steps,
@@ -311,7 +295,8 @@ class TraceTotals:
     """Sums over the steps of a trace.
 
     Attributes:
-        acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
+        overall: counts of steps, tokens and acceptance.
+        ks: drafting steps by their K.
         cycles: by kind and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
         far: of plain and drafting cycles by requests, rows per request and logarithm of context.
@@ -323,17 +308,15 @@ class TraceTotals:
         num_k_changes: those of them whose K differs.
         k_swing: sum over them of the change of K, and of K.
         num_k_rises: those of them whose K is larger; at the end of a request K only falls.
-        expected: sum of expected_accepted over drafting steps.
-        squares: sum over them of (accepted - expected) squared.
+        squares: sum over drafting steps of (accepted - expected) squared.
         overlap: sum of acceptance_probability, and of how many steps.
     """
 
-    num_steps: int = 0
-    num_tokens: int = 0
-    acceptance: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+    overall: GroupSummary = field(default_factory=GroupSummary)
+    ks: Counter[int] = field(default_factory=Counter)
     cycles: CyclesByKind = field(default_factory=CyclesByKind)
-    rows: dict[tuple[int, int], Seconds] = field(default_factory=dict)
-    far: dict[tuple[int, int, int], Seconds] = field(default_factory=dict)
+    rows: dict[tuple[int, ...], Seconds] = field(default_factory=dict)
+    far: dict[tuple[int, ...], Seconds] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
     num_kept: int = 0
     stretches: Stretches = field(default_factory=Stretches)
@@ -347,180 +330,101 @@ class TraceTotals:
     num_k_rises: int = 0
     k_swing: tuple[int, int] = (0, 0)
     graph_hits: Counter[bool] = field(default_factory=Counter)
-    expected: float = 0.0
     squares: float = 0.0
     overlap: tuple[float, int] = (0.0, 0)
 
-    def add(self, steps: pa.Table) -> None:
-        """Add a block of steps that contains only complete cycles."""
-        if not steps.num_rows:
-            return
-        self.num_steps += steps.num_rows
-        self.num_tokens += pc.sum(steps["num_emitted"]).as_py()
-        self._add_cycles(steps)
-        self._add_graphs(steps)
-        self._add_texts(steps)
-        self._add_requests(steps)
-        steps = with_previous(steps)
+    def add(self, block: Block) -> None:
+        """Add the steps of complete cycles."""
+        self.overall.add(block.columns)
+        self._add_cycles(block)
+        self._add_records(block.records)
+        self._add_times(chosen(block.columns, block.columns["num_drafted"] > 0))
+        steps = with_previous(block.columns)
         self._add_changes(steps)
-        drafting = steps.filter(pc.greater(steps["num_drafted"], 0))
-        if drafting.num_rows:
-            self._add_acceptance(drafting)
-            self._add_times(drafting)
-            self.stretches.add(drafting)
-            _add_values(self.methods, drafting["method"])
-            _add_values(self.drafting_steps, drafting["request_id"])
+        drafting = chosen(steps, steps["num_drafted"] > 0)
+        if len(drafting["step"]):
+            self.ks.update(drafting["k_budget"].tolist())
+            error = drafting["num_accepted"] - drafting["expected_accepted"]
+            self.squares += float((error * error).sum())
+            self.stretches.add(drafting, block.names)
 
-    def _add_acceptance(self, drafting: pa.Table) -> None:
-        keys = ["k_budget", "depth_drafted", "num_accepted", "num_drafted"]
-        for row in drafting.group_by(keys).aggregate([([], "count_all")]).to_pylist():
-            self.acceptance[
-                row["k_budget"], row["depth_drafted"], row["num_accepted"], row["num_drafted"]
-            ] += row["count_all"]
-        error = pc.subtract(drafting["num_accepted"], drafting["expected_accepted"])
-        self.expected += pc.sum(drafting["expected_accepted"]).as_py()
-        self.squares += pc.sum(pc.multiply(error, error)).as_py()
-        known = drafting["acceptance_probability"].drop_null()
-        if len(known):
-            total, count = self.overlap
-            self.overlap = (total + pc.sum(known).as_py(), count + len(known))
-
-    def _add_cycles(self, steps: pa.Table) -> None:
-        cycles = steps.group_by(["cycle_id", "t_s"]).aggregate(
-            [
-                ([], "count_all"),
-                *((name, "max") for name in ("draft_s", "verify_s", "other_s", "batch_rows")),
-                ("num_prefill_rows", "max"),
-                ("num_drafted", "sum"),
-                ("context_tokens", "mean"),
-            ]
-        )
-        reads, drafts = (
-            pc.greater(cycles["num_prefill_rows_max"], 0),
-            pc.greater(cycles["num_drafted_sum"], 0),
-        )
-        kind = pc.if_else(reads, "prefill", pc.if_else(drafts, "drafting", "plain"))
-        per_request = pc.divide(cycles["batch_rows_max"], cycles["count_all"])
-        cycles = cycles.append_column("kind", kind).append_column("rows", per_request)
-        cycles = cycles.append_column("size", cycles["count_all"]).drop_columns(["count_all"])
-        sums = [(f"{name}_max", "sum") for name in ("draft_s", "verify_s", "other_s")]
-        cycles = cycles.append_column("context", _log_bucket(cycles["context_tokens_mean"]))
-        keys = ["kind", "size", "rows", "context"]
-        for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
-            self._add_seconds(row)
-
-    def _add_seconds(self, row: Mapping[str, Any]) -> None:
-        kind, num_rows = row["kind"], int(row["rows"])
-        size, num_cycles = int(row["size"]), int(row["count_all"])
-        part = Seconds(
-            num_cycles=num_cycles,
-            num_steps=num_cycles * size,
-            draft_s=row["draft_s_max_sum"],
-            verify_s=row["verify_s_max_sum"],
-            other_s=row["other_s_max_sum"],
-        )
-        self.cycles.places[kind, size].include(part)
-        if kind == "drafting":
-            self.rows.setdefault((size, num_rows), Seconds()).include(part)
-        if kind != "prefill":
-            place = size, num_rows, int(row["context"])
-            self.far.setdefault(place, Seconds()).include(part)
-
-    def _add_texts(self, steps: pa.Table) -> None:
-        known = steps.filter(pc.is_valid(steps["token_ids"])) if self.num_kept < KEPT else steps[:0]
-        for name, tokens in zip(
-            known["request_id"].to_pylist(), known["token_ids"].to_pylist(), strict=True
+    def _add_cycles(self, block: Block) -> None:
+        cycles = chosen(block.columns, block.first)
+        size, kind = cycles["size"], cycles["kind"]
+        rows = cycles["batch_rows"] // size
+        mean = np.add.reduceat(block.columns["context_tokens"], block.first) / size
+        context = np.floor(2.0 * np.log2(mean + 1.0)).astype(np.int64)
+        self.cycles.add(cycles, size)
+        for sums, is_in, keys in (
+            (self.rows, kind == DRAFTING, (size, rows)),
+            (self.far, kind != PREFILL, (size, rows, context)),
         ):
-            self.texts.setdefault(name, []).extend(tokens)
-            self.num_kept += len(tokens)
-            if self.num_kept >= KEPT:
-                break
+            some = [key[is_in] for key in keys]
+            for place, part in seconds_by(some, chosen(cycles, is_in), size[is_in]):
+                sums.setdefault(place, Seconds()).include(part)
 
-    def _add_graphs(self, steps: pa.Table) -> None:
-        _add_values(self.graph_hits, steps["graph_hit"].drop_null())
+    def _add_records(self, records: Sequence[StepRecord]) -> None:
+        """Add what is no number, or not known of every step."""
+        overlap, num_known = self.overlap
+        for record in records:
+            if record.graph_hit is not None:
+                self.graph_hits[record.graph_hit] += 1
+            if not record.num_prefill_rows:
+                self.request_steps[record.request_id] += 1
+                self.num_off += not record.k_budget
+            if record.num_drafted:
+                self.methods[record.method] += 1
+                self.drafting_steps[record.request_id] += 1
+                if record.acceptance_probability is not None:
+                    overlap += record.acceptance_probability
+                    num_known += 1
+            if record.token_ids is not None and self.num_kept < KEPT:
+                self.texts.setdefault(record.request_id, []).extend(record.token_ids)
+                self.num_kept += len(record.token_ids)
+        self.overlap = overlap, num_known
 
-    def _add_requests(self, steps: pa.Table) -> None:
-        decoding = steps.filter(pc.equal(steps["num_prefill_rows"], 0))
-        _add_values(self.request_steps, decoding["request_id"])
-        self.num_off += decoding.filter(pc.equal(decoding["k_budget"], 0)).num_rows
-
-    def _add_changes(self, steps: pa.Table) -> None:
-        pairs = steps.select(["k_budget", "previous_k", "since_start"]).drop_null()
-        if not pairs.num_rows:
-            return
-        change = pc.subtract(pairs["k_budget"], pairs["previous_k"])
-        risen = pc.and_(pc.greater(change, 0), pc.greater(pairs["since_start"], 1))
+    def _add_changes(self, steps: Columns) -> None:
+        pairs = chosen(steps, steps["previous_k"] >= 0)
+        change = pairs["k_budget"] - pairs["previous_k"]
         moved, of = self.k_swing
-        self.num_pairs += pairs.num_rows
-        self.num_k_changes += pc.sum(pc.not_equal(change, 0)).as_py()
-        self.num_k_rises += pc.sum(risen).as_py()
-        self.k_swing = (
-            moved + pc.sum(pc.abs(change)).as_py(),
-            of + pc.sum(pairs["k_budget"]).as_py(),
-        )
+        self.num_pairs += len(change)
+        self.num_k_changes += int((change != 0).sum())
+        self.num_k_rises += int(((change > 0) & (pairs["since_start"] > 1)).sum())
+        self.k_swing = moved + int(np.abs(change).sum()), of + int(pairs["k_budget"].sum())
 
-    def _add_times(self, drafting: pa.Table) -> None:
-        size = -(-drafting.num_rows // SLICES)
-        for start in range(0, drafting.num_rows, size):
-            part = drafting.slice(start, size)
-            accepted = part["num_accepted"]
-            first = pc.sum(pc.greater(accepted, 0)).as_py()
-            self.over_time.append((pc.mean(part["t_s"]).as_py(), part.num_rows, first))
+    def _add_times(self, drafting: Columns) -> None:
+        times_s, accepted = drafting["t_s"], drafting["num_accepted"] > 0
+        size = max(1, -(-len(times_s) // SLICES))
+        for start in range(0, len(times_s), size):
+            part = accepted[start : start + size]
+            mean_s = float(times_s[start : start + size].mean())
+            self.over_time.append((mean_s, len(part), int(part.sum())))
 
 
-def with_previous(steps: pa.Table) -> pa.Table:
-    """Order steps by request and index, and append the outcome of the previous step."""
-    steps = steps.sort_by([("request_id", "ascending"), ("step", "ascending")])
-    before = steps.slice(0, max(steps.num_rows - 1, 0))
-    after = steps.slice(1)
-    follows = pc.and_(
-        pc.equal(before["request_id"], after["request_id"]),
-        pc.equal(pc.add(before["step"], 1), after["step"]),
-    )
-    accepted, depth = before["num_accepted"], before["depth_drafted"]
-    part = pc.if_else(pc.equal(accepted, depth), "full", "partial")
-    outcome = pc.if_else(
-        pc.equal(depth, 0), "plain", pc.if_else(pc.equal(accepted, 0), "none", part)
-    )
-    previous = pc.if_else(follows, outcome, pa.scalar(None, pa.string()))
-    previous_k = pc.if_else(follows, before["k_budget"], pa.scalar(None, pa.int64()))
-    steps = steps.append_column("previous", _after_nothing(previous, pa.string())).append_column(
-        "previous_k", _after_nothing(previous_k, pa.int64())
-    )
-    return _with_pauses(steps)
+def with_previous(columns: Columns) -> Columns:
+    """Order steps by request and index, and append what came before each.
 
-
-def _with_pauses(steps: pa.Table) -> pa.Table:
-    """Append each step's index in its request, and whether a plain step came shortly before.
-
-    AFTER_PAUSE where one is among the last few, NO_RECENT_PAUSE where all steps since the request
-    began, or since a plain step, have drafted for a while; None in between and at the beginning.
+    `previous` is the outcome of the step before, `previous_k` its K; -1 where the step before is
+    not the one before in its request. `since_start` counts steps since such a place. `paused` is
+    AFTER_PAUSE where a plain step is among the last few, NO_RECENT_PAUSE where all steps since the
+    request began, or since a plain step, have drafted for a while, and -1 elsewhere.
     """
-    places = pa.array(range(steps.num_rows), pa.int64())
-    begins = pc.is_null(steps["previous"]).combine_chunks()
-    plain = pc.equal(steps["depth_drafted"], 0).combine_chunks()
-    start = pc.cumulative_max(pc.if_else(begins, places, 0))
-    pause = pc.cumulative_max(pc.if_else(pc.or_(plain, begins), places, 0))
-    since_start, since_pause = pc.subtract(places, start), pc.subtract(places, pause)
-    is_after = pc.and_(pc.less_equal(since_pause, SOON), pc.greater(pause, start))
-    is_long_ago = pc.greater(since_pause, LONG)
-    paused = pc.if_else(
-        is_after,
-        pa.scalar(AFTER_PAUSE),
-        pc.if_else(is_long_ago, pa.scalar(NO_RECENT_PAUSE), pa.scalar(None, pa.string())),
-    )
-    return steps.append_column("since_start", since_start).append_column("paused", paused)
-
-
-def _after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
-
-
-def _log_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    floor = pc.floor(pc.multiply(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
-    return pc.cast(floor, pa.int64())
-
-
-def _add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
-    for value in pc.value_counts(values).to_pylist():
-        counter[value["values"]] += value["counts"]
+    order = np.lexsort((columns["step"], columns["request"]))
+    steps = dict(chosen(columns, order))
+    follows = np.zeros(len(order), np.bool_)
+    follows[1:] = (np.diff(steps["request"]) == 0) & (np.diff(steps["step"]) == 1)
+    accepted, depth = steps["num_accepted"], steps["depth_drafted"]
+    outcome = np.where(accepted == depth, FULL, np.where(accepted == 0, NONE, PARTIAL))
+    outcome = np.where(depth == 0, NO_PLACE, outcome)
+    places = np.arange(len(order))
+    start = np.maximum.accumulate(np.where(follows, 0, places))
+    pause = np.maximum.accumulate(np.where(follows & (depth > 0), 0, places))
+    since_pause = places - pause
+    is_after = (since_pause <= SOON) & (pause > start)
+    long_ago = np.where(since_pause > LONG, NO_RECENT_PAUSE, NO_PLACE)
+    return steps | {
+        "previous": np.where(follows, np.roll(outcome, 1), NO_PLACE),
+        "previous_k": np.where(follows, np.roll(steps["k_budget"], 1), -1),
+        "since_start": places - start,
+        "paused": np.where(is_after, AFTER_PAUSE, long_ago),
+    }

@@ -1,0 +1,118 @@
+"""Steps of a trace as columns, in blocks of complete cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.files import Damage, Item
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Reals: TypeAlias = npt.NDArray[np.float64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
+
+CycleKind = Literal["plain", "drafting", "prefill"]
+KINDS: tuple[CycleKind, ...] = ("plain", "drafting", "prefill")
+"""A cycle reads a prompt, or a request in it drafts, or it is plain; columns hold the index."""
+PLAIN, DRAFTING, PREFILL = range(len(KINDS))
+BLOCK_STEPS = 1 << 16
+_INTS = (
+    *("cycle_id", "step", "k_budget", "num_drafted", "depth_drafted", "num_accepted"),
+    *("num_emitted", "batch_rows", "num_prefill_rows", "context_tokens"),
+)
+_REALS = ("t_s", "draft_s", "verify_s", "other_s", "expected_accepted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Consecutive steps of a trace.
+
+    Attributes:
+        records: the steps, one by one.
+        names: ids of their requests.
+        columns: numbers of the steps by field name; `request` is the index of a step's request in
+            `names`; `kind` and `size` are those of its cycle.
+        first: index of the first step of every cycle.
+    """
+
+    records: Sequence[StepRecord]
+    names: tuple[str, ...]
+    columns: Columns
+    first: Ints
+
+
+def block_of(records: Sequence[StepRecord]) -> Block:
+    """Return steps as columns; at least one, and cycles as they follow one another."""
+    columns: dict[str, npt.NDArray[Any]] = {
+        name: np.array([getattr(record, name) for record in records], kind)
+        for names, kind in ((_INTS, np.int64), (_REALS, np.float64))
+        for name in names
+    }
+    codes: dict[str, int] = {}
+    columns["request"] = np.array(
+        [codes.setdefault(record.request_id, len(codes)) for record in records], np.int64
+    )
+    # Engines number their cycles alike, so the time tells cycles of different engines apart.
+    begins = np.ones(len(records), np.bool_)
+    begins[1:] = (np.diff(columns["cycle_id"]) != 0) | (np.diff(columns["t_s"]) != 0.0)
+    first = np.flatnonzero(begins)
+    sizes = np.diff(np.append(first, len(records)))
+    reads, drafts = (
+        np.maximum.reduceat(columns[name], first) for name in ("num_prefill_rows", "num_drafted")
+    )
+    kinds = np.where(reads > 0, PREFILL, np.where(drafts > 0, DRAFTING, PLAIN))
+    columns |= {"kind": np.repeat(kinds, sizes), "size": np.repeat(sizes, sizes)}
+    return Block(records=records, names=tuple(codes), columns=columns, first=first)
+
+
+def chosen(columns: Columns, rows: Mask | Ints | slice) -> Columns:
+    """Return some rows of all columns."""
+    return {name: values[rows] for name, values in columns.items()}
+
+
+def sums_by(
+    keys: Sequence[Ints], values: Sequence[npt.NDArray[Any]]
+) -> Iterator[tuple[tuple[int, ...], int, list[float]]]:
+    """Yield every combination of the keys with its number of rows and the sums of the values."""
+    if not len(keys[0]):
+        return
+    places, index = np.unique(np.stack(keys), axis=1, return_inverse=True)
+    index, size = index.ravel(), places.shape[1]
+    sums = [np.bincount(index, value, size).tolist() for value in values]
+    for place, number, *found in zip(places.T.tolist(), np.bincount(index), *sums, strict=True):
+        yield tuple(place), int(number), found
+
+
+Piece: TypeAlias = Block | TraceHeader | RequestRecord | Damage
+
+
+def pieces_of(items: Iterable[Item]) -> Iterator[Piece]:
+    """Yield the steps of a trace in blocks, and all other items as they come.
+
+    A block ends with a complete cycle, unless that is as long as a block, and before a request
+    whose id is that of a request that ended in it.
+    """
+    waiting: list[StepRecord] = []
+    ended: set[str] = set()
+    for item in items:
+        if not isinstance(item, StepRecord):
+            if isinstance(item, RequestRecord):
+                ended.add(item.request_id)
+            yield item
+            continue
+        if waiting and (len(waiting) >= BLOCK_STEPS or item.request_id in ended):
+            last = waiting[-1]
+            is_other = (item.cycle_id, item.t_s) != (last.cycle_id, last.t_s)
+            if is_other or len(waiting) >= 2 * BLOCK_STEPS:
+                yield block_of(waiting)
+                waiting = []
+                ended.clear()
+        waiting.append(item)
+    if waiting:
+        yield block_of(waiting)
