@@ -25,7 +25,7 @@ class ExplainOptions:
     request: str | None = None
     """Id of the request. Default: the first one of the trace."""
     step: int | None = None
-    """Show this step of the request. Default: the first three."""
+    """Show this step of the request. Default: the first three that drafted."""
     quiz: bool = False
     """Ask questions about the request instead; the answers are below."""
 
@@ -47,7 +47,7 @@ def run(options: ExplainOptions) -> int:
         for number, (_, answer) in enumerate(exercises, start=1):
             console.print(f"{number}. {answer}", markup=False)
         return 0
-    steps = found.steps[:_MOST_STEPS]
+    steps = (found.drafting or found.steps)[:_MOST_STEPS]
     if options.step is not None:
         steps = tuple(step for step in found.steps if step.step == options.step)
         if not steps:

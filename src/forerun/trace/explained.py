@@ -1,6 +1,6 @@
 """Explains a request of a trace: its cycles, what became of every drafted token, the best K.
 
-All figures follow from the records alone. What another K would have emitted is exact for chains:
+All figures follow from the records alone. What a smaller K would have emitted is exact for chains:
 a step that accepted n of K tokens would have accepted min(n, k) of k. Its time is estimated.
 """
 
@@ -26,7 +26,7 @@ class HindsightK:
 
     Attributes:
         num_speculative_tokens: that K; 0 is plain decoding.
-        tokens_per_step: exact, from the accepted counts.
+        tokens_per_step: from the accepted counts.
         step_s: estimated: drafting in proportion to K, the pass as the median of passes of as many
             rows, or the median of all where there are none.
     """
@@ -37,7 +37,6 @@ class HindsightK:
 
     @property
     def s_per_token(self) -> float:
-        """Estimated seconds per token."""
         return self.step_s / self.tokens_per_step
 
 
@@ -51,12 +50,10 @@ class ExplainedRequest:
 
     @property
     def drafting(self) -> tuple[StepRecord, ...]:
-        """The steps that drafted."""
         return tuple(step for step in self.steps if step.num_drafted)
 
     @property
     def counts(self) -> AcceptanceCounts:
-        """Acceptance over the steps that drafted."""
         return AcceptanceCounts.from_records(self.drafting)
 
     @property
@@ -72,8 +69,16 @@ class ExplainedRequest:
             "everything else in a step": sum(step.other_s for step in self.steps),
         }
 
+    @property
+    def least_drafted(self) -> int:
+        """The fewest tokens that a step drafted: up to this K tokens per step are exact."""
+        return min((step.num_drafted for step in self.drafting), default=0)
+
     def hindsight(self) -> list[HindsightK]:
-        """Return what every K up to the largest drafted would have given; empty for trees."""
+        """Return what other K would have given, as far as half of the steps drafted; not of trees.
+
+        Beyond `least_drafted` tokens per step are estimated from the steps that drafted as far.
+        """
         steps = self.drafting
         if not steps or any(step.depth_drafted != step.num_drafted for step in steps):
             return []
@@ -84,15 +89,14 @@ class ExplainedRequest:
         every_s = median(step.verify_s for step in steps)
         per_token_s = sum(s.draft_s for s in steps) / sum(s.num_drafted for s in steps)
         other_s = sum(step.other_s for step in steps) / len(steps)
-        found = []
-        # A step that drafted less says nothing about a larger K.
-        for k in range(min(step.num_drafted for step in steps) + 1):
-            emitted = sum(min(step.num_accepted, k) + 1 for step in steps)
+        counts, found = self.counts, []
+        most = sum(2 * n >= len(steps) for n in counts.drafted_per_position)
+        for k in range(most + 1):
             passes = rows.get(int(others) + k + 1)
             found.append(
                 HindsightK(
                     num_speculative_tokens=k,
-                    tokens_per_step=emitted / len(steps),
+                    tokens_per_step=1.0 + sum(counts.survival[:k]),
                     step_s=per_token_s * k + (median(passes) if passes else every_s) + other_s,
                 )
             )
@@ -141,16 +145,18 @@ def step_in_words(step: StepRecord) -> list[str]:
     """Return what happened in one step, in order."""
     if not step.num_drafted:
         why = f" ({step.stop_reason})" if step.stop_reason else ""
-        lines = [f"Nothing was drafted{why}: one pass gave one token, in {_ms(step.verify_s)}."]
+        lines = [
+            f"Nothing was drafted{why}: one target pass gave one token ({_ms(step.verify_s)})."
+        ]
     else:
         lines = [
-            f"1. {step.method} drafted {step.num_drafted} tokens of at most {step.k_budget} "
+            f"1. {step.method} drafted {_tokens(step.num_drafted)} of at most {step.k_budget} "
             f"in {_ms(step.draft_s)}.",
             f"2. One pass of the target scored {step.batch_rows} rows in {_ms(step.verify_s)}: the "
-            f"last token and {step.num_drafted} drafted ones of this request"
-            + (", and those of other requests." if step.batch_rows > step.num_drafted + 1 else "."),
-            f"3. Verification kept {step.num_accepted}; {step.expected_accepted:.2f} were to be "
-            "expected of this draft.",
+            f"last token of the text and the drafted ones"
+            + (", and rows of other requests." if step.batch_rows > step.num_drafted + 1 else "."),
+            f"3. Verification kept {step.num_accepted} of them, where {step.expected_accepted:.2f} "
+            "were expected.",
         ]
         if step.depth_drafted == step.num_drafted:
             for place, outcome in enumerate(outcomes_of(step), start=1):
@@ -159,14 +165,13 @@ def step_in_words(step: StepRecord) -> list[str]:
         elif step.path_ranks is not None and step.path_children is not None:
             lines += _path_in_words(step, step.path_ranks, step.path_children)
     lines.append(_last_token(step))
-    lines.append(f"   {step.num_emitted} tokens emitted; the rest of the step {_ms(step.other_s)}.")
+    lines.append(f"   {_tokens(step.num_emitted)} emitted; the rest took {_ms(step.other_s)}.")
     return lines
 
 
 def _path_in_words(
     step: StepRecord, ranks: tuple[int, ...], children: tuple[int, ...]
 ) -> list[str]:
-    """Return which node of a tree was kept at every depth."""
     lines = []
     for depth, (rank, num) in enumerate(zip(ranks, children, strict=False), start=1):
         token = _token(step, depth - 1, "accepted")
@@ -220,12 +225,12 @@ def _why(step: StepRecord, place: int, outcome: Outcome) -> str:
 
 def _last_token(step: StepRecord) -> str:
     meanings = {
-        "recovered": "the last token is recovered: drawn from what the target has more of than the "
-        "draft, at the place of the rejected token, with the same pass",
-        "bonus": "the last token is a bonus: every drafted token was kept, and the row behind the "
-        "last of them gives one more"
+        "recovered": "the last token is recovered: the target's own, in place of the rejected one, "
+        "from the same pass",
+        "bonus": "the last token is a bonus: all drafted tokens were kept, and the same pass also "
+        "gives the token behind them"
         if step.num_drafted
-        else "the token is drawn from the target's distribution",
+        else "the token is the target's own",
         "accepted": "a stop cut the text at an accepted token",
     }
     return f"   {meanings.get(step.last_token_source, step.last_token_source)}."
@@ -237,12 +242,12 @@ def bottleneck_of(found: ExplainedRequest) -> str:
     total_s = sum(shares.values()) or 1.0
     name = max(shares, key=lambda part: shares[part])
     advice = {
-        "drafting tokens that were accepted": "a smaller draft would help most",
-        "drafting tokens that were not": "a smaller K would help most",
-        "target passes": "more accepted tokens per pass would help most",
-        "everything else in a step": "the host would have to do less per step",
+        "drafting tokens that were accepted": "A cheaper draft would help most",
+        "drafting tokens that were not": "A smaller K would help most",
+        "target passes": "More accepted tokens per pass would help most",
+        "everything else in a step": "Less work between the passes would help most",
     }
-    return f"{name}: {shares[name] / total_s:.0%} of {total_s:.3f} s; {advice[name]}"
+    return f"{name}: {shares[name] / total_s:.0%} of {total_s:.3f} s. {advice[name]}."
 
 
 def quiz_of(found: ExplainedRequest) -> list[tuple[str, str]]:
@@ -256,24 +261,31 @@ def quiz_of(found: ExplainedRequest) -> list[tuple[str, str]]:
         (
             f"Step {asked.step} drafted {asked.num_drafted} tokens and kept {asked.num_accepted}. "
             "How many tokens did it emit, and how many passes of the target did that take?",
-            f"{asked.num_emitted} tokens with one pass: the kept ones and one of the target's own "
-            f"({asked.last_token_source}).",
+            f"{_tokens(asked.num_emitted)} with one pass: the {asked.num_accepted} that were kept, "
+            f"then one more of the target's own ({asked.last_token_source})."
+            if asked.last_token_source != "accepted"
+            else f"{_tokens(asked.num_emitted)} with one pass: a stop cut the text there.",
         ),
         (
             f"{counts.num_drafted} tokens were drafted in {counts.num_steps} steps and "
             f"{counts.num_accepted} kept. What are draft_acceptance_rate and tau?",
-            f"{counts.num_accepted / counts.num_drafted:.3f} and "
-            f"{1 + counts.num_accepted / counts.num_steps:.3f}: tau counts the target's own token.",
+            f"draft_acceptance_rate = {counts.num_accepted} / {counts.num_drafted} = "
+            f"{counts.num_accepted / counts.num_drafted:.3f}. tau = 1 + {counts.num_accepted} / "
+            f"{counts.num_steps} = {1 + counts.num_accepted / counts.num_steps:.3f}, because every "
+            "step adds one token of the target's own.",
         ),
-        ("Where does the time go?", bottleneck_of(found)),
+        (
+            "Which part of the steps takes most of the time, and what would help?",
+            bottleneck_of(found),
+        ),
     ]
     if each:
         best = min(each, key=lambda item: item.s_per_token)
         exercises.append(
             (
-                "Which K would have been best for this request?",
+                "Which fixed K would have been best for this request?",
                 f"K = {best.num_speculative_tokens}: {best.tokens_per_step:.2f} tokens per step at "
-                f"about {_ms(best.step_s)}.",
+                f"about {_ms(best.step_s)}, which is the least time per token.",
             )
         )
     return exercises
@@ -282,20 +294,22 @@ def quiz_of(found: ExplainedRequest) -> list[tuple[str, str]]:
 def in_words(found: ExplainedRequest, steps: Sequence[StepRecord]) -> list[str]:
     """Return the explanation of a request, with these of its steps in detail."""
     num_tokens = sum(step.num_emitted for step in found.steps)
-    lines = [f"Request {found.request_id}: {num_tokens} tokens in {len(found.steps)} steps."]
+    lines = [f"Request {found.request_id}: {_tokens(num_tokens)} in {len(found.steps)} steps."]
     if found.drafting:
         counts = found.counts
         lines.append(
             f"{counts.num_drafted} tokens drafted, {counts.num_accepted} kept; "
             f"{1 + counts.num_accepted / counts.num_steps:.3f} tokens per drafting step (tau)."
         )
-    lines.append(f"Bottleneck: {bottleneck_of(found)}.")
+    lines.append(f"Most time goes to {bottleneck_of(found)}")
     for step in steps:
         lines += ["", f"Step {step.step}, after {step.context_tokens} tokens:"]
         lines += [f"  {line}" for line in step_in_words(step)]
     if each := found.hindsight():
         best = min(each, key=lambda item: item.s_per_token)
-        lines += ["", "In hindsight (tokens exact, times estimated):"]
+        exact = found.least_drafted
+        how = "" if exact >= len(each) - 1 else f" up to K = {exact}, estimated beyond"
+        lines += ["", f"With another fixed K (times are estimated; tokens are exact{how}):"]
         for item in each:
             mark = "  <- best" if item is best else ""
             lines.append(
@@ -303,6 +317,10 @@ def in_words(found: ExplainedRequest, steps: Sequence[StepRecord]) -> list[str]:
                 f"{_ms(item.step_s)} per step, {_ms(item.s_per_token)} per token{mark}"
             )
     return lines
+
+
+def _tokens(number: int) -> str:
+    return "1 token" if number == 1 else f"{number} tokens"
 
 
 def _ms(seconds: float) -> str:

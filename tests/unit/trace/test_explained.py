@@ -98,6 +98,21 @@ def test_hindsight_counts_what_a_smaller_k_would_have_accepted():
         )
 
 
+def test_hindsight_beyond_the_shortest_draft_is_estimated_from_the_steps_that_drafted_as_far():
+    """Six steps drafted 4 tokens; two more drafted 1, which was accepted, and one 5."""
+    short = [replace(s, num_drafted=1, depth_drafted=1, num_accepted=1) for s in STEPS[:2]]
+    long = replace(STEPS[0], num_drafted=5, depth_drafted=5, num_accepted=5)
+    request = explain_request([*STEPS, *short, long])
+    each = request.hindsight()
+    assert request.least_drafted == 1
+    assert [item.num_speculative_tokens for item in each] == [0, 1, 2, 3, 4]  # 5 was drafted once
+    first, second = 8 / 9, 5 / 6  # the steps that drafted two and accepted the first: 2 4 4 3 1, 5
+    assert each[1].tokens_per_step == pytest.approx(1 + first)
+    assert each[2].tokens_per_step == pytest.approx(1 + first + first * second)
+    text = "\n".join(in_words(request, []))
+    assert "tokens are exact up to K = 1, estimated beyond" in text
+
+
 def test_trees_have_no_hindsight_of_chains():
     tree = [replace(step, num_drafted=7, depth_drafted=4) for step in STEPS]
     assert explain_request(tree).hindsight() == []
@@ -153,8 +168,8 @@ def test_exercises_have_answers_of_the_records():
     exercises = quiz_of(found())
     assert len(exercises) == 4
     assert "Step 2 drafted 4 tokens and kept 0" in exercises[0][0]
-    assert exercises[0][1].startswith("1 tokens with one pass")
-    assert exercises[1][1].startswith("0.583 and 3.333")
+    assert exercises[0][1].startswith("1 token with one pass: the 0 that were kept")
+    assert "14 / 24 = 0.583. tau = 1 + 14 / 6 = 3.333" in exercises[1][1]
     shares = found().shares
     largest = max(shares, key=shares.get)
     assert exercises[2][1].startswith(f"{largest}: {shares[largest] / sum(shares.values()):.0%}")
