@@ -231,7 +231,6 @@ def _probabilities(evidence: Evidence) -> dict[str, float]:
 
 
 def _topics_of(evidence: Evidence) -> set[str]:
-    """Return what the complaint is about."""
     return {name for name, facts in _TOPICS.items() if any(map(evidence.flag, facts))}
 
 
@@ -248,7 +247,6 @@ def _observation(shares: Mapping[str, float], fact: str) -> Observation:
 
 
 def _chance(shares: Mapping[str, float], fact: str) -> float:
-    """Return how probable an observation is."""
     odds = _BASE_RATE / (1.0 - _BASE_RATE)
     return _BASE_RATE + sum(
         shares[label] * (1.0 / (1.0 + math.exp(-move) / odds) - _BASE_RATE)
@@ -257,7 +255,6 @@ def _chance(shares: Mapping[str, float], fact: str) -> float:
 
 
 def _information(shares: Mapping[str, float], fact: str) -> float:
-    """Return the mutual information of an observation and the cause."""
     odds = _BASE_RATE / (1.0 - _BASE_RATE)
     parts = [
         (shares[label], 1.0 / (1.0 + math.exp(-move) / odds))
@@ -278,7 +275,6 @@ def _chance_of_change(
     scored: tuple[ScoredCause, ...],
     items: list[Observation],
 ) -> float:
-    """Return how probably answers about the best few observations would change the first cause."""
     chances = {item.fact: _chance(shares, item.fact) for item in items[:_TOGETHER]}
     total = 0.0
     for answers in itertools.product((True, False), repeat=len(chances)):

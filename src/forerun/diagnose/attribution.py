@@ -26,8 +26,6 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of the time per emitted token."""
-
     name: str
     kind: str
     cost: float
@@ -230,14 +228,11 @@ class Outlook:
         return 1.0 + sum(self.survival[:k])
 
     def speedup(self, k: int) -> float:
-        """Return the speedup at K; 1 for K = 0."""
         return self.acceptance_length(k) / self.cycle_cost(k) if k else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The predicted speedup after a remedy."""
-
     speedup: float
     gain: float
     basis: str
@@ -273,7 +268,6 @@ def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None =
 
 
 def _typical_draft_cost(evidence: Evidence) -> float:
-    """Return c computed from the sizes of both models, or the typical c for this kind of draft."""
     if (ratio := evidence.number("draft_size_ratio")) is not None:
         return max(0.01, ratio)
     kinds = evidence.words("method")
@@ -344,7 +338,7 @@ def _with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) ->
     return tau / (_kappa_now(found, outlook) if same else outlook.cycle_cost(k))
 
 
-def as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+def _as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
     known = evidence.number("reference_speedup")
     return _with_reference(evidence, found, outlook) if known is None else known
 
@@ -378,7 +372,7 @@ EFFECTS: dict[Effect, Rule] = {
     "best_k": lambda evidence, found, outlook: outlook.speedup(_best_drafting_k(outlook)),
     "off": lambda evidence, found, outlook: 1.0,
     "reference_acceptance": _with_reference,
-    "as_before": as_before,
+    "as_before": _as_before,
     "fewer_rejections": _halved_rejections,
     "cheaper_draft": less(lambda k, outlook: k * outlook.draft_cost / 2.0),
     "parallel_verify": less(

@@ -135,7 +135,6 @@ class Cusum(Struct, kw_only=True):
         self.size += rate * (under - self.size)
 
     def _alarm(self, series: str, at_s: float) -> ChangePoint:
-        """Return the change; what is compared with its own mean begins to learn the new one."""
         found = ChangePoint(
             series=series,
             started_s=at_s if self.started_s is None else self.started_s,

@@ -80,7 +80,6 @@ THRESHOLDS: tuple[Threshold, ...] = (
 
 
 def _add_observations(evidence: Evidence) -> None:
-    """Add the yes-or-no observations that follow from figures, unless a source reports them."""
     copies = "ngram" in evidence.words("method")
     for threshold in THRESHOLDS:
         if copies and threshold.figure == "alpha_1":
@@ -100,36 +99,31 @@ def _add_observations(evidence: Evidence) -> None:
 
 def _add_unplaced_rate(evidence: Evidence) -> None:
     """Add whether acceptance is high or low, from a draft acceptance rate at an unknown K."""
-    fact, rate = (
-        evidence.facts.get("draft_acceptance_rate"),
-        evidence.number("draft_acceptance_rate"),
-    )
-    if fact is None or rate is None or "alpha_1" in evidence:
+    rate = evidence.number("draft_acceptance_rate")
+    if rate is None or "alpha_1" in evidence:
         return
-    if rate >= 0.7 and "acceptance_fine" not in evidence:
-        evidence.note("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
-    if rate <= 0.2 and "acceptance_low" not in evidence:
-        evidence.note("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
+    words = f"{rate:.0%} of the drafted tokens, K not known"
+    for name, is_so in (("acceptance_fine", rate >= 0.7), ("acceptance_low", rate <= 0.2)):
+        if is_so and name not in evidence:
+            evidence.note(name, True, words)
 
 
 def _add_nothing_accepted(evidence: Evidence) -> None:
-    """Add whether almost nothing is accepted, if enough tokens were drafted to decide it."""
-    fact, drafts = evidence.facts.get("draft_acceptance_rate"), evidence.number("num_drafts")
-    drafted, tau = evidence.number("num_drafted"), evidence.number("acceptance_length")
     if "acceptance_zero" in evidence:
         return
-    if fact is None:
+    rate, tau = evidence.number("draft_acceptance_rate"), evidence.number("acceptance_length")
+    if rate is None:
         if tau is not None:
             answer = True if tau <= 1.02 else False if tau >= 1.15 else None
             evidence.note("acceptance_zero", answer, f"tau {tau:.2f}")
         return
-    seen = drafts if drafts is not None else drafted
-    rate = evidence.number("draft_acceptance_rate") or 0.0
-    first = evidence.number("alpha_1") or 0.0
+    drafts = evidence.number("num_drafts")
+    seen = evidence.number("num_drafted") if drafts is None else drafts
+    first, words = evidence.number("alpha_1") or 0.0, f"{rate:.1%} of the drafted tokens"
     if rate > 0.05 or first > 0.15:
-        evidence.note("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
+        evidence.note("acceptance_zero", False, words)
     elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
-        evidence.note("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
+        evidence.note("acceptance_zero", True, words)
 
 
 NO_GAIN = (0.97, 1.05)
@@ -151,7 +145,6 @@ def _add_not_drafted(evidence: Evidence) -> None:
 
 
 def _add_comparisons(evidence: Evidence) -> None:
-    """Add observations that compare two figures, such as drafting time and step time."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
         evidence.note("slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s")
@@ -201,7 +194,6 @@ def _add_name(evidence: Evidence, side: str, name: str) -> None:
 
 
 def _billions_of(name: str) -> float | None:
-    """Billions of parameters read per token, from a name; None if it contains no size."""
     for pattern, factor in ((ACTIVE, 1.0), (BILLIONS, 1.0), (MILLIONS, 0.001)):
         if found := pattern.search(name):
             return float(found.group(1)) * factor
@@ -245,7 +237,6 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
 def _values_of_both(
     evidence: Evidence, before: Evidence, names: tuple[str, ...]
 ) -> tuple[Value, Value] | None:
-    """Return both runs' values of the first named fact that both have; None without one."""
     for name in names:
         now, then = evidence.facts.get(name), before.facts.get(name)
         if now is not None and then is not None:
@@ -275,7 +266,7 @@ class Finding:
     def words(self) -> str:
         value = self.fact.value
         if isinstance(value, bool):
-            text = self.fact.definition if value else f"not: {self.fact.definition}"
+            text = self.fact.definition if value else f"{self.fact.definition}: no"
         elif isinstance(value, float | int):
             unit = FACTS[self.fact.name].unit
             text = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
@@ -316,7 +307,6 @@ class Sign:
         return Finding(fact=fact, weight=weight) if weight else None
 
     def _on_ramp(self, fact: Fact) -> float:
-        """Return the weight of a figure, averaged over its value and the ends of its interval."""
         assert self.ramp is not None and isinstance(fact.value, float | int)
         points = [float(fact.value)]
         if fact.interval is not None:
@@ -333,8 +323,6 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that improves speculation if the cause is present."""
-
     change: str
     price: str
     effect: Effect
@@ -495,8 +483,6 @@ MAX_CAUSES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A remedy with its predicted speedup, which is None for remedies that do not affect speed."""
-
     remedy: Remedy
     prediction: Prediction | None
 
@@ -511,27 +497,26 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedCause:
-    """A cause with its score, the test that would confirm it, and its remedies."""
-
     scored: ScoredCause
     next_test: Experiment | None
     changes: tuple[Change, ...]
 
     def to_dict(self) -> dict[str, Json]:
-        test = self.next_test
+        scored, test = self.scored, self.next_test
         return {
-            "label": self.scored.cause.label,
-            "score": self.scored.score,
-            "what": self.scored.cause.what,
-            "why": self.scored.cause.why,
-            "evidence_for": [
-                {"fact": f.fact.name, "weight": f.weight, "words": f.words}
-                for f in self.scored.evidence_for
-            ],
-            "evidence_against": [
-                {"fact": f.fact.name, "weight": f.weight, "words": f.words}
-                for f in self.scored.evidence_against
-            ],
+            "label": scored.cause.label,
+            "score": scored.score,
+            "what": scored.cause.what,
+            "why": scored.cause.why,
+            **{
+                name: [
+                    {"fact": f.fact.name, "weight": f.weight, "words": f.words} for f in findings
+                ]
+                for name, findings in (
+                    ("evidence_for", scored.evidence_for),
+                    ("evidence_against", scored.evidence_against),
+                )
+            },
             "next_test": None if test is None else test.how,
             "remedies": [change.to_dict() for change in self.changes],
         }

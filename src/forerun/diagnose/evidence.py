@@ -144,8 +144,11 @@ class Evidence:
         if value is None:
             return
         name = FORMER_NAMES.get(name, name)
-        fact = Fact(name=name, value=_checked_value(name, value), source=source, interval=interval)
-        known = self.facts.setdefault(name, fact)
+        value = _checked_value(name, value)
+        self._keep(Fact(name=name, value=value, source=source, interval=interval))
+
+    def _keep(self, fact: Fact) -> None:
+        known = self.facts.setdefault(fact.name, fact)
         if known is not fact and not alike(known.value, fact.value):
             self.disagreements.append(fact)
 
@@ -162,9 +165,7 @@ class Evidence:
         for fact in other.facts.values():
             if is_counted and fact.name in COUNTS:
                 continue
-            known = self.facts.setdefault(fact.name, fact)
-            if known is not fact and not alike(known.value, fact.value):
-                self.disagreements.append(fact)
+            self._keep(fact)
         self.disagreements += other.disagreements
         self.readings += other.readings
         self.notes += other.notes
@@ -181,24 +182,20 @@ class Evidence:
             )
 
     def number(self, name: str) -> float | None:
-        """Return the value of a number; None where it is not known."""
         value = self._value(name)
         return float(value) if isinstance(value, int | float) else None
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return the values of a list of numbers; empty where they are not known."""
         value = self._value(name)
         if not isinstance(value, tuple):
             return ()
         return tuple(float(entry) for entry in value if not isinstance(entry, str))
 
     def flag(self, name: str) -> bool | None:
-        """Return the value of a flag; None where it was not observed."""
         value = self._value(name)
         return value if isinstance(value, bool) else None
 
     def words(self, name: str) -> tuple[str, ...]:
-        """Return the values of a fact that is one word or several; empty if it is not known."""
         value = self._value(name)
         if isinstance(value, str):
             return (value,)
@@ -218,7 +215,6 @@ class Evidence:
 
 
 def _checked_value(name: str, value: object) -> Value:
-    """Check a value against the definition of its fact and convert it."""
     kind = FACTS.get(name)
     if kind is None:
         raise ValueError(f"there is no fact {name[:MAX_WORD]!r}; {_similar_facts(name)}")
@@ -277,7 +273,6 @@ def checked_number(name: str, value: object) -> float:
 
 
 def _checked_word(name: str, value: object) -> str:
-    """Check a short text, which must be one of the fact's choices if it has any."""
     kind = FACTS[name]
     if not isinstance(value, str) or len(value) > MAX_WORD:
         raise ValueError(f"{name} must be a text of at most {MAX_WORD} characters")
@@ -288,16 +283,9 @@ def _checked_word(name: str, value: object) -> str:
 
 def alike(one: Value, other: Value) -> bool:
     """Whether two values of a fact agree; numbers may differ by 2%."""
-    if isinstance(one, bool | str) or isinstance(other, bool | str):
-        return one == other
-    ones = one if isinstance(one, tuple) else (one,)
-    others = other if isinstance(other, tuple) else (other,)
-    return len(ones) == len(others) and all(map(same, ones, others))
-
-
-def same(one: float | str, other: float | str) -> bool:
-    """Whether two list entries are equal; numbers may differ by 2%."""
-    if isinstance(one, str) or isinstance(other, str):
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, bool | str | tuple) or isinstance(other, bool | str | tuple):
         return one == other
     return math.isclose(one, other, rel_tol=0.02)
 
@@ -320,7 +308,6 @@ def add_rates(evidence: Evidence) -> None:
 
 
 def _add_positions(evidence: Evidence) -> None:
-    """Add beta from accepted counts per position over drafted counts or the number of drafts."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
     drafts = evidence.number("num_drafts")
@@ -332,7 +319,6 @@ def _add_positions(evidence: Evidence) -> None:
 
 
 def _add_k(evidence: Evidence) -> None:
-    """Add K, from the number of positions or the mean number of drafted tokens."""
     if "k" in evidence:
         return
     if rates := evidence.numbers("acceptance_rate_per_position"):
@@ -434,7 +420,6 @@ def _add_first_position(evidence: Evidence) -> None:
 
 
 def _add_conditional(evidence: Evidence) -> None:
-    """Add conditional acceptance, and its largest decline after the first position."""
     rates = evidence.numbers("acceptance_rate_per_position")
     name = "conditional_acceptance_per_position"
     if name not in evidence and rates and rates[0] > 0.0:
@@ -456,7 +441,7 @@ def _add_conditional(evidence: Evidence) -> None:
 
 def add_costs(evidence: Evidence) -> None:
     """Add kappa, its parts and the speedup, from timers or from two rates."""
-    add_times(evidence)
+    _add_times(evidence)
     _add_parts(evidence)
     with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
     if with_s and plain:
@@ -474,32 +459,31 @@ def add_costs(evidence: Evidence) -> None:
     _add_linearity(evidence)
 
 
-def add_times(evidence: Evidence) -> None:
+def _add_times(evidence: Evidence) -> None:
     """Add step times computed from throughput, where one sequence decodes."""
     if evidence.number("batch") not in (None, 1.0):
         return
-    tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
-    if tau and rate and "cycle_s" not in evidence:
-        evidence.note("cycle_s", tau / rate, "tau / (tokens/s)")
-    plain = evidence.number("tokens_per_s_plain")
-    if plain and "plain_step_s" not in evidence:
-        evidence.note("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
+    for name, tokens, rate, words in (
+        ("cycle_s", evidence.number("acceptance_length"), "tokens_per_s", "tau / (tokens/s)"),
+        ("plain_step_s", 1.0, "tokens_per_s_plain", "1 / (plain tokens/s)"),
+    ):
+        per_s = evidence.number(rate)
+        if tokens and per_s and name not in evidence:
+            evidence.note(name, tokens / per_s, words)
 
 
 def _add_parts(evidence: Evidence) -> None:
-    """Add the measured costs of drafting, of the target pass and of the rest of a step."""
     plain_s, k = evidence.number("plain_step_s"), evidence.number("k")
     if not plain_s:
         return
-    cycle_s, verify_s = evidence.number("cycle_s"), evidence.number("verify_s")
-    draft_s, other_s = evidence.number("draft_s"), evidence.number("other_s")
-    if cycle_s:
-        evidence.note("cycle_cost", cycle_s / plain_s, "step time / plain step time")
-    if verify_s is not None:
-        evidence.note("verify_cost", verify_s / plain_s, "target pass / plain step time")
-    if other_s is not None:
-        evidence.note("overhead", other_s / plain_s, "other time / plain step time")
-    token_s = evidence.number("draft_token_s")
+    for name, part, words in (
+        ("cycle_cost", "cycle_s", "step time / plain step time"),
+        ("verify_cost", "verify_s", "target pass / plain step time"),
+        ("overhead", "other_s", "other time / plain step time"),
+    ):
+        if (part_s := evidence.number(part)) is not None and (part_s or part != "cycle_s"):
+            evidence.note(name, part_s / plain_s, words)
+    draft_s, token_s = evidence.number("draft_s"), evidence.number("draft_token_s")
     if draft_s is not None and k:
         evidence.note("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
     elif token_s is not None:
@@ -507,7 +491,6 @@ def _add_parts(evidence: Evidence) -> None:
 
 
 def _add_linearity(evidence: Evidence) -> None:
-    """Add the total draft cost, the rows of a pass, and how pass time grows with them."""
     k, batch = evidence.number("k"), evidence.number("batch")
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
@@ -561,7 +544,6 @@ RATIOS = (
 
 
 def add_ratios(evidence: Evidence) -> None:
-    """Add all facts that are ratios of two known figures."""
     if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
         rate = evidence.number("tokens_per_s")
         evidence.note("tokens_per_s_server", rate, "the rate that was measured at the engine")

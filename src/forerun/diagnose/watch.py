@@ -82,12 +82,12 @@ def observe(
         *_acceptance_changes(state.series, grown, at_s),
         *_figure_changes(state.series, grown, at_s, target_s),
     ]
-    _add(state.recent, grown)
+    state.recent.include(grown)
     if found:
         found = [replace(change, causes=causes_of(change, state)) for change in found]
         state.usual, state.recent = Metrics(), Metrics()
     elif all(cusum.started_s is None for cusum in state.series.values()):
-        _add(state.usual, state.recent)
+        state.usual.include(state.recent)
         state.recent = Metrics()
     state.changes = [*state.changes, *found][-MAX_CHANGES:]
     state.num_changes += len(found)
@@ -112,7 +112,6 @@ def _acceptance_changes(series: dict[str, Cusum], grown: Metrics, at_s: float) -
 
 
 def _figures(metrics: Metrics) -> Iterator[tuple[str, float, float, float]]:
-    """Yield name, numerator, denominator and batch size of every ratio that the page has."""
     for name, pairs in ((TIME_PER_TOKEN, _TIMES), (PROMPT_TOKENS, _PROMPTS)):
         for over, under, size in pairs:
             if over in metrics.totals and under in metrics.totals:
@@ -133,15 +132,6 @@ def _figure_changes(
             found = cusum.add(label, over, under, at_s)
             if found is not None:
                 yield found
-
-
-def _add(sample: Metrics, grown: Metrics) -> None:
-    for name, value in grown.totals.items():
-        sample.totals[name] = sample.totals.get(name, 0.0) + value
-    for name, places in grown.positions.items():
-        known = sample.positions.setdefault(name, {})
-        for place, value in places.items():
-            known[place] = known.get(place, 0.0) + value
 
 
 def causes_of(change: ChangePoint, state: WatchState) -> tuple[str, ...]:

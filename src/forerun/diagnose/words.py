@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
@@ -24,6 +25,8 @@ NAMED = 0.5
 cause of held-out complaints is right above and below."""
 CLOSE = 0.5
 """Causes with more of the likeliest one's score than this are not told apart by it."""
+LEAST_SHOWN = (0.02, 0.2)
+"""Score from which on a cause is shown beside another one, and beside health."""
 OF_FAMILY = {
     "cost": "A step with drafts costs too much. Which part of it does, the evidence does not show.",
     "alignment": "Too few draft tokens are accepted. Why is open: several causes fit alike.",
@@ -35,8 +38,6 @@ WATERFALL = "Time per token, in plain steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading and lines under it."""
-
     heading: str
     lines: tuple[str, ...]
 
@@ -56,7 +57,6 @@ def headline(diagnosis: Diagnosis, *, states_speedup: bool = True) -> str:
 
 
 def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
-    """Return the verdict in one sentence."""
     speedup = diagnosis.evidence.number("speedup")
     is_stated = states_speedup and speedup is not None
     rate = f" Decoding runs at {speedup:.2f}x the plain rate." if is_stated else ""
@@ -64,7 +64,9 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
         return f"Insufficient evidence.{rate} What is known supports no cause clearly."
     if diagnosis.verdict == "healthy":
         if speedup is None:
-            return "Healthy as far as is known. Whether it pays takes the rate without speculation."
+            return (
+                "Healthy as far as is known. To know whether it pays, give the rate without drafts."
+            )
         return f"Healthy.{rate} Nothing that was measured is wrong."
     return f"Problem: {_problem_words(diagnosis)}{rate}"
 
@@ -78,8 +80,12 @@ def _problem_words(diagnosis: Diagnosis) -> str:
     family = likeliest.cause.family
     if len(alike) > 1 and family in OF_FAMILY and all(i.cause.family == family for i in alike):
         return OF_FAMILY[family]
+    if len(alike) == 1:
+        return (
+            f"The likeliest cause is {likeliest.cause.label}, which the evidence does not settle."
+        )
     names = " or ".join(item.cause.label for item in alike[:2])
-    return f"The evidence does not tell its causes apart. {names} fits best."
+    return f"The likeliest cause is {names}; the evidence does not tell them apart."
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
@@ -91,7 +97,6 @@ def sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 
 def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """Return the sections before unsafe terminal characters are escaped."""
     if changes := changes_of(diagnosis):
         yield Section(heading="What to change", lines=(change_line(changes[0]),))
     if diagnosis.next_test is not None and diagnosis.verdict != "healthy":
@@ -100,6 +105,8 @@ def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         yield Section(heading=f"Next test: {test.name}", lines=(line,))
     for number, ranked in enumerate(diagnosis.causes, start=1):
         scored = ranked.scored
+        if number > 1 and scored.score < LEAST_SHOWN[diagnosis.verdict == "healthy"]:
+            break
         heading = f"{number}. {scored.cause.label} (score {scored.score:.2f})"
         yield Section(heading=heading, lines=tuple(_cause_words(ranked)))
     if len(changes) > 1:
@@ -107,7 +114,9 @@ def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         yield Section(heading="Other changes", lines=lines)
     found = diagnosis.attribution
     if found is not None:
-        yield Section(heading="What happens in a step", lines=tuple(_step_words(found)))
+        yield Section(
+            heading="What happens in a step", lines=tuple(_step_words(found, diagnosis.evidence))
+        )
         yield Section(heading="Why", lines=tuple(_interplay(found, diagnosis.evidence)))
         yield Section(heading=WATERFALL, lines=tuple(waterfall(found)))
         if found.counterfactuals:
@@ -120,11 +129,16 @@ def _raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     yield Section(heading="Evidence", lines=tuple(_evidence_words(diagnosis.evidence)))
 
 
-def _step_words(found: Attribution) -> Iterator[str]:
+def _step_words(found: Attribution, evidence: Evidence) -> Iterator[str]:
     """Explain the roles of draft and target, with this run's figures."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     c = "" if found.draft_cost is None else f", each for {found.draft_cost:.3f} of a plain step"
-    yield f"The draft proposes {k} tokens, one after the other{c}."
+    least, mean, most = _drafted_range(evidence, k)
+    if least == most:
+        yield f"The draft proposes {k} tokens, one after the other{c}."
+    else:
+        yield f"The draft proposes {mean:.1f} tokens on average, from {least} to {most}{c}."
+        yield f"Below, every step counts as one of K = {k}."
     v = "" if found.verify_cost is None else f", for {found.verify_cost:.2f} plain steps"
     yield f"The target checks all of them in one pass over {k + 1} rows{v}."
     yield (
@@ -132,7 +146,9 @@ def _step_words(found: Attribution) -> Iterator[str]:
         f"tau = {tau:.2f} tokens per step, of at most {k + 1}."
     )
     if found.cycle_cost is None:
-        yield "What a step costs in plain steps is not known: give the rate without speculation."
+        cycle_s = evidence.number("cycle_s")
+        known = "" if cycle_s is None else f"A step takes {1e3 * cycle_s:.3g} ms. "
+        yield f"{known}What a step costs in plain steps is not known: give the rate without drafts."
         return
     gain = found.speedup or 0.0
     verb = "faster" if gain >= 1.0 else "slower"
@@ -146,10 +162,11 @@ def _interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
     """Explain why verification in one parallel pass does not guarantee a speedup."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     first, kept = evidence.number("alpha_1"), tau - 1.0
+    drafted = _drafted_range(evidence, k)[1]
     share = "" if first is None else f" Position 1 is accepted in {first:.0%} of the steps;"
     yield (
         f"Rows are verified in parallel, but accepted in order: behind a rejection, every row was "
-        f"computed for nothing.{share} of {k} drafted tokens {kept:.2f} are kept."
+        f"computed for nothing.{share} of {drafted:.3g} drafted tokens {kept:.2f} are kept."
     )
     if found.cycle_cost is None:
         return
@@ -164,18 +181,35 @@ def _interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
         yield f"{found.prefill_share:.0%} of the time reads prompts, which speculation cannot help."
 
 
+def _drafted_range(evidence: Evidence, k: int) -> tuple[int, float, int]:
+    """Return the least, mean and most tokens that steps drafted; K each where only K is known."""
+    drafted, mean = evidence.numbers("drafted_per_position"), evidence.number("mean_drafted")
+    if not drafted or mean is None or not drafted[0]:
+        return k, float(k), k
+    return sum(count >= drafted[0] for count in drafted), mean, len(drafted)
+
+
 MAX_POSITIONS = 4
+MAX_POSITION_BARS = 8
+"""Positions at which rejections are told apart: in the terminal and on the page."""
+
+
+def _parts_shown(found: Attribution, most: int) -> list[Part]:
+    """Return the parts of the time per token, with rejections at late positions as one."""
+    late = [part for part in found.parts if part.kind == "rejection"][most:]
+    if not late:
+        return list(found.parts)
+    name = f"rejected at positions {most + 1} to {most + len(late)}"
+    together = Part(name=name, kind="rejection", cost=sum(part.cost for part in late))
+    shown = [part for part in found.parts if part not in late]
+    shown.insert(1 + most, together)
+    return shown
 
 
 def waterfall(found: Attribution) -> Iterator[str]:
     """List the parts of the time per token, late positions merged, and their sum."""
-    rejections = [part for part in found.parts if part.kind == "rejection"]
-    late = rejections[MAX_POSITIONS:]
-    for part in found.parts:
-        if part not in late:
-            yield f"{part.cost:7.3f}  {part.name}"
-        elif part is late[0]:
-            yield f"{sum(p.cost for p in late):7.3f}  rejected at later positions"
+    for part in _parts_shown(found, MAX_POSITIONS):
+        yield f"{part.cost:7.3f}  {part.name}"
     what = "kappa / tau" if found.cycle_cost is not None else "1 / tau, costs not included"
     yield f"{found.step_cost_per_token:7.3f}  together: {what}"
 
@@ -193,7 +227,7 @@ def _cause_words(ranked: RankedCause) -> Iterator[str]:
         yield f"for ({finding.weight:+.1f}): {finding.words}"
     for finding in ranked.scored.evidence_against[:MAX_EVIDENCE]:
         yield f"against ({finding.weight:+.1f}): {finding.words}"
-    if ranked.next_test is not None:
+    if ranked.next_test is not None and ranked.scored.cause.label != "healthy":
         yield f"to confirm or clear it: {ranked.next_test.how}"
 
 
@@ -252,165 +286,93 @@ def figure_words(fact: Fact) -> str:
     return f"{text} [{fact.source}]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One bar of a bar chart."""
+class Bar(NamedTuple):
+    """One horizontal bar; start and length are shares of the width."""
 
     label: str
     value: str
-    start: float
-    length: float
     kind: str
+    length: float
+    start: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """Horizontal bars under a title."""
-
-    title: str
-    caption: str
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A line through points given as fractions of the chart's width and height."""
+class Curve(NamedTuple):
+    """A line through points given as shares of the chart's width and height."""
 
     name: str
     kind: str
     points: tuple[tuple[float, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """Lines under a title; the vertical axis goes from 0 to 1."""
+class Chart(NamedTuple):
+    """Bars, or curves between two ends of an axis."""
 
     title: str
     caption: str
-    curves: tuple[Curve, ...]
-    low: str
-    high: str
+    bars: Sequence[Bar] = ()
+    curves: Sequence[Curve] = ()
+    low: str = ""
+    high: str = ""
 
 
-def _charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
-    found, series = diagnosis.attribution, diagnosis.evidence.series
-    bars, curves = [], []
+MAX_BARS = 24
+
+
+def _charts_of(diagnosis: Diagnosis) -> Iterator[Chart]:
+    found, evidence = diagnosis.attribution, diagnosis.evidence
     if found is not None:
-        bars.append(_waterfall_bars(found))
-        curves.append(survival(found, diagnosis.evidence))
-    if len(series.get("time", ())) > 1:
-        curves.append(over_time(diagnosis.evidence))
-    if series.get("tag"):
-        bars.append(by_tag(diagnosis.evidence))
-    if series.get("K"):
-        bars.append(_k_histogram(diagnosis.evidence))
-    return tuple(bars), tuple(curves)
+        yield _waterfall_bars(found)
+    if tags := evidence.series.get("tag"):
+        title, caption = "Acceptance by tag", "acceptance at position 1, and drafting steps"
+        bars = [Bar(str(tag), f"{rate:.2f} of {n:.0f}", "tag", rate) for tag, rate, n in tags]
+        yield Chart(title, caption, bars)
+    if ks := evidence.series.get("K"):
+        common = sorted(ks, key=lambda point: -point[1])[:MAX_BARS]
+        counts = sorted((float(k), n) for k, n, _ in common)
+        most = max(n for _, n in counts) or 1.0
+        bars = [Bar(f"K = {k:g}", f"{n:.0f}", "k", n / most) for k, n in counts]
+        yield Chart("K", "drafting steps by the K they were allowed", bars)
+    if found is not None:
+        yield _survival(found, evidence)
+    if len(points := evidence.series.get("time", ())) > 1:
+        times = [float(at) for at, _, _ in points]
+        width = (times[-1] - times[0]) or 1.0
+        line = tuple(((float(at) - times[0]) / width, value) for at, value, _ in points)
+        title, caption = "Acceptance over time", "acceptance at position 1"
+        curve = Curve("position 1", "measured", line)
+        yield Chart(title, caption, (), (curve,), "start", f"{times[-1]:.0f} s")
 
 
-def _waterfall_bars(found: Attribution) -> Bars:
-    """Return the waterfall chart from the ideal time per token to the actual one."""
+def _waterfall_bars(found: Attribution) -> Chart:
     places, at = [], 0.0
-    for part in _parts_shown(found):
+    for part in _parts_shown(found, MAX_POSITION_BARS):
         places.append((part, min(at, at + part.cost), abs(part.cost)))
         at += part.cost
     width = max(start + length for _, start, length in places) or 1.0
     bars = [
-        Bar(
-            label=part.name,
-            value=f"{part.cost:+.3f}",
-            start=start / width,
-            length=length / width,
-            kind=part.kind,
-        )
+        Bar(part.name, f"{part.cost:+.3f}", part.kind, length / width, start / width)
         for part, start, length in places
     ]
-    bars.append(Bar(label="together", value=f"{at:.3f}", start=0, length=at / width, kind="total"))
-    return Bars(
-        title="Time per token",
-        caption="plain decode steps per emitted token, from the ideal to what is paid",
-        bars=tuple(bars),
-    )
+    bars.append(Bar("together", f"{at:.3f}", "total", at / width))
+    caption = "plain decode steps per emitted token, from the ideal to what is paid"
+    return Chart("Time per token", caption, bars)
 
 
-MAX_POSITION_BARS = 8
-"""Positions of the waterfall with a bar of their own."""
-MAX_BARS = 24
-
-
-def _parts_shown(found: Attribution) -> list[Part]:
-    """Return the bars of the waterfall, with the rejections at late positions merged."""
-    rejections = [part for part in found.parts if part.kind == "rejection"]
-    late = rejections[MAX_POSITION_BARS:]
-    if not late:
-        return list(found.parts)
-    name = f"rejected at positions {MAX_POSITION_BARS + 1} to {len(rejections)}"
-    together = Part(name=name, kind="rejection", cost=sum(part.cost for part in late))
-    shown = [part for part in found.parts if part not in late]
-    shown.insert(1 + MAX_POSITION_BARS, together)
-    return shown
-
-
-def survival(found: Attribution, evidence: Evidence) -> Curves:
+def _survival(found: Attribution, evidence: Evidence) -> Chart:
     """Return the chart of measured survival by position beside constant acceptance of equal tau."""
     k = found.num_speculative_tokens
     rates = evidence.numbers("acceptance_rate_per_position")[:k]
     measured = rates or survival_of(evidence, k, found.acceptance_length)
-    curves = [Curve(name="accepted through it", kind="measured", points=spread(measured))]
+    curves = [Curve("accepted through it", "measured", _spread(measured))]
     if (alpha := evidence.number("alpha")) is not None:
         fit = constant_survival(alpha, k)
-        curves.append(Curve(name=f"constant {alpha:.2f}", kind="fit", points=spread(fit)))
-    return Curves(
-        title="Survival by position",
-        caption="share of drafts accepted through each position, and the geometric fit",
-        curves=tuple(curves),
-        low="position 1",
-        high=f"position {k}",
-    )
+        curves.append(Curve(f"constant {alpha:.2f}", "fit", _spread(fit)))
+    caption = "share of drafts accepted through each position, and the geometric fit"
+    title = "Survival by position"
+    return Chart(title, caption, (), curves, "position 1", f"position {k}")
 
 
-def over_time(evidence: Evidence) -> Curves:
-    """Return the chart of acceptance at position 1 over time."""
-    points = evidence.series["time"]
-    times = [float(at) for at, _, _ in points]
-    width = (times[-1] - times[0]) or 1.0
-    line = tuple(
-        ((t - times[0]) / width, value) for t, (_, value, _) in zip(times, points, strict=True)
-    )
-    return Curves(
-        title="Acceptance over time",
-        caption="acceptance at position 1",
-        curves=(Curve(name="position 1", kind="measured", points=line),),
-        low="start",
-        high=f"{times[-1]:.0f} s",
-    )
-
-
-def by_tag(evidence: Evidence) -> Bars:
-    return Bars(
-        title="Acceptance by tag",
-        caption="acceptance at position 1, and drafting steps",
-        bars=tuple(
-            Bar(label=str(tag), value=f"{rate:.2f} of {n:.0f}", start=0, length=rate, kind="tag")
-            for tag, rate, n in evidence.series["tag"]
-        ),
-    )
-
-
-def _k_histogram(evidence: Evidence) -> Bars:
-    common = sorted(evidence.series["K"], key=lambda point: -point[1])[:MAX_BARS]
-    counts = sorted((float(k), n) for k, n, _ in common)
-    most = max(n for _, n in counts) or 1.0
-    return Bars(
-        title="K",
-        caption="drafting steps by the K they were allowed",
-        bars=tuple(
-            Bar(label=f"K = {k:g}", value=f"{n:.0f}", start=0, length=n / most, kind="k")
-            for k, n in counts
-        ),
-    )
-
-
-def spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
+def _spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
     last = max(1, len(values) - 1)
     return tuple((index / last, value) for index, value in enumerate(values))
 
@@ -441,7 +403,6 @@ def page_of(diagnosis: Diagnosis) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_safe
     )
-    bars, curves = _charts_of(diagnosis)
     every = list(sections(diagnosis))
     facts = [
         (fact.name, figure_words(fact), fact.definition)
@@ -453,8 +414,7 @@ def page_of(diagnosis: Diagnosis) -> str:
         changes=[s for s in every if s.heading in FIRST or s.heading.startswith("Next test")],
         causes=[s for s in every if s.heading[0].isdigit()],
         sections=[s for s in every if s.heading in AFTER],
-        bars=bars,
-        curves=curves,
+        charts=list(_charts_of(diagnosis)),
         colours=COLOURS,
         facts=facts,
     )

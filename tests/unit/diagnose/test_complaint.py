@@ -14,6 +14,20 @@ def test_a_complaint_in_words_gives_observations():
     assert found.readings[0].kinds == {"words"}
 
 
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("slower with 8 requests at once", "slower_with_batch"),
+        ("slower with four clients in parallel", "slower_with_batch"),
+        ("slower than without speculation since the update", "slower_than_plain"),
+        ("acceptance falls as prompts get longer", "acceptance_falls_with_context"),
+    ],
+)
+def test_the_examples_of_the_page_are_understood(text: str, fact: str):
+    found = read_source(text, interval_s=1.0, is_asking=True)
+    assert found.flag(fact) is True
+
+
 @pytest.mark.parametrize("text", ["good morning to everybody", "x " * 9000, "a \x1b[31m b"])
 def test_words_that_say_nothing_are_refused(text: str):
     with pytest.raises(InvalidRequest) as refused:

@@ -12,30 +12,17 @@ from forerun.diagnose.evidence import Evidence
 MAX_POSITIONS = 64
 
 
-@dataclass(slots=True)
-class Mean:
-    """A weighted mean of values that are added one by one."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float, weight: float = 1.0) -> None:
-        self.total += value * weight
-        self.weight += weight
-
-    @property
-    def value(self) -> float | None:
-        """The weighted mean; None if no value was added."""
-        return self.total / self.weight if self.weight > 0.0 else None
-
-
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums of counts, means and facts over the lines of one engine."""
+    """Sums of counts, means and facts over the lines of one engine.
+
+    Attributes:
+        means: weighted sum and weight.
+    """
 
     counts: dict[str, float] = field(default_factory=dict)
     per_position: list[float] = field(default_factory=list)
-    means: dict[str, Mean] = field(default_factory=dict)
+    means: dict[str, tuple[float, float]] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -43,7 +30,8 @@ class Tally:
         self.counts[name] = self.counts.get(name, 0.0) + value
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        self.means.setdefault(name, Mean()).add(value, weight)
+        total, before = self.means.get(name, (0.0, 0.0))
+        self.means[name] = total + value * weight, before + weight
 
     def set_fact(self, name: str, value: object) -> None:
         self.facts.setdefault(name, value)
@@ -55,13 +43,10 @@ class Tally:
             self.per_position[index] += value
 
     def include(self, other: Tally) -> None:
-        """Add the counts, means and facts of another tally."""
         for name, value in other.counts.items():
             self.count(name, value)
-        for name, mean in other.means.items():
-            own = self.means.setdefault(name, Mean())
-            own.total += mean.total
-            own.weight += mean.weight
+        for name, (total, weight) in other.means.items():
+            self.mean(name, total / weight if weight else 0.0, weight)
         for name, fact in other.facts.items():
             self.set_fact(name, fact)
         self.positions(other.per_position)
@@ -75,14 +60,11 @@ class Tally:
         evidence.readings[-1].notes += self.notes
         named: Mapping[str, object] = {
             **{name: round(value, 3) for name, value in self.counts.items()},
-            **{name: mean.value for name, mean in self.means.items()},
+            **{name: total / weight for name, (total, weight) in self.means.items() if weight},
             **self.facts,
         }
         for name, value in named.items():
-            try:
-                evidence.add(name, value, source)
-            except ValueError as error:
-                evidence.readings[-1].notes.append(f"not used: {error}")
+            evidence.note(name, value, source)
         if self.per_position and self.counts.get("num_drafts"):
             drafts = self.counts["num_drafts"]
             evidence.note(
@@ -121,7 +103,6 @@ def numbers_in(text: str) -> list[float]:
 
 
 def positive(values: Mapping[str, float | None], name: str) -> float | None:
-    """Return a value above 0; None otherwise."""
     value = values.get(name)
     return value if value is not None and value > 0.0 else None
 
@@ -201,7 +182,6 @@ class SpecDecodingLog(LineReader):
         return False
 
     def close(self) -> None:
-        """Choose one run or add up all; of cumulative counters only the last line is used."""
         self._close_runs()
         if self._old is None:
             return
@@ -318,7 +298,6 @@ class SglangLog(LineReader):
         return False
 
     def close(self) -> None:
-        """Decide from all lines how the accept rate is defined, and derive K."""
         if self._changes:
             self.tally.set_fact("adaptive_k", True)
             rising = [after > before for before, after in self._changes]
@@ -418,7 +397,6 @@ class LlamaCppLog(LineReader):
         return True
 
     def close(self) -> None:
-        """Add facts that depend on several lines."""
         if self._eval_ms > 0.0 and self._eval_tokens > 1:
             rate = 1000.0 * self._eval_tokens / self._eval_ms
             self.tally.set_fact("tokens_per_s", rate)

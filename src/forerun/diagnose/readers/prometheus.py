@@ -17,24 +17,21 @@ POSITION = re.compile(r"(?:^|,)\s*(?:token_)?position=\"(\d{1,3})\"")
 MAX_SERIES = 200_000
 
 COUNTERS: Mapping[str, str] = {
-    "vllm:spec_decode_num_drafts": "num_drafts",
-    "vllm:spec_decode_num_draft_tokens": "num_drafted",
-    "vllm:spec_decode_num_accepted_tokens": "num_accepted",
-    "lmdeploy:spec_decode_num_drafts": "num_drafts",
-    "lmdeploy:spec_decode_num_draft_tokens": "num_drafted",
-    "lmdeploy:spec_decode_num_accepted_tokens": "num_accepted",
-    "llamacpp:spec_decode_num_drafts": "num_drafts",
-    "llamacpp:spec_decode_num_draft_tokens": "num_drafted",
-    "llamacpp:spec_decode_num_accepted_tokens": "num_accepted",
-    "trtllm_spec_decode_num_draft_tokens": "num_drafted",
-    "trtllm_spec_decode_num_accepted_tokens": "num_accepted",
+    **{
+        f"{engine}spec_decode_{name}": fact
+        for engine in ("vllm:", "lmdeploy:", "llamacpp:", "trtllm_")
+        for name, fact in (
+            ("num_drafts", "num_drafts"),
+            ("num_draft_tokens", "num_drafted"),
+            ("num_accepted_tokens", "num_accepted"),
+        )
+    },
     "vllm:num_preemptions": "num_preemptions",
 }
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 ACCEPTED_PER_POSITION = frozenset(
     {
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "lmdeploy:spec_decode_num_accepted_tokens_per_pos",
-        "llamacpp:spec_decode_num_accepted_tokens_per_pos",
+        *(f"{engine}:{PER_POSITION}" for engine in ("vllm", "lmdeploy", "llamacpp")),
         "trtllm_spec_decode_accepted_tokens",
     }
 )
@@ -61,7 +58,6 @@ RATIOS: Mapping[str, tuple[str, str]] = {
 }
 """Facts that are one counter over another."""
 OWN = "forerun:"
-PREFIXES = (OWN, "vllm:", "sglang:", "trtllm_", "llamacpp:", "lmdeploy:")
 NAMES = {
     OWN: "forerun metrics",
     "vllm:": "vLLM metrics",
@@ -70,6 +66,7 @@ NAMES = {
     "llamacpp:": "llama.cpp metrics",
     "lmdeploy:": "LMDeploy metrics",
 }
+PREFIXES = tuple(NAMES)
 
 
 @dataclass(slots=True)
@@ -117,6 +114,15 @@ class Metrics:
             num_samples=self.num_samples,
         )
 
+    def include(self, other: Metrics) -> None:
+        """Add the samples of another."""
+        for name, value in other.totals.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+        for name, places in other.positions.items():
+            known = self.positions.setdefault(name, {})
+            for place, value in places.items():
+                known[place] = known.get(place, 0.0) + value
+
 
 def _is_gauge(name: str) -> bool:
     return name in GAUGES or name.endswith(("_accept_rate", "_draft_overhead", "_running"))
@@ -155,7 +161,6 @@ class PrometheusText(LineReader):
         return True
 
     def close(self) -> None:
-        """Convert the samples that were read to facts."""
         self.tally = metrics_of(self.metrics)
 
     def _name(self, name: str) -> None:
@@ -211,7 +216,6 @@ CYCLE_SECONDS = "forerun:cycle_seconds"
 
 
 def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
-    """Add what forerun's own steps take on average, plain ones and those that read prompts too."""
     cycles = positive(totals, "forerun:cycles")
     parts = {
         f"{phase}_s": totals[name]
@@ -228,7 +232,6 @@ def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:
-    """Add the speed per sequence from summed decode times, if the engine reports them."""
     seconds = positive(totals, "vllm:request_decode_time_seconds_sum")
     tokens = positive(totals, "vllm:request_generation_tokens_sum")
     requests = totals.get("vllm:request_decode_time_seconds_count", 0.0)

@@ -17,7 +17,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -31,7 +32,7 @@ from forerun.bounded_read import (
     open_stdin,
     parse_json,
 )
-from forerun.diagnose.evidence import FOLDER, MAX_WORD, Evidence, Reading, shown
+from forerun.diagnose.evidence import COUNTS, FOLDER, MAX_WORD, Evidence, Reading, shown
 from forerun.diagnose.readers.engine_logs import (
     NUMBER,
     LineReader,
@@ -146,13 +147,11 @@ class Documents:
         return known
 
     def close(self) -> None:
-        """Add facts that depend on all documents, such as how SGLang's accept rate is defined."""
         nodes = num_draft_tokens_of(self._pairs)
         if nodes is not None:
             self.tally.set_fact("k", nodes - 1)
 
     def _read_timings(self, entry: Object) -> bool:
-        """Read llama.cpp's `timings` of a response."""
         drafted, accepted = number(entry, "draft_n"), number(entry, "draft_n_accepted")
         tokens, milliseconds = number(entry, "predicted_n"), number(entry, "predicted_ms")
         if tokens is None or milliseconds is None:
@@ -175,7 +174,6 @@ class Documents:
         return True
 
     def _read_iteration(self, entry: Object) -> bool:
-        """Read TensorRT-LLM's `specDecodingStats` of an iteration."""
         stats = entry.get("specDecodingStats")
         if not isinstance(stats, Mapping):
             return False
@@ -217,29 +215,25 @@ class Documents:
 
     def _read_request_metrics(self, entry: Object) -> bool:
         """Read vLLM's `metrics.speculative_decoding` of a response."""
-        steps, drafted = number(entry, "num_spec_steps"), number(entry, "num_draft_tokens")
-        accepted = number(entry, "num_accepted_draft_tokens")
-        if steps is None or drafted is None or accepted is None:
+        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        values = [number(entry, name) for name in names]
+        if None in values:
             return False
         self.kind = "vLLM request metrics"
-        self.tally.count("num_drafts", steps)
-        self.tally.count("num_drafted", drafted)
-        self.tally.count("num_accepted", accepted)
+        for fact, value in zip(("num_drafts", "num_drafted", "num_accepted"), values, strict=True):
+            self.tally.count(fact, value or 0.0)
         self.tally.set_fact("k", number(entry, "num_spec_tokens"))
         return True
 
     def _read_server_info(self, entry: Object) -> bool:
         length = number(entry, "avg_spec_accept_length")
-        if length is None:
-            return False
-        self.kind = "SGLang server_info"
-        if length >= 1.0:
+        if length is not None and length >= 1.0:
             self.tally.set_fact("acceptance_length", length)
-        return True
+        self.kind = self.kind if length is None else "SGLang server_info"
+        return length is not None
 
 
 def _objects_in(document: object) -> Iterator[Object]:
-    """Yield every object of a document, the outer ones first, within a limit on their number."""
     waiting: list[tuple[object, int]] = [(document, 0)]
     num_objects = 0
     while waiting and num_objects < MAX_OBJECTS:
@@ -253,7 +247,6 @@ def _objects_in(document: object) -> Iterator[Object]:
 
 
 def number(entry: Object, name: str) -> float | None:
-    """Return a finite number of 0 or more; None otherwise."""
     value = entry.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -264,22 +257,19 @@ def _first_number(entry: Object, *names: str) -> float | None:
     return next((value for name in names if (value := number(entry, name)) is not None), None)
 
 
-def label(text: str) -> re.Pattern[str]:
+def _label(text: str) -> re.Pattern[str]:
     return re.compile(r"^\s*" + re.escape(text) + r":\s+" + NUMBER + r"\s*$")
 
 
-COUNTS = {
-    "num_drafts": label("Drafts"),
-    "num_drafted": label("Draft tokens"),
-    "num_accepted": label("Accepted tokens"),
+LABELS = {
+    "num_drafts": (_label("Drafts"), 1.0),
+    "num_drafted": (_label("Draft tokens"), 1.0),
+    "num_accepted": (_label("Accepted tokens"), 1.0),
+    "acceptance_length": (_label("Acceptance length"), 1.0),
+    "draft_acceptance_rate": (_label("Acceptance rate (%)"), 0.01),
+    "tokens_per_s": (_label("Output token throughput (tok/s)"), 1.0),
+    "ttft_s": (_label("Mean TTFT (ms)"), 0.001),
 }
-GAUGES = {
-    "acceptance_length": (label("Acceptance length"), 1.0),
-    "draft_acceptance_rate": (label("Acceptance rate (%)"), 0.01),
-    "tokens_per_s": (label("Output token throughput (tok/s)"), 1.0),
-    "ttft_s": (label("Mean TTFT (ms)"), 0.001),
-}
-BATCH = label("Peak concurrent requests")
 KNOWN = re.compile(
     r"^\s*(?:=+ ?(?:Serving Benchmark Result|Speculative Decoding|=*).*=+|-+.*-+|"
     r"Per-position acceptance \(%\):?|(?:Successful|Failed) requests:.*|Benchmark duration.*|"
@@ -300,13 +290,10 @@ class BenchmarkOutput(LineReader):
         self._rates: dict[int, float] = {}
 
     def read(self, line: str) -> bool:
-        for name, pattern in COUNTS.items():
+        for name, (pattern, factor) in LABELS.items():
             if (value := matched_number(pattern, line)) is not None:
-                self.tally.count(name, value)
-                return True
-        for name, (pattern, factor) in GAUGES.items():
-            if (value := matched_number(pattern, line)) is not None:
-                self.tally.set_fact(name, value * factor)
+                add = self.tally.count if name in COUNTS else self.tally.set_fact
+                add(name, value * factor)
                 return True
         if found := POSITION.match(line):
             self._rates[int(found.group(1))] = float(found.group(2)) / 100.0
@@ -318,84 +305,26 @@ class BenchmarkOutput(LineReader):
         return bool(KNOWN.match(line))
 
     def close(self) -> None:
-        """Combine the rates per position into one list, if no position is missing."""
         if self._rates and sorted(self._rates) == list(range(len(self._rates))):
             rates = [self._rates[index] for index in range(len(self._rates))]
             self.tally.set_fact("acceptance_rate_per_position", rates)
 
 
-def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """Return a case-insensitive pattern and the observations that a matching line implies."""
-    return re.compile(pattern, re.IGNORECASE), facts
-
-
-# Between two words at most so much may stand: a line is no essay, and matching stays linear.
-GAP = r".{0,80}?"
-SPECULATION = r"(?:speculat\w*+|spec[- ]?dec\w*|draft(?:ing| model)?|assist\w*|mtp|eagle)"
-
-REMARKS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
-    remark(
-        r"vocab(?:ulary)?\b" + GAP + r"(?:must match|not match|mismatch|differ|incompatib)",
-        "vocabularies_differ",
-    ),
-    remark(r"(?:tokeni[sz]er|vocab)\w*" + GAP + r"not compatible", "vocabularies_differ"),
-    remark(
-        r"(?:guided|grammar|structured)" + GAP + r"not supported" + GAP + SPECULATION,
-        "grammar_used",
-    ),
-    remark(
-        SPECULATION + GAP + r"(?:not supported|unsupported|disabled|not available|will not|"
-        r"falling back|cannot be used|is ignored|skipping)",
-        "speculation_refused",
-    ),
-    remark(
-        r"(?:disabl\w+|ignor\w+|falling back from|skip\w+|no support for|does not support) "
-        + GAP
-        + SPECULATION,
-        "speculation_refused",
-    ),
-    remark(r"not support partial sequence removal", "speculation_refused", "target_recurrent"),
-    remark(
-        r"(?:some weights|weights? of|tensor\w*|parameter\w*|keys?)"
-        + GAP
-        + r"(?:not initiali[sz]ed|newly initiali[sz]ed|missing|unexpected|not found|not loaded)",
-        "weights_incomplete",
-    ),
-    remark(r"(?:logits|probabilit\w+|draft\w*)" + GAP + r"\bnan\b", "draft_nan"),
-    remark(
-        r"(?:cuda|hip|npu)[ _-]?graphs?" + GAP + r"(?:disabled|not supported|turned off|skipp)",
-        "graphs_off",
-    ),
-    remark(r"enforce[_-]eager=True|--enforce-eager|--disable-cuda-graph", "graphs_off"),
-    remark(r"\bpreempt(?:ed|ion)", "memory_pressure"),
-    # Engines name settings of such layers whatever the model is; models and their state, only then.
-    remark(
-        r"(?:\bhybrid|\bmamba|\bssm|\bgdn|recurrent)[ -]"
-        r"(?:kv|models?|attention|layers?|states?|architecture|memory|pages?|blocks?|target)\b|"
-        r"memory_(?:recurrent|hybrid)|\bmamba num: [1-9]",
-        "target_recurrent",
-    ),
-)
-
-
 MAX_LENGTH = 400
-"""What is said in words is said at once."""
+"""Characters of a line that are searched for messages."""
 
 
-class Remarks(LineReader):
+class Messages(LineReader):
     """Reader of log messages of any engine that imply observations."""
 
     kind = "engine messages"
 
     def read(self, line: str) -> bool:
-        found = False
         line = line[:MAX_LENGTH]
-        for pattern, facts in REMARKS:
-            if pattern.search(line):
-                found = True
-                for fact in facts:
-                    self.tally.set_fact(fact, True)
-        return found
+        matching = (facts for facts, patterns in rules("messages") if holds(patterns, [line]))
+        found = dict.fromkeys(chain.from_iterable(matching), True)
+        self.tally.facts |= found
+        return bool(found)
 
 
 GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling acceptance avg")
@@ -434,14 +363,12 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
 @runtime_checkable
 class Readable(Protocol):
-    """Interface of a binary stream."""
-
     def read(self, size: int, /) -> bytes:
         """Read at most `size` bytes; none at the end."""
 
 
 class PartialSource:
-    """Binary stream that ends after a byte or time limit, such as the log of a running server."""
+    """Binary stream that ends at a byte or time limit, such as the log of a running server."""
 
     def __init__(self, file: Readable) -> None:
         self.file = file
@@ -535,7 +462,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
     metrics, documents = PrometheusText(), Documents()
     readers: tuple[LineReader, ...] = (
         *(SpecDecodingLog(), SglangLog(), LlamaCppLog()),
-        *(TensorRtLlmLog(), BenchmarkOutput(), Remarks()),
+        *(TensorRtLlmLog(), BenchmarkOutput(), Messages()),
     )
     evidence = Evidence(readings=[Reading(source=name)])
     reading = evidence.readings[0]
@@ -555,8 +482,9 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
         if reading.num_lines % CHECKED_LINES == 0 and time.monotonic() > deadline:
             reading.notes.append(f"took more than {MAX_SECONDS:g} s; the rest was not read")
             break
-    concluding: tuple[Concluding, ...] = (metrics, documents, *readers)
-    for found in concluding:
+    _add_facts_of(metrics, evidence, name)
+    _add_facts_of(documents, evidence, name)
+    for found in readers:
         _add_facts_of(found, evidence, name)
     engines = {kind.split()[0] for kind in reading.kinds if kind.split()[0] in ENGINES}
     if len(engines) > 1:
@@ -579,10 +507,7 @@ def read_object(line: str, documents: Documents) -> bool:
         return False
 
 
-Concluding = LineReader | Documents
-
-
-def _add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
+def _add_facts_of(reader: LineReader | Documents, evidence: Evidence, name: str) -> None:
     reader.close()
     if reader.tally.is_empty:
         return
@@ -799,7 +724,12 @@ def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
 def observations_in(text: str) -> Iterator[tuple[str, object]]:
     """Return the observations of a text, all yes, and what it says was changed."""
     sentences = SENTENCES.split(text)
-    found = {fact for facts, patterns in rules() if holds(patterns, sentences) for fact in facts}
+    found = {
+        fact
+        for facts, patterns in rules("symptoms")
+        if holds(patterns, sentences)
+        for fact in facts
+    }
     if "acceptance_fine" in found:  # then something else is what is low
         found -= {"acceptance_low", "acceptance_dropped"}
     changed = sorted(fact.removeprefix("changed=") for fact in found if "=" in fact)
@@ -812,11 +742,12 @@ def holds(patterns: tuple[re.Pattern[str], ...], sentences: list[str]) -> bool:
     return any(all(pattern.search(sentence) for pattern in patterns) for sentence in sentences)
 
 
-@lru_cache(maxsize=1)
-def rules() -> tuple[Rule, ...]:
+@cache
+def rules(table: str) -> tuple[Rule, ...]:
+    """Return the observations of a table of words, each with the patterns that imply it."""
     macros: dict[str, str] = {}
     found = []
-    for line in (FOLDER / "symptoms.txt").read_text("utf-8").splitlines():
+    for line in (FOLDER / f"{table}.txt").read_text("utf-8").splitlines():
         facts, tab, pattern = line.partition("\t")
         if tab:
             filled = re.sub(r"<([A-Z]+)>", lambda name: macros[name.group(1)], pattern)
