@@ -32,6 +32,7 @@ def test_facts_go_to_diagnose(models, prompts, tmp_path, capsys):
     facts = printed["facts"]
     assert facts["output_differs"]["value"] is False
     assert facts["self_draft_rate"]["value"] > 0.99
+    assert facts["draft_one_hot"]["value"] is False  # also where steps are computed ahead
     assert facts["verify_rows"]["value"] == [1, 2, 3, 4]
     assert "accepted" in facts["calibration"]["source"]
     assert main(["diagnose", str(out), "--json"]) in (0, 3, 4)

@@ -85,12 +85,16 @@ class TapedRequest:
 
 
 class PassRecorder:
-    """Observer that records the steps of every request with their proposals."""
+    """Observer that records the steps of every request with their proposals.
+
+    Attributes:
+        wants_logits: steps are then run one by one: those computed ahead have no `draft_probs`.
+    """
 
     is_required = True
-    wants_logits = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, wants_logits: bool) -> None:
+        self.wants_logits = wants_logits
         self.steps: dict[str, list[TapedStep]] = {}
 
     def observe(self, step: ObservedStep) -> None:
@@ -103,7 +107,8 @@ class PassRecorder:
 def run_taped(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[TapedRequest]:
-    recorder = PassRecorder()
+    """Run requests and record their steps; sampled drafts with their distributions."""
+    recorder = PassRecorder(wants_logits=any(asked.temperature > 0.0 for asked in params))
     engine.observers.append(recorder)
     try:
         outputs = engine.generate([list(prompt) for prompt in prompts], list(params))
