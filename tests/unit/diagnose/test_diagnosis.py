@@ -277,3 +277,31 @@ def test_counts_of_two_sources_are_not_mixed():
     trace.include(probe)
     assert trace.number("num_accepted") == 10 and "num_drafted" not in trace
     assert not trace.disagreements
+
+
+def test_drafts_of_several_lengths_are_told_by_mean_and_range():
+    facts: dict[str, object] = {"k": 4, "num_drafts": 100, "num_drafted": 250, "num_accepted": 135}
+    fixed = {"num_drafted": 400, "drafted_per_position": [100] * 4}
+    counts = {"accepted_per_position": [70, 40, 20, 5]}
+    varied = facts | counts | {"drafted_per_position": [100, 80, 50, 20]}
+    assert "proposes 2.5 tokens on average, from 1 to 4" in step_of(varied)
+    assert "proposes 4 tokens, one after the other" in step_of(facts | counts | fixed)
+    assert "A step takes 20 ms." in step_of(varied | {"cycle_s": 0.02, "batch": 2})
+
+
+def step_of(facts: dict[str, object]) -> str:
+    evidence = Evidence()
+    for name, value in facts.items():
+        evidence.add(name, value, "test")
+    found = {section.heading: section.lines for section in sections(diagnose(evidence))}
+    return "\n".join(found["What happens in a step"])
+
+
+def test_causes_that_are_hardly_possible_are_not_printed():
+    evidence = Evidence()
+    for name, value in (("acceptance_zero", True), ("weights_incomplete", True)):
+        evidence.add(name, value, "test")
+    found = diagnose(evidence)
+    headings = [s.heading for s in sections(found) if s.heading[0].isdigit()]
+    printed = [ranked for ranked in found.causes if ranked.scored.score >= 0.02]
+    assert len(headings) == max(1, len(printed)) < len(found.causes)
