@@ -28,7 +28,8 @@ from forerun.align.objectives import (
     objective_of,
 )
 from forerun.align.samples import PackedBatch, Packing, Sample
-from forerun.align.teachers import OnlineFeatures, load_target
+from forerun.align.target import load_target
+from forerun.align.teachers import ModelTeacher
 from forerun.align.trainer import Trainer, make_accelerator
 
 WINDOW = 24
@@ -84,7 +85,6 @@ class TableTeacher:
     """A distribution for every last token, which a draft can learn completely."""
 
     exact = True
-    truncated = False
 
     def __init__(self, sharpness: float = 3.0) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -175,7 +175,7 @@ def tiny_head(
     trainer = Trainer(
         config=settings,
         module=draft.loss(objective_of(chosen), chosen),
-        teacher=OnlineFeatures(model, draft.feature_layers, chosen.sampling),
+        teacher=ModelTeacher(model, chosen.sampling, draft.feature_layers),
         accelerator=accelerator,
         folder=folder,
         identity={"data": "samples"},

@@ -31,8 +31,9 @@ from openings import modules
 from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, TrainingConfig
 from forerun.align.draft import DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import make_objective, suited_objective
-from forerun.align.rounds import TeacherSource, make_teacher
 from forerun.align.samples import Packing, Sample
+from forerun.align.target_cache import TeacherSource
+from forerun.align.teachers import make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics, Workspace, read_settings

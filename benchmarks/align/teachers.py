@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
-from forerun.align.rounds import TeacherSource, make_teacher
 from forerun.align.samples import PackedBatch, Packing, Sample, prompt_hash
-from forerun.align.teachers import Teacher
+from forerun.align.target_cache import TeacherSource
+from forerun.align.teachers import Teacher, make_teacher
 from forerun.models.load import load_tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams

@@ -27,7 +27,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 HASH_LENGTH = 16
 """Hexadecimal digits of every hash here."""
 LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
-"""Of a cached file; the largest are shards of a teacher's outputs."""
+"""Of a cached file; the largest is the output layer of a target."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -71,14 +71,17 @@ def unsafe(path: Path, *, is_above: bool = False) -> str | None:
     return None
 
 
-def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
+def write_cached(
+    folder: Path, stem: str, suffix: str, content: bytes, *, durable: bool = True
+) -> Path:
     """Write a file atomically; several processes may write the same file.
 
     `stem`, the beginning of its name, says what the content was made from. Raises OSError where the
-    folder cannot be written.
+    folder cannot be written. `durable` is that of `atomic_write`: a file that a crash of the
+    machine damages is made again.
     """
     path = folder / f"{stem}-{hash_of(content)}{suffix}"
-    with atomic_write(path) as scratch:
+    with atomic_write(path, durable=durable) as scratch:
         scratch.write_bytes(content)
         scratch.chmod(stat.S_IMODE(scratch.stat().st_mode) & ~WRITABLE_BY_OTHERS)
     return path

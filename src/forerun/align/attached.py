@@ -33,15 +33,9 @@ from forerun.align.config import AlignConfig, AttachedConfig
 from forerun.align.draft import DraftHead, LearnedRows, chunked_loss
 from forerun.align.objectives import DenseDistribution, Objective
 from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
-from forerun.align.teachers import (
-    FeatureTeacherRows,
-    TargetModel,
-    TeacherRows,
-    adopt_target,
-    check_layers,
-    embedding_table,
-    one_per_row,
-)
+from forerun.align.target import TargetModel, adopt_target, check_layers, embedding_table
+from forerun.align.target_cache import one_per_row
+from forerun.align.teachers import FeatureTeacherRows, TeacherRows
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
@@ -398,7 +392,7 @@ def _golden_text(
     if not ids:
         return None
     text = Sample(prompt_hash="", token_ids=ids[:MOST_GOLDEN], spans=((1, len(ids[:MOST_GOLDEN])),))
-    states = target.layer_states(one_per_row([text], [0]), layers)[0, :, :-1]
+    states = target.states(one_per_row([text], [0]), layers)[0, :, :-1]
     return GoldenText(tokens=torch.tensor(text.token_ids), features=states)
 
 
@@ -418,7 +412,7 @@ def read_parts(folder: Path) -> TargetParts:
     )
 
 
-def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
+def choose_feature_layers(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
     layers = attached.feature_layers or default_feature_layers(num_layers)
     check_layers(layers, num_layers)
     return layers
@@ -434,7 +428,7 @@ def _fresh_eagle3(
     config = Eagle3Config(
         target_hidden_size=sizes.hidden_size,
         target_vocab_size=sizes.vocab_size,
-        feature_layers=feature_layers_of(attached, sizes.num_layers),
+        feature_layers=choose_feature_layers(attached, sizes.num_layers),
         draft_vocab_size=len(tokens),
         hidden_size=sizes.hidden_size,
         intermediate_size=attached.intermediate_size
@@ -444,7 +438,7 @@ def _fresh_eagle3(
         head_dim=sizes.head_dim,
         norm_eps=settings.get("rms_norm_eps", 1e-6),
         max_positions=sizes.max_positions,
-        rope=rope_of(settings),
+        rope=read_rope(settings),
         norm_before_residual=attached.norm_before_residual,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -457,7 +451,7 @@ def _fresh_eagle3(
     return head
 
 
-def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the target's rotary settings; defaults if none of them cover whole heads."""
     rope = settings.get("rope_parameters") or {}
     if "rope_theta" in rope and "partial_rotary_factor" not in rope:
@@ -493,7 +487,6 @@ def _with_vocabulary(
 
 
 def _fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTarget:
-    """Create Medusa heads in fp32 over the target's output matrix."""
     config = MedusaConfig(
         hidden_size=target.architecture.hidden_size,
         vocab_size=target.architecture.vocab_size,

@@ -209,7 +209,6 @@ def objective_of(config: AlignConfig) -> Objective:
 
 
 def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
-    """Build the objective that the settings name."""
     name = suited_objective(temperature) if config.objective == "auto" else config.objective
     divergences: dict[str, Callable[[Logits, Probs], PerRow]] = {
         "fkl": forward_kl,

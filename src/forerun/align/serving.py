@@ -9,6 +9,7 @@ the settings of decoding without a draft. transformers has no drafting with head
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.align.config import Export, Method
-from forerun.align.teachers import load_target
+from forerun.align.target import load_target
 from forerun.atomic_write import atomic_write
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
@@ -34,6 +35,11 @@ ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
 )
 """Written to the draft's generation_config.json: exactly K tokens at every step. By default
 transformers drafts 20 tokens and stops early where the draft is not sure."""
+SERVING_FOLDER = "serving"
+RAW_FOLDER = "sglang"
+"""Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
+VLLM_FOLDER = "vllm"
+"""Folder inside `serving/` with Medusa heads in the form of vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +63,6 @@ class Serving:
     @property
     def speculates(self) -> bool:
         return self.num_speculative_tokens > 0
-
-    @property
-    def drafts_greedily(self) -> bool:
-        return draft_params(self.sampling).greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,118 +88,93 @@ def _for_transformers(serving: Serving) -> EngineSettings:
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or None,
         }
-    shown = ", ".join(f"{name}={value!r}" for name, value in generate.items())
     settings: dict[str, Any] = {"generate": generate}
-    command = (
-        "from transformers import AutoModelForCausalLM\n"
-        f"target = AutoModelForCausalLM.from_pretrained({serving.target!r})\n"
-    )
+    lines = [
+        "from transformers import AutoModelForCausalLM",
+        f"target = AutoModelForCausalLM.from_pretrained({serving.target!r})",
+    ]
+    arguments = [f"{name}={value!r}" for name, value in generate.items()]
+    notes: tuple[str, ...] = ()
     if serving.speculates:
-        settings = {
+        settings |= {
             "assistant_model": str(serving.draft),
             "assistant_generation_config": assistant_settings(serving),
-            **settings,
         }
-        command += (
-            f"draft = AutoModelForCausalLM.from_pretrained({str(serving.draft)!r})\n"
-            f"target.generate(**inputs, assistant_model=draft, {shown})"
-        )
-    else:
-        command += f"target.generate(**inputs, {shown})"
-    return EngineSettings(
-        engine="hf",
-        settings=settings,
-        command=command,
-        language="python",
-        notes=(
+        lines.append(f"draft = AutoModelForCausalLM.from_pretrained({str(serving.draft)!r})")
+        arguments.insert(0, "assistant_model=draft")
+        notes = (
             "transformers decodes one sequence at a time with a draft.",
             "The draft samples under the same settings as the target: a token is accepted with the "
             "probability sum of min(target, draft).",
         )
-        if serving.speculates
-        else (),
+    return EngineSettings(
+        engine="hf",
+        settings=settings,
+        command="\n".join([*lines, f"target.generate(**inputs, {', '.join(arguments)})"]),
+        language="python",
+        notes=notes,
         source="https://huggingface.co/docs/transformers/assisted_decoding",
     )
 
 
 def _for_vllm(serving: Serving) -> EngineSettings:
-    """Return vLLM's settings for a draft model, which is given as one JSON option."""
-    greedy = serving.drafts_greedily
-    rule = (
-        "The draft proposes its most likely token, which is accepted with the target's "
-        "probability of it."
-        if greedy
-        else "draft_sample_method makes the draft sample; by default vLLM proposes the most "
-        "likely token at every temperature, which is accepted with the target's probability of "
-        "it."
-    )
-    return _vllm_settings(
-        serving,
-        draft=serving.draft,
-        method="draft_model",
-        options={"draft_sample_method": "greedy" if greedy else "probabilistic"},
-        notes=(rule, *_cpu_note(serving), *_context_note(serving)) if serving.speculates else (),
-        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/",
-    )
-
-
-def _vllm_settings(
-    serving: Serving,
-    *,
-    draft: Path,
-    method: str,
-    notes: tuple[str, ...],
-    source: str,
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> EngineSettings:
-    """Return the settings of vLLM; without speculation they contain the target alone."""
+    """Return vLLM's settings, in which speculation is one JSON option."""
+    folder, options, notes = serving.draft, dict[str, Any](), tuple[str, ...]()
+    page = {"draft_model": "draft_model/", "eagle3": "eagle/"}.get(serving.method, "")
+    if serving.method == "eagle3":
+        notes = ("The head shares the target's embedding; its own file holds everything else.",)
+    elif serving.method == "medusa":
+        folder, notes = folder / SERVING_FOLDER / VLLM_FOLDER, (f"{VLLM_NOTE}.",)
+    else:
+        greedy = draft_params(serving.sampling).greedy
+        rule = (
+            "The draft proposes its most likely token, which is accepted with the target's "
+            "probability of it."
+            if greedy
+            else "draft_sample_method makes the draft sample; by default vLLM proposes the most "
+            "likely token at every temperature, which is accepted with the target's probability "
+            "of it."
+        )
+        options = {"draft_sample_method": "greedy" if greedy else "probabilistic"}
+        notes = (rule, *_cpu_note(serving), *_context_note(serving))
     settings: dict[str, Any] = {"model": serving.target}
     command = f"vllm serve {shlex.quote(serving.target)}"
     if serving.speculates:
-        speculative = {
-            "method": method,
-            "model": str(draft),
+        settings["speculative_config"] = {
+            "method": serving.method,
+            "model": str(folder),
             "num_speculative_tokens": serving.num_speculative_tokens,
             **options,
         }
-        settings["speculative_config"] = speculative
-        command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
+        speculative = json.dumps(settings["speculative_config"])
+        command += f" --speculative-config {shlex.quote(speculative)}"
     return EngineSettings(
         engine="vllm",
         settings=settings,
         command=command,
         language="bash",
-        notes=notes,
-        source=source,
+        notes=notes if serving.speculates or serving.method != "draft_model" else (),
+        source=f"https://docs.vllm.ai/en/latest/features/speculative_decoding/{page}",
     )
 
 
 def _for_sglang(serving: Serving) -> EngineSettings:
-    """Return SGLang's settings for a draft model; a chain is a tree with one branch there."""
-    notes = (
+    """Return SGLang's settings; a chain is a tree with one branch there."""
+    k, folder, algorithm = serving.num_speculative_tokens, serving.draft, "STANDALONE"
+    notes: tuple[str, ...] = (
         "The draft proposes its most likely token at every temperature. It is accepted with "
         "the target's probability of it, less often than a sampled draft at temperature 1.",
         "SGLang does not combine this with --enable-dp-attention.",
         *_context_note(serving),
     )
-    return _sglang_settings(
-        serving,
-        draft=serving.draft,
-        algorithm="STANDALONE",
-        notes=notes if serving.speculates else (),
-    )
-
-
-def _sglang_settings(
-    serving: Serving, *, draft: Path, algorithm: str, notes: tuple[str, ...]
-) -> EngineSettings:
-    """Return the settings of SGLang; without speculation they contain the target alone."""
-    k = serving.num_speculative_tokens
+    if serving.method == "eagle3":
+        folder, algorithm = folder / SERVING_FOLDER / RAW_FOLDER, "EAGLE3"
+        notes = (f"The head is written again for SGLang, in serving/{RAW_FOLDER}.",)
     settings: dict[str, Any] = {"model-path": serving.target}
     if serving.speculates:
         settings |= {
             "speculative-algorithm": algorithm,
-            "speculative-draft-model-path": str(draft),
+            "speculative-draft-model-path": str(folder),
             "speculative-num-steps": k,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
@@ -208,7 +185,7 @@ def _sglang_settings(
         settings=settings,
         command=f"python3 -m sglang.launch_server {options}",
         language="bash",
-        notes=notes,
+        notes=notes if serving.speculates or serving.method != "draft_model" else (),
         source="https://docs.sglang.io/docs/advanced_features/speculative_decoding",
     )
 
@@ -216,6 +193,16 @@ def _sglang_settings(
 ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType(
     {"hf": _for_transformers, "vllm": _for_vllm, "sglang": _for_sglang}
 )
+SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
+    {"draft_model": ("hf", "vllm", "sglang"), "eagle3": ("vllm", "sglang"), "medusa": ("vllm",)}
+)
+"""Engines that draft with each method."""
+
+
+def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
+    """Return the settings of those of the engines that support the method."""
+    known = [engine for engine in dict.fromkeys(engines) if engine in SUPPORTED[serving.method]]
+    return [ENGINES[engine](serving) for engine in known]
 
 
 def assistant_settings(serving: Serving) -> dict[str, Any]:
@@ -243,54 +230,6 @@ def _context_note(serving: Serving) -> tuple[str, ...]:
     )
 
 
-RAW_FOLDER = "sglang"
-"""Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
-VLLM_FOLDER = "vllm"
-"""Folder inside `serving/` with Medusa heads in the form of vLLM."""
-
-
-def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
-    known = ENGINES if serving.method == "draft_model" else HEAD_ENGINES[serving.method]
-    return [known[engine](serving) for engine in dict.fromkeys(engines) if engine in known]
-
-
-def _vllm_eagle3(serving: Serving) -> EngineSettings:
-    """Return vLLM's settings for an EAGLE-3 head, whose folder has the form that vLLM reads."""
-    return _vllm_settings(
-        serving,
-        draft=serving.draft,
-        method="eagle3",
-        notes=("The head shares the target's embedding; its own file holds everything else.",),
-        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/eagle/",
-    )
-
-
-def _sglang_eagle3(serving: Serving) -> EngineSettings:
-    """Return SGLang's settings for an EAGLE-3 head; a chain is a tree with one branch there."""
-    return _sglang_settings(
-        serving,
-        draft=serving.draft / "serving" / RAW_FOLDER,
-        algorithm="EAGLE3",
-        notes=(f"The head is written again for SGLang, in serving/{RAW_FOLDER}.",),
-    )
-
-
-def _vllm_medusa(serving: Serving) -> EngineSettings:
-    """Return vLLM's settings for Medusa heads, which are also saved in the form that vLLM reads."""
-    return _vllm_settings(
-        serving,
-        draft=serving.draft / "serving" / VLLM_FOLDER,
-        method="medusa",
-        notes=(f"{VLLM_NOTE}.",),
-        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/",
-    )
-
-
-HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]] = MappingProxyType(
-    {"eagle3": {"vllm": _vllm_eagle3, "sglang": _sglang_eagle3}, "medusa": {"vllm": _vllm_medusa}}
-)
-
-
 def write_forms(engines: Sequence[str], serving: Serving) -> None:
     """Save the head also in the formats of the engines that cannot read its folder."""
     folder = serving.draft / "serving"
@@ -307,7 +246,6 @@ def write_forms(engines: Sequence[str], serving: Serving) -> None:
         )
 
 
-SERVING_FOLDER = "serving"
 DRAFT_PAYS_NOT = (
     "**Serve the target without this draft.** On the machine of the alignment no number of "
     "speculative tokens was predicted to be faster than decoding without a draft, so the settings "
@@ -323,7 +261,6 @@ def describe_pair(
     sampling: SamplingParams,
     method: Method = "draft_model",
 ) -> Serving:
-    """Return a description of target and draft for other engines, read from their folders."""
     folder = model_folder(target)
     sizes = _architecture_of(folder)
     # A head's context and tokens are the target's.
@@ -347,17 +284,27 @@ def describe_pair(
 
 
 def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...]:
-    """Write the settings of some engines and a page that explains them."""
+    """Write the settings of some engines and a page that explains them.
+
+    Their paths are relative to the folder they are written to, so that a folder that holds target
+    and draft may be moved.
+    """
     folder = serving.draft / SERVING_FOLDER
     earlier = [engine for engine in ENGINES if (folder / f"{engine}.json").exists()]
-    chosen = engines_of((*engines, *earlier), serving)
+    target = serving.target
+    if Path(target).is_absolute():
+        target = os.path.relpath(target, folder)
+    shown = replace(serving, target=target, draft=Path(".."))
+    chosen = engines_of((*engines, *earlier), shown)
     written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
     if any(one.engine == "hf" for one in chosen):
         written.append(_write_generation_config(serving))
     write_forms([one.engine for one in chosen], serving)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
-        scratch.write_text("\n".join(page_of(serving, chosen)) + "\n", encoding="utf-8")
+        scratch.write_text(
+            "\n".join(page_lines(shown, serving.draft.name, chosen)) + "\n", encoding="utf-8"
+        )
     return (*written, page)
 
 
@@ -370,9 +317,9 @@ def _write_generation_config(serving: Serving) -> Path:
     return write_json(path, settings | (assistant_settings(serving) if serving.speculates else {}))
 
 
-def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]:
+def page_lines(serving: Serving, name: str, chosen: Sequence[EngineSettings]) -> Iterator[str]:
     """Return the lines of the page that explains how the draft is served."""
-    yield f"# Serving {serving.draft.name}"
+    yield f"# Serving {name}"
     yield ""
     at = f"at temperature {serving.sampling.temperature:g}"
     command = f"forerun generate PROMPT --target {shlex.quote(serving.target)}"
@@ -392,8 +339,8 @@ def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]
     yield ""
     command += f" --temperature {serving.sampling.temperature:g}"
     yield (
-        "The paths here and in the files beside this page are those of the machine of the "
-        "alignment: after moving the target or the draft, replace them."
+        "The paths here and in the files beside this page are relative to the folder of this page: "
+        "run the commands in it. After moving the target alone or the draft alone, replace them."
     )
     yield from section("forerun", "bash", command, (), "`forerun info` for the draft's figures")
     for one in chosen:
@@ -464,7 +411,6 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
 
 
 def _model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterator[str]:
-    """Return the README.md of a hub model card with its metadata."""
     is_local = Path(serving.target).expanduser().is_dir()
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:")
     yield from (f"- {tag}" for tag in TAGS)
@@ -481,8 +427,8 @@ def _model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Itera
         yield ""
         yield "| | temperature | K | acceptance length | acceptance probability | best speedup |"
         yield "|---|---|---|---|---|---|"
-        yield from (row_of("before", figures) for figures in card.before)
-        yield from (row_of("after", figures) for figures in card.after)
+        yield from (card_row("before", figures) for figures in card.before)
+        yield from (card_row("after", figures) for figures in card.after)
         yield ""
         yield f"`{CARD_FILE}` has the whole record: hashes, settings and versions."
         yield ""
@@ -495,7 +441,7 @@ def _model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Itera
         yield ""
 
 
-def row_of(name: str, figures: CardFigures) -> str:
+def card_row(name: str, figures: CardFigures) -> str:
     cells = (
         name,
         f"{figures.temperature:g}",

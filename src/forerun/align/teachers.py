@@ -1,9 +1,4 @@
-"""Teachers: their interface, the target as one, and a cache on disk of the rows they yield.
-
-A shard is written whole or not at all, and its name ends in the hash of its content: a process that
-is killed loses only the shard it was filling, and a damaged shard is computed again. The name of
-the folder has everything that decides its content, so the cache of a changed target is never used.
-The target runs once over every sample that is missing, if the disk has room.
+"""Teachers of a draft: the target itself, caches of its hidden states or drawn ids, or a server.
 
 A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the cached head
 gives the same logits as the target, so every objective may learn from them at any temperature. Both
@@ -28,51 +23,46 @@ Source: arXiv 2503.16870 on drawn ids; Kitagawa 1996 on equidistant draws.
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
+from forerun.align.config import TeacherConfig
 from forerun.align.objectives import (
     DenseDistribution,
     SparseDistribution,
     TargetDistribution,
     deployed_distribution,
 )
-from forerun.align.samples import PackedBatch, Sample, packed_inputs
-from forerun.align.workspace import OnProgress
-from forerun.atomic_write import atomic_write
-from forerun.cache import find_cached, hash_of, is_whole, write_cached
-from forerun.errors import (
-    CacheTooLarge,
-    InvalidCache,
-    InvalidRequest,
-    NotEnoughMemory,
-    NumericalError,
-    UnsupportedFeatures,
+from forerun.align.samples import PackedBatch, Sample
+from forerun.align.target import TargetHead, TargetModel
+from forerun.align.target_cache import (
+    RowSizes,
+    TargetCache,
+    TeacherSource,
+    allowed_bytes,
+    hash_sample,
+    learned_places,
 )
-from forerun.models.architecture import check_trainable, read_architecture
+from forerun.errors import InvalidCache, InvalidRequest, NumericalError
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
-from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
-from forerun.models.memory import available_bytes, readable
+from forerun.models.load import choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import position_key, request_key, uniform
+
+logger = logging.getLogger("forerun.align")
+preparation = logging.getLogger("forerun.preparation")
+
+ID_BYTES, COUNT_BYTES = 4, 2
+STATES = "states"
+"""The column of a cache that holds hidden states."""
 
 
 @runtime_checkable
@@ -91,12 +81,21 @@ class TeacherRows(Protocol):
 
 
 @runtime_checkable
-class Teacher(Protocol):
-    """A source of the target's distributions."""
+class FeatureTeacherRows(TeacherRows, Protocol):
+    """Distributions at the learned rows of a batch, and hidden states of all its rows."""
 
     @property
-    def truncated(self) -> bool:
-        """Whether probability mass is missing, as in a server's top-k."""
+    def features(self) -> Float[Tensor, "rows width layers hidden"]:
+        """The residual stream at the input of each selected layer."""
+
+    @property
+    def last(self) -> Float[Tensor, "rows width hidden"]:
+        """The last hidden state, after the final norm."""
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """A source of the target's distributions."""
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Prepare for batches that contain these samples, for example by filling a cache.
@@ -112,616 +111,80 @@ class Teacher(Protocol):
         """Return the distributions at the learned rows of a batch over prepared samples."""
 
 
-logger = logging.getLogger("forerun.preparation")
-
-Part = TypeVar("Part")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessShare:
-    """One of several processes that together fill a cache on a shared disk."""
-
-    index: int = 0
-    number: int = 1
-    wait: Callable[[], None] = lambda: None
-
-    def of(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
-        """Yield the parts assigned to this process, and whether it stores the result of each.
-
-        All processes get equally many, as a target whose weights are spread over them needs: where
-        the parts run out, the first is done again for nothing.
-        """
-        for start in range(0, len(parts), self.number):
-            place = start + self.index
-            if place < len(parts):
-                yield parts[place], True
-            else:
-                yield parts[0], False
-
-
-ALONE = ProcessShare()
-"""A single process, which waits for no other."""
-
-
-def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
-    ranges = [torch.arange(start - 1, end - 1) for start, end in sample.spans]
-    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
-
-
-def sample_runs(
-    batch: PackedBatch, samples: Sequence[Sample]
-) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
-    predicts = batch.predicts.cpu()
-    owners, counts = torch.unique_consecutive(batch.samples.cpu()[predicts], return_counts=True)
-    positions = torch.split(batch.positions.cpu()[predicts], counts.tolist())
-    for index, places in zip(owners.tolist(), positions, strict=True):
-        known = learned_places(samples[index])
-        rows = torch.searchsorted(known, places)
-        if not len(known) or not torch.equal(known[rows.clamp(max=len(known) - 1)], places):
-            raise InvalidCache(
-                f"sample {index} of the batch is learned at other places than the sample prepared; "
-                "a teacher must be prepared with the samples as they are packed"
-            )
-        yield index, rows
-
-
-def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
-    """Yield groups of samples of similar length, each to be read in one pass."""
-    rows: list[int] = []
-    for index in sorted(range(len(samples)), key=lambda i: -len(samples[i].token_ids)):
-        if rows and (len(rows) + 1) * len(samples[rows[0]].token_ids) > max_tokens:
-            yield rows
-            rows = []
-        rows.append(index)
-    if rows:
-        yield rows
-
-
-def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
-    width = max(len(samples[index].token_ids) for index in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    owners = torch.full((len(rows), width), -1)
-    predicts = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, index in enumerate(rows):
-        length = len(samples[index].token_ids)
-        ids[row, :length] = torch.tensor(samples[index].token_ids)
-        owners[row, :length] = index
-        predicts[row, learned_places(samples[index])] = True
-    positions = torch.arange(width).repeat(len(rows), 1)
-    return PackedBatch(ids=ids, positions=positions, samples=owners, predicts=predicts)
-
-
-ID_BYTES, COUNT_BYTES = 4, 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSizes:
-    """Disk space of a cache."""
-
-    what: str
-    row_bytes: int
-    fixed_bytes: int = 0
-
-    @classmethod
-    def of_states(
-        cls, *, width: int, vocab_size: int, itemsize: int, num_layers: int = 0
-    ) -> RowSizes:
-        """Return the sizes of hidden states and of the output layer that maps them to logits."""
-        features = f"features of {num_layers} layers and " if num_layers else ""
-        return cls(
-            what=f"{features}last hidden states",
-            row_bytes=(num_layers + 1) * width * itemsize,
-            fixed_bytes=(width + 1) * vocab_size * itemsize,
-        )
-
-    @classmethod
-    def of_ids(cls, num_ids: int) -> RowSizes:
-        return cls(what="drawn ids", row_bytes=num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES)
-
-    def total_bytes(self, num_rows: int) -> int:
-        """Return the bytes of the given number of rows."""
-        return self.fixed_bytes + num_rows * self.row_bytes
-
-
-def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | None) -> None:
-    """Log the size of the rows to write, and refuse more than the disk has room for."""
-    needed, allowed = sizes.total_bytes(num_rows), allowed_bytes(folder, max_bytes)
-    logger.info(
-        "caching %s of %s positions in %s: %s (%s each), %s may be taken",
-        sizes.what,
-        f"{num_rows:,}",
-        folder,
-        readable(needed),
-        readable(sizes.row_bytes),
-        readable(allowed),
-    )
-    if needed > allowed:
-        raise CacheTooLarge(
-            f"{sizes.what} of {num_rows:,} positions take {readable(needed)}, {readable(allowed)} "
-            f"may be taken in {folder}: use fewer prompts, another folder, a higher limit, or the "
-            "teacher that reruns the target (model)"
-        )
-
-
-def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(existing).free * 9 // 10
-    return free if max_bytes is None else min(free, max_bytes)
-
-
-@dataclass(kw_only=True, eq=False)
-class TargetModel:
-    """The target's decoder and its output head.
+def make_teacher(
+    config: TeacherConfig,
+    source: TeacherSource,
+    num_rows: int,
+    layers: tuple[int, ...] | None = None,
+) -> Teacher:
+    """Build the teacher; "auto" selects the cheapest exact teacher whose cache fits the disk.
 
     Args:
-        body: token ids and positions to hidden states after the final norm; rows of several samples
-            are recognised by their positions, which begin at 0 with each.
+        num_rows: that a cache would hold.
+        layers: whose inputs an attached head reads; None for a draft model. The rows of a teacher
+            with layers are `FeatureTeacherRows`, under temperature 1 for a greedy deployment.
     """
-
-    body: nn.Module
-    layers: nn.ModuleList
-    head: TargetHead
-    model_type: str
-    max_positions: int
-    device: torch.device
-
-    @torch.no_grad()
-    def hidden(self, batch: PackedBatch) -> Float[Tensor, "learned hidden"]:
-        """Return the last hidden states at the learned rows of a batch, the input of the head."""
-        on_device = batch.to(self.device)
-        outputs = self.body(**packed_inputs(on_device, self.model_type))
-        states: Tensor = outputs.last_hidden_state
-        return states[on_device.predicts.to(states.device)]
-
-    @torch.no_grad()
-    def layer_states(
-        self, batch: PackedBatch, layers: tuple[int, ...]
-    ) -> Float[Tensor, "rows width states hidden"]:
-        """Return the residual stream at the input of some layers, and the last hidden state."""
-        check_layers(layers, len(self.layers))
-        on_device = batch.to(self.device)
-        with captured(self.layers, layers) as found:
-            outputs = self.body(**packed_inputs(on_device, self.model_type))
-        states: list[Tensor] = [*(found[layer] for layer in layers), outputs.last_hidden_state]
-        if len({state.shape[-1] for state in states}) > 1:
-            raise UnsupportedFeatures(
-                f"the head of this {self.model_type} target reads {states[-1].shape[-1]} values "
-                f"per row, its layers {states[0].shape[-1]}; heads for it cannot be trained"
+    kind = config.teacher
+    if layers is not None and source.sampling.greedy:
+        source = replace(source, sampling=replace(source.sampling, temperature=1.0))
+    if kind == "auto" and source.sampling.greedy:
+        kind = "sampled"
+    elif kind == "auto":
+        allowed = allowed_bytes(source.cache_dir, config.max_cache_bytes)
+        fits = state_sizes(source, layers).total_bytes(num_rows) <= allowed
+        kind = "hidden" if fits else "model"
+        if not fits:
+            preparation.warning(
+                "hidden states would not fit %s: the target is rerun instead", source.cache_dir
             )
-        return torch.stack([state.to(self.device) for state in states], dim=2)
+    if kind == "model":
+        return ModelTeacher(source.load(), source.sampling, layers)
+    if kind == "hidden":
+        return _cached_states(config, source, layers)
+    return TopKTeacher(source) if kind == "top-k" else _cached_ids(config, source)
 
 
-def adopt_target(model: Any) -> TargetModel:
-    """Freeze a transformers model and use it as a teacher's target."""
-    model.eval().requires_grad_(False)
-    architecture = read_architecture(type(model).__name__, model.config.to_dict())
-    check_trainable(architecture)
-    return TargetModel(
-        body=model.get_decoder(),
-        layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),
-        head=head_of(model),
-        model_type=model.config.model_type,
-        max_positions=architecture.max_positions,
-        device=model.device,
+def _cached_states(
+    config: TeacherConfig, source: TeacherSource, layers: tuple[int, ...] | None
+) -> CachedStates:
+    settings = {"dtype": str(_state_dtype(source)), "layers": ",".join(map(str, layers or ()))}
+    kind, sizes = "hidden" if layers is None else "features", state_sizes(source, layers)
+    return CachedStates(TargetCache(source, config, kind, settings, sizes, layers or ()), layers)
+
+
+def _cached_ids(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
+    sampling = source.sampling
+    num_ids = 1 if sampling.greedy else config.num_sampled_ids
+    settings = {
+        "num_ids": num_ids,
+        "temperature": sampling.temperature,
+        "min_p": sampling.min_p,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
+    row_bytes = num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES
+    sizes = RowSizes(what="drawn ids", row_bytes=row_bytes)
+    return SampledTeacher(TargetCache(source, config, "sampled", settings, sizes), num_ids)
+
+
+def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) -> RowSizes:
+    """Return the sizes of hidden states, of features, and of the layer that makes logits."""
+    settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
+    width = architecture.hidden_size
+    if layers is None:
+        width = settings.get("word_embed_proj_dim") or width
+    itemsize = _state_dtype(source).itemsize
+    return RowSizes(
+        what=f"features of {len(layers)} layers and last hidden states"
+        if layers
+        else "last hidden states",
+        row_bytes=(len(layers or ()) + 1) * width * itemsize,
+        fixed_bytes=(width + 1) * architecture.vocab_size * itemsize,
     )
 
 
-def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    missing = [layer for layer in layers if not 0 <= layer <= num_layers]
-    if missing:
-        raise UnsupportedFeatures(
-            f"feature_layers names {missing}, but the target has {num_layers} layers: give numbers "
-            f"from 0 (embeddings) to {num_layers} (what leaves the last layer)"
-        )
-
-
-@torch.no_grad()
-def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
-    """Return the embedding of every token as it enters the residual stream of a target."""
-    settings: Mapping[str, Any] = model.config.to_dict()
-    if settings.get("word_embed_proj_dim", model.config.hidden_size) != model.config.hidden_size:
-        raise UnsupportedFeatures(
-            f"the embeddings of this {model.config.model_type} target are projected before its "
-            "first layer; heads that share them cannot be trained"
-        )
-    embedding = model.get_submodule(MODULE_NAMES[type(model).__name__].embedding)
-    tokens = torch.arange(model.config.vocab_size, device=embedding.weight.device)
-    table: Tensor = embedding(tokens) * settings.get("embedding_multiplier", 1.0)
-    return table
-
-
-def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
-    """Refuse samples that are too long for the target or contain ids outside its vocabulary."""
-    vocab_size, longest = target.head.vocab_size, target.max_positions
-    for sample in samples:
-        if max(sample.token_ids) >= vocab_size:
-            raise InvalidRequest(
-                f"a sample holds the token {max(sample.token_ids)}, the target's vocabulary ends "
-                f"at {vocab_size - 1}: the text was tokenised for another model"
-            )
-        if len(sample.token_ids) > longest:
-            raise InvalidRequest(
-                f"a sample has {len(sample.token_ids)} tokens, the target reads {longest}: lower "
-                "the window"
-            )
-
-
-def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
-    """Load a target that only scores text; it needs no KV store."""
-    checkpoint = read_checkpoint(model_folder(source))
-    read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
-    needed, available = (
-        checkpoint.num_parameters * chosen_dtype.itemsize,
-        available_bytes(chosen_device),
-    )
-    if needed > available:
-        raise NotEnoughMemory(
-            f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
-            'available; spread it over several GPUs with device "sharded", or take its '
-            "log-probabilities from a server (teacher top-k)"
-        )
-    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TargetHead:
-    """An output projection, with the scaling and capping that some families apply to logits.
-
-    Attributes:
-        divisor: logits are divided by it (Granite).
-        cap: logits are bent to stay within plus and minus this (Gemma); None: they are not.
-    """
-
-    weight: Float[Tensor, "vocab hidden"]
-    bias: Float[Tensor, " vocab"] | None = None
-    divisor: float = 1.0
-    cap: float | None = None
-
-    @property
-    def width(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.weight.shape[0]
-
-    def to(self, device: torch.device | str) -> TargetHead:
-        bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, weight=self.weight.to(device), bias=bias)
-
-    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
-        logits = nn.functional.linear(states, self.weight, self.bias)
-        if self.divisor != 1.0:
-            logits = logits / self.divisor
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-
-def head_of(model: Any) -> TargetHead:
-    settings: Mapping[str, Any] = model.config.to_dict()
-    projection = model.get_output_embeddings()
-    bias = dict(projection.named_parameters()).get("bias")
-    return TargetHead(
-        weight=projection.weight.detach(),
-        bias=None if bias is None else bias.detach(),
-        divisor=float(settings.get("logits_scaling") or 1.0),
-        cap=settings.get("final_logit_softcapping"),
-    )
-
-
-def load_sharded(
-    source: str | Path, *, dtype: str, device: str, share: ProcessShare
-) -> TargetModel:
-    """Load a target that is too large for one device.
-
-    One process spreads the layers over all GPUs it has, one after the other (accelerate's device
-    map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
-    all of them must make equally many passes, which `CacheFiller` and the trainer do.
-    """
-    checkpoint = read_checkpoint(model_folder(source))
-    read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype = choose_dtype(dtype, checkpoint)
-    if share.number == 1:
-        model = read_weights(checkpoint, chosen_dtype, device_map="auto")
-        refuse_offloaded(str(source), model)
-        return adopt_target(model)
-    target = None
-    for turn in range(share.number):  # the host holds one whole copy at a time
-        if turn == share.index:
-            model = read_weights(checkpoint, chosen_dtype)
-            target = split(model, choose_device(device), share.number)
-        share.wait()
-    assert target is not None
-    return target
-
-
-def split(model: Any, device: torch.device, number: int) -> TargetModel:
-    """Shard every decoder layer, and the modules outside of the layers, over all processes."""
-    target = adopt_target(model)
-    weight = target.head.weight.to(device, copy=True)  # it may be the embedding, which is split
-    mesh = init_device_mesh(device.type, (number,))
-    layer_classes = set(model._no_split_modules or ())
-    for module in target.body.modules():
-        if type(module).__name__ in layer_classes:
-            fully_shard(module, mesh=mesh)
-    fully_shard(target.body, mesh=mesh)
-    head = replace(target.head.to(device), weight=weight)
-    return TargetModel(
-        body=target.body,
-        layers=target.layers,
-        head=head,
-        model_type=target.model_type,
-        max_positions=target.max_positions,
-        device=device,
-    )
-
-
-def refuse_offloaded(source: str, model: nn.Module) -> None:
-    """Refuse a model with layers that do not fit on the GPUs and would be read in every pass."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise NotEnoughMemory(
-            f"the GPUs here together do not hold {source}; take its log-probabilities from a "
-            "server (teacher top-k)"
-        )
-
-
-cache_logger = logging.getLogger("forerun.cache")
-
-FORMAT = 1
-DESCRIPTION = "cache.json"
-SHARD, SUFFIX = "rows", ".safetensors"
-SHARD_BYTES = 1 << 27
-"""What is lost at most to an interruption."""
-MAX_OPEN = 256
-"""Shards open at once for reading."""
-ENTRIES = "entries"
-
-Columns = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheIdentity:
-    """All settings that influence the cached rows of a given sample."""
-
-    kind: str
-    target_hash: str
-    tokenizer_hash: str
-    template_hash: str
-    settings: Mapping[str, str | int | float]
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1) + "\n"
-
-    @property
-    def folder_name(self) -> str:
-        return f"{self.kind}-{hash_of(self.to_json().encode())}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
-    """Location of a sample's cached rows: a shard, and a range in every column."""
-
-    shard: Path
-    ranges: Mapping[str, tuple[int, int]]
-
-
-def key_of(sample: Sample) -> str:
-    """Return the key of a sample's rows: the hash of its text and of its learned ranges."""
-    content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
-    return hash_of(content.encode())
-
-
-class RowCache:
-    """Rows of tensors by key, stored on disk in shards."""
-
-    def __init__(self, root: Path, identity: CacheIdentity) -> None:
-        self.folder = root / identity.folder_name
-        self.identity = identity
-        self._pending: dict[str, Columns] = {}
-        self._pending_bytes = 0
-        self._open: dict[Path, Any] = {}
-
-    @cached_property
-    def _entries(self) -> dict[str, CacheEntry]:
-        self._check_identity()
-        found: dict[str, CacheEntry] = {}
-        for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
-            found |= entries_of(shard)
-        return found
-
-    def _check_identity(self) -> None:
-        path = self.folder / DESCRIPTION
-        if path.exists() and path.read_text(encoding="utf-8") != self.identity.to_json():
-            raise InvalidCache(
-                f"{self.folder} is the cache of another target, tokenizer, template or setting "
-                f"(see {DESCRIPTION} in it); delete the folder, or name another one for caches"
-            )
-
-    def lacking(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys without undamaged rows, each once, after reading every shard needed."""
-        wanted = dict.fromkeys(keys)
-        for shard in {self._entries[key].shard for key in wanted if key in self._entries}:
-            if not is_whole(shard):
-                self._drop(shard)
-        return [key for key in wanted if key not in self._entries]
-
-    def _drop(self, shard: Path) -> None:
-        cache_logger.warning("%s is damaged; its content is computed again", shard)
-        for key in [key for key, entry in self._entries.items() if entry.shard == shard]:
-            del self._entries[key]
-        with suppress(OSError):
-            shard.unlink()
-
-    def look_again(self) -> None:
-        for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
-            self._entries.update(entries_of(shard))
-
-    def read(self, key: str) -> dict[str, Tensor]:
-        entry = self._entries.get(key)
-        if entry is None:
-            raise InvalidCache(f"{self.folder} has no rows of a sample that was not prepared")
-        try:
-            file = self._opened(entry.shard)
-            return {name: file.get_slice(name)[a:b] for name, (a, b) in entry.ranges.items()}
-        except (OSError, SafetensorError) as error:
-            raise InvalidCache(
-                f"{entry.shard} cannot be read any more: {error}; start again, and its content is "
-                "computed again"
-            ) from error
-
-    def _opened(self, shard: Path) -> Any:
-        """Return an open shard; at the limit, the shard that was opened first is closed."""
-        if shard not in self._open:
-            if len(self._open) == MAX_OPEN:
-                del self._open[next(iter(self._open))]
-            self._open[shard] = safe_open(shard, framework="pt")
-        return self._open[shard]
-
-    def put(self, key: str, columns: Columns) -> None:
-        """Add rows under a key; they are on disk once a shard is full, or after `flush`."""
-        self._pending[key] = {name: column.contiguous() for name, column in columns.items()}
-        self._pending_bytes += sum(column.nbytes for column in columns.values())
-        if self._pending_bytes >= SHARD_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the pending rows as one more shard; raises CacheTooLarge if the disk is full."""
-        if not self._pending:
-            return
-        content, ranges = packed(self._pending)
-        with full_disk_named(self.folder):
-            self._write_description()
-            shard = write_cached(self.folder, SHARD, SUFFIX, content)
-        for key, places in ranges.items():
-            self._entries[key] = CacheEntry(shard=shard, ranges=places)
-        self._pending, self._pending_bytes = {}, 0
-
-    def _write_description(self) -> None:
-        path = self.folder / DESCRIPTION
-        if not path.exists():
-            with atomic_write(path) as scratch:
-                scratch.write_text(self.identity.to_json(), encoding="utf-8")
-
-
-def packed(pending: Mapping[str, Columns]) -> tuple[bytes, dict[str, dict[str, tuple[int, int]]]]:
-    """Pack rows into the bytes of a shard, whose header has the ranges of every key."""
-    ends: dict[str, int] = {}
-    ranges: dict[str, dict[str, tuple[int, int]]] = {}
-    for key, columns in pending.items():
-        ranges[key] = {}
-        for name, column in columns.items():
-            start = ends.get(name, 0)
-            ends[name] = start + len(column)
-            ranges[key][name] = (start, ends[name])
-    tensors = {name: torch.cat([columns[name] for columns in pending.values()]) for name in ends}
-    return save(tensors, {ENTRIES: json.dumps(ranges)}), ranges
-
-
-def entries_of(shard: Path) -> dict[str, CacheEntry]:
-    """Return the entries in a shard's header; none if it is damaged."""
-    try:
-        with safe_open(shard, framework="pt") as file:
-            ranges: dict[str, dict[str, Any]] = json.loads(file.metadata()[ENTRIES])
-        return {
-            key: CacheEntry(shard=shard, ranges={name: (a, b) for name, (a, b) in places.items()})
-            for key, places in ranges.items()
-        }
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        cache_logger.warning("%s is damaged; its content is computed again", shard)
-        with suppress(OSError):
-            shard.unlink()
-        return {}
-
-
-@contextmanager
-def full_disk_named(folder: Path) -> Iterator[None]:
-    """Raise CacheTooLarge when the disk is full; other disk errors are raised unchanged."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise CacheTooLarge(
-            f"the disk of {folder} is full; finished shards are kept and are not computed again: "
-            "make room, or name another folder for caches, and start again"
-        ) from error
-
-
-MAX_TOKENS = 4096
-"""Tokens of one pass over the target."""
-
-MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows *states"]], Mapping[str, Tensor]]
-"""What is kept of a sample, from the target's hidden states at its learned rows."""
-ReadRows = Callable[[TargetModel, PackedBatch], Float[Tensor, "learned ..."]]
-"""What a pass of the target gives for the learned rows of a batch."""
-
-
-@dataclass(kw_only=True, eq=False)
-class CacheFiller:
-    """Fills a cache, and resumes where an earlier run was interrupted.
-
-    Args:
-        load: gives the target; called only if something is lacking.
-        max_bytes: most bytes to write; None: nine tenths of what the disk has free.
-        on_progress: called after every pass with the learned rows done, of this process's share.
-    """
-
-    cache: RowCache
-    load: Callable[[], TargetModel]
-    sizes: RowSizes
-    max_bytes: int | None
-    on_progress: OnProgress
-    share: ProcessShare
-
-    def fill(
-        self,
-        samples: Sequence[Sample],
-        make_columns: MakeColumns,
-        read: ReadRows = TargetModel.hidden,
-    ) -> TargetModel | None:
-        by_key = {key_of(sample): sample for sample in samples}
-        lacking = [by_key[key] for key in self.cache.lacking([*by_key])]
-        if lacking:
-            num_rows = sum(sample.num_learned for sample in lacking)
-            check_room(self.cache.folder, num_rows, self.sizes, self.max_bytes)
-        self.share.wait()  # no process writes before all have listed what is lacking
-        if not lacking:
-            return None
-        target = self.load()
-        check_samples(lacking, target)
-        try:
-            self._run(target, lacking, make_columns, read)
-        finally:  # keep what was computed, also after an error
-            self.cache.flush()
-        self.share.wait()
-        self.cache.look_again()
-        return target
-
-    def _run(
-        self,
-        target: TargetModel,
-        samples: Sequence[Sample],
-        make_columns: MakeColumns,
-        read: ReadRows,
-    ) -> None:
-        parts = [*self.share.of([*passes(samples, MAX_TOKENS)])]
-        num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
-        num_done = 0
-        for part, kept in parts:
-            states = read(target, one_per_row(samples, part))
-            if not kept:
-                continue
-            lengths = [samples[index].num_learned for index in part]
-            for index, own in zip(part, torch.split(states, lengths), strict=True):
-                if not bool(own.isfinite().all()):
-                    raise NumericalError(
-                        "the target's hidden states are not finite in a response to the prompt "
-                        f"{samples[index].prompt_hash}; load it in bf16 or fp32"
-                    )
-                self.cache.put(key_of(samples[index]), make_columns(target, samples[index], own))
-            num_done += sum(lengths)
-            self.on_progress(num_done, num_rows)
+def _state_dtype(source: TeacherSource) -> torch.dtype:
+    return choose_dtype(source.dtype, read_checkpoint(model_folder(source.target)))
 
 
 class HeadRows:
@@ -741,113 +204,7 @@ class HeadRows:
         return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 
-class ModelTeacher:
-    """Teacher that runs the target over every batch; see `Teacher`."""
-
-    truncated = False
-
-    def __init__(self, target: TargetModel, sampling: SamplingParams) -> None:
-        self._target = target
-        self._sampling = sampling
-
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Refuse samples that the target cannot read; nothing is stored."""
-        check_samples(samples, self._target)
-
-    def rows(self, batch: PackedBatch) -> HeadRows:
-        return HeadRows(
-            hidden=self._target.hidden(batch), head=self._target.head, sampling=self._sampling
-        )
-
-
-HEAD = "head"
-STATES = "states"
-"""The column of a cache that holds hidden states."""
-
-
-@dataclass(kw_only=True, eq=False)
-class HiddenTeacher:
-    """Teacher over cached hidden states; see `Teacher`."""
-
-    truncated = False
-
-    filler: CacheFiller
-    sampling: SamplingParams
-    device: torch.device | str
-    _samples: Sequence[Sample] = field(init=False, default=())
-    _head: TargetHead | None = field(init=False, default=None)
-
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose hidden states are not cached."""
-        target = self.filler.fill(samples, _states_column)
-        self._head = _find_head(self.filler, target).to(self.device)
-        self._samples = samples
-
-    def rows(self, batch: PackedBatch) -> HeadRows:
-        assert self._head is not None, "prepare comes first"
-        cache, found = self.filler.cache, []
-        for index, rows in sample_runs(batch, self._samples):
-            states = cache.read(key_of(self._samples[index]))[STATES]
-            found.append(states[rows])
-        hidden = torch.cat(found) if found else self._head.weight.new_empty(0, self._head.width)
-        return HeadRows(hidden=hidden.to(self.device), head=self._head, sampling=self.sampling)
-
-
-def _states_column(
-    target: TargetModel, sample: Sample, states: Float[Tensor, "rows *states hidden"]
-) -> dict[str, Tensor]:
-    return {STATES: states.cpu()}
-
-
-def _find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
-    """Return the target's output layer (LM head), from the cache if it is stored there."""
-    folder, share = filler.cache.folder, filler.share
-    head = _read_head(folder)
-    share.wait()  # no process writes before all have read
-    if head is None:
-        head = (target or filler.load()).head
-        if share.index == 0:
-            _write_head(folder, head)
-        share.wait()
-    return head
-
-
-def _write_head(folder: Path, head: TargetHead) -> None:
-    """Write the target's output layer beside its hidden states."""
-    tensors = {"weight": head.weight.cpu().contiguous()}
-    if head.bias is not None:
-        tensors["bias"] = head.bias.cpu().contiguous()
-    numbers = json.dumps({"divisor": head.divisor, "cap": head.cap})
-    with full_disk_named(folder):
-        write_cached(folder, HEAD, SUFFIX, save(tensors, {"numbers": numbers}))
-
-
-def _read_head(folder: Path) -> TargetHead | None:
-    """Read the output layer beside the hidden states; None if it is missing or damaged."""
-    path = find_cached(folder, HEAD, SUFFIX)
-    if path is None:
-        return None
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()
-        tensors = {name: file.get_tensor(name) for name in names}
-        numbers = json.loads(file.metadata()["numbers"])
-    return TargetHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)
-
-
-@runtime_checkable
-class FeatureTeacherRows(TeacherRows, Protocol):
-    """Distributions at the learned rows of a batch, and hidden states of all its rows."""
-
-    @property
-    def features(self) -> Float[Tensor, "rows width layers hidden"]:
-        """The residual stream at the input of each selected layer."""
-
-    @property
-    def last(self) -> Float[Tensor, "rows width hidden"]:
-        """The last hidden state, after the final norm."""
-
-
-class FeaturesOfRows(HeadRows):
+class FeatureRows(HeadRows):
     """Distributions and features of a batch, from given hidden states."""
 
     def __init__(
@@ -871,60 +228,100 @@ class FeaturesOfRows(HeadRows):
         return self._states[:, :, -1]
 
 
-class OnlineFeatures(ModelTeacher):
-    """Teacher that runs the target over every batch; see `Teacher`."""
+class ModelTeacher:
+    """Teacher that runs the target over every batch; see `Teacher` and `make_teacher`."""
 
     def __init__(
-        self, target: TargetModel, layers: tuple[int, ...], sampling: SamplingParams
+        self,
+        target: TargetModel,
+        sampling: SamplingParams,
+        layers: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(target, sampling)
+        self._target = target
+        self._sampling = sampling
         self._layers = layers
 
-    def rows(self, batch: PackedBatch) -> FeaturesOfRows:
-        return FeaturesOfRows(
-            states=self._target.layer_states(batch, self._layers),
-            batch=batch,
-            head=self._target.head,
-            sampling=self._sampling,
-        )
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Refuse samples that the target cannot read; nothing is stored."""
+        self._target.check(samples)
+
+    def rows(self, batch: PackedBatch) -> HeadRows:
+        states = self._target.states(batch, self._layers or ())
+        return _rows_of_states(states, batch, self._target.head, self._sampling, self._layers)
 
 
-@dataclass(kw_only=True, eq=False)
-class CachedFeatures:
-    """Teacher over cached hidden states of all rows; see `Teacher`."""
+def _rows_of_states(
+    states: Float[Tensor, "rows width states hidden"],
+    batch: PackedBatch,
+    head: TargetHead,
+    sampling: SamplingParams,
+    layers: tuple[int, ...] | None,
+) -> HeadRows:
+    if layers is not None:
+        return FeatureRows(states=states, batch=batch, head=head, sampling=sampling)
+    hidden = states[batch.predicts.to(states.device)][:, -1]
+    return HeadRows(hidden=hidden, head=head, sampling=sampling)
 
-    truncated = False
 
-    filler: CacheFiller
-    layers: tuple[int, ...]
-    sampling: SamplingParams
-    device: torch.device | str
-    _keys: list[str] = field(init=False, default_factory=list)
-    _head: TargetHead | None = field(init=False, default=None)
+class CachedStates:
+    """Teacher over cached hidden states; see `Teacher` and `make_teacher`.
+
+    Without layers only the states of learned rows are cached, otherwise those of all rows.
+    """
+
+    def __init__(self, cache: TargetCache, layers: tuple[int, ...] | None) -> None:
+        self.cache = cache
+        self._layers = layers
+        self._samples: Sequence[Sample] = ()
+        self._head: TargetHead | None = None
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        whole = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
+        """Run the target over the samples whose hidden states are not cached."""
+        if self._layers is not None:
+            samples = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
+        target = self.cache.fill(samples, lambda target, sample, states: {STATES: states})
+        self._head = self.cache.head(target).to(self.cache.source.probs_device)
+        self._samples = samples
 
-        def read(target: TargetModel, batch: PackedBatch) -> Float[Tensor, "learned states hidden"]:
-            states = target.layer_states(batch, self.layers)
-            return states[batch.predicts.to(states.device)]
-
-        target = self.filler.fill(whole, _states_column, read)
-        self._head = _find_head(self.filler, target).to(self.device)
-        self._keys = [key_of(sample) for sample in whole]
-
-    def rows(self, batch: PackedBatch) -> FeaturesOfRows:
-        assert self._head is not None, "prepare comes first"
-        shape = (*batch.ids.shape, len(self.layers) + 1, self._head.width)
-        states = torch.zeros(shape, dtype=self._head.weight.dtype)
-        starts = (batch.positions == 0) & (batch.samples >= 0)  # of texts, not of padding
-        for row, start in starts.nonzero().tolist():
-            index = int(batch.samples[row, start])
-            found = self.filler.cache.read(self._keys[index])[STATES]
-            states[row, start : start + len(found)] = found
-        return FeaturesOfRows(
-            states=states.to(self.device), batch=batch, head=self._head, sampling=self.sampling
+    def rows(self, batch: PackedBatch) -> HeadRows:
+        head, source = self._head, self.cache.source
+        assert head is not None, "prepare comes first"
+        cached = batch if self._layers is None else _with_all_learned(batch)
+        states = torch.zeros(
+            (*batch.ids.shape, len(self._layers or ()) + 1, head.width), dtype=head.weight.dtype
         )
+        found = [
+            self.cache.read(self._samples[index])[STATES][rows]
+            for index, rows in sample_runs(cached, self._samples)
+        ]
+        if found:
+            states[cached.predicts.cpu()] = torch.cat(found)
+        states = states.to(source.probs_device)
+        return _rows_of_states(states, batch, head, source.sampling, self._layers)
+
+
+def _with_all_learned(batch: PackedBatch) -> PackedBatch:
+    """Return a batch in which every token of a sample but its first is learned."""
+    following = torch.zeros_like(batch.predicts)
+    following[:, :-1] = batch.positions[:, 1:] == batch.positions[:, :-1] + 1
+    return replace(batch, predicts=following & (batch.samples >= 0))
+
+
+def sample_runs(
+    batch: PackedBatch, samples: Sequence[Sample]
+) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
+    predicts = batch.predicts.cpu()
+    owners, counts = torch.unique_consecutive(batch.samples.cpu()[predicts], return_counts=True)
+    positions = torch.split(batch.positions.cpu()[predicts], counts.tolist())
+    for index, places in zip(owners.tolist(), positions, strict=True):
+        known = learned_places(samples[index])
+        rows = torch.searchsorted(known, places)
+        if not len(known) or not torch.equal(known[rows.clamp(max=len(known) - 1)], places):
+            raise InvalidCache(
+                f"sample {index} of the batch is learned at other places than the sample prepared; "
+                "a teacher must be prepared with the samples as they are packed"
+            )
+        yield index, rows
 
 
 class SparseRows:
@@ -940,49 +337,50 @@ class SparseRows:
         return SparseDistribution(ids=self._whole.ids[rows], shares=self._whole.shares[rows])
 
 
-@dataclass(kw_only=True, eq=False)
+def _joined(parts: Sequence[SparseDistribution], device: torch.device) -> SparseRows:
+    """Join the rows of several samples, padded with id 0 of probability 0."""
+    width = max((part.ids.shape[1] for part in parts), default=1)
+    ids, shares = [torch.zeros(0, width, dtype=torch.int64)], [torch.zeros(0, width)]
+    ids += [F.pad(part.ids, (0, width - part.ids.shape[1])) for part in parts]
+    shares += [F.pad(part.shares, (0, width - part.shares.shape[1])) for part in parts]
+    return SparseRows(
+        SparseDistribution(ids=torch.cat(ids).to(device), shares=torch.cat(shares).to(device))
+    )
+
+
 class SampledTeacher:
     """Teacher over cached token ids; see `Teacher`."""
 
-    truncated = False
-
-    filler: CacheFiller
-    sampling: SamplingParams
-    num_ids: int
-    device: torch.device | str
-    _samples: Sequence[Sample] = field(init=False, default=())
+    def __init__(self, cache: TargetCache, num_ids: int) -> None:
+        self.cache = cache
+        self._num_ids = num_ids
+        self._samples: Sequence[Sample] = ()
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose token ids are not cached."""
-        self.filler.fill(samples, self._columns)
+        self.cache.fill(samples, self._columns)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        ids, shares = [], []
+        parts = []
         for index, rows in sample_runs(batch, self._samples):
-            columns = self.filler.cache.read(key_of(self._samples[index]))
-            own_ids, own_shares = padded(columns)
-            ids.append(own_ids[rows])
-            shares.append(own_shares[rows])
-        width = max((part.shape[1] for part in ids), default=1)
-        distribution = SparseDistribution(
-            ids=joined(ids, width, torch.int64).to(self.device),
-            shares=joined(shares, width, torch.float32).to(self.device),
-        )
-        return SparseRows(distribution)
+            ids, shares = padded(self.cache.read(self._samples[index]))
+            parts.append(SparseDistribution(ids=ids[rows], shares=shares[rows]))
+        return _joined(parts, self.cache.source.probs_device)
 
     def _columns(
-        self, target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
+        self, target: TargetModel, sample: Sample, states: Float[Tensor, "rows 1 hidden"]
     ) -> dict[str, Tensor]:
         """Return the cache's columns: distinct ids of all rows, their counts, and ids per row."""
-        key = request_key(int(key_of(sample), 16), 0)
-        keys = torch.tensor([position_key(key, row) for row in range(len(hidden))])
+        key = request_key(int(hash_sample(sample), 16), 0)
+        keys = torch.tensor([position_key(key, row) for row in range(len(states))])
         parts = []
-        for rows in row_chunks(len(hidden), target.head.vocab_size):
-            distribution = deployed_distribution(target.head.logits(hidden[rows]), self.sampling)
+        for rows in row_chunks(len(states), target.head.vocab_size):
+            logits = target.head.logits(states[rows, -1])
+            distribution = deployed_distribution(logits, self.cache.source.sampling)
             if isinstance(distribution, DenseDistribution):
                 offsets = uniform(keys[rows].to(distribution.target_probs.device))
-                parts.append(distinct(draw_ids(distribution.target_probs, offsets, self.num_ids)))
+                parts.append(distinct(draw_ids(distribution.target_probs, offsets, self._num_ids)))
             else:
                 parts.append(distinct(distribution.ids))
         ids, counts, sizes = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -1015,7 +413,7 @@ def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor
 
 
 def padded(
-    columns: dict[str, Tensor],
+    columns: Mapping[str, Tensor],
 ) -> tuple[Int64[Tensor, "rows some"], Float[Tensor, "rows some"]]:
     """Return ids and probabilities of a sample's rows, padded with id 0 of probability 0."""
     sizes = columns["sizes"].to(torch.int64)
@@ -1028,24 +426,12 @@ def padded(
     return ids, counts / counts.sum(-1, keepdim=True)
 
 
-def joined(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    if not parts:
-        return torch.zeros(0, width, dtype=dtype)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
-
-
-@dataclass(kw_only=True, eq=False)
 class TopKTeacher:
     """Teacher over log-probabilities in the samples; see `Teacher`."""
 
-    sampling: SamplingParams
-    device: torch.device | str
-    _samples: Sequence[Sample] = field(init=False, default=())
-
-    @property
-    def truncated(self) -> bool:
-        """Whether probability mass is missing: always, unless decoding is greedy."""
-        return not self.sampling.greedy
+    def __init__(self, source: TeacherSource) -> None:
+        self._source = source
+        self._samples: Sequence[Sample] = ()
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Check that the samples have log-probabilities; nothing is stored."""
@@ -1057,24 +443,31 @@ class TopKTeacher:
                     "a server write all responses (responses_from) that gives them, or use "
                     'teacher "hidden" or "model"'
                 )
+        if not self._source.sampling.greedy and self._source.share.index == 0:
+            logger.warning("the distributions are truncated to the tokens that the server named")
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        named: list[tuple[tuple[int, float], ...]] = []
+        parts = []
         for index, rows in sample_runs(batch, self._samples):
             given = self._samples[index].top_logprobs
             assert given is not None
-            named.extend(given[row] for row in rows.tolist())
-        width = max(map(len, named), default=1)
-        ids = torch.zeros(len(named), width, dtype=torch.int64)
-        logprobs = torch.full((len(named), width), -torch.inf, dtype=torch.float64)
-        for row, tokens in enumerate(named):
-            best_first = sorted(tokens, key=lambda token: -token[1])
-            ids[row, : len(tokens)] = torch.tensor([token for token, _ in best_first])
-            logprobs[row, : len(tokens)] = torch.tensor([value for _, value in best_first])
-        shares = known_shares(logprobs, self.sampling).float()
-        distribution = SparseDistribution(ids=ids.to(self.device), shares=shares.to(self.device))
-        return SparseRows(distribution)
+            parts.append(_known_distribution([given[row] for row in rows], self._source.sampling))
+        return _joined(parts, self._source.probs_device)
+
+
+def _known_distribution(
+    named: Sequence[Sequence[tuple[int, float]]], sampling: SamplingParams
+) -> SparseDistribution:
+    """Return the deployed distributions of rows of which the most likely tokens are known."""
+    width = max(map(len, named), default=1)
+    ids = torch.zeros(len(named), width, dtype=torch.int64)
+    logprobs = torch.full((len(named), width), -torch.inf, dtype=torch.float64)
+    for row, tokens in enumerate(named):
+        best_first = sorted(tokens, key=lambda token: -token[1])
+        ids[row, : len(tokens)] = torch.tensor([token for token, _ in best_first])
+        logprobs[row, : len(tokens)] = torch.tensor([value for _, value in best_first])
+    return SparseDistribution(ids=ids, shares=known_shares(logprobs, sampling).float())
 
 
 def known_shares(

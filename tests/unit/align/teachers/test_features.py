@@ -9,14 +9,8 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
-from forerun.align.rounds import feature_teacher
-from forerun.align.teachers import (
-    FeaturesOfRows,
-    OnlineFeatures,
-    Teacher,
-    adopt_target,
-    embedding_table,
-)
+from forerun.align.target import adopt_target, embedding_table
+from forerun.align.teachers import FeatureRows, ModelTeacher, Teacher, make_teacher
 from forerun.errors import CacheTooLarge, UnsupportedFeatures
 from forerun.sampling.config import SamplingParams
 
@@ -53,7 +47,7 @@ def test_packed_features_are_what_the_samples_have_alone(family):
     packing, batch = all_rows(texts())
     target = adopt_target(copy.deepcopy(network))
     layers = (0, 1, len(target.layers))
-    rows = OnlineFeatures(target, layers, SamplingParams()).rows(batch)
+    rows = ModelTeacher(target, SamplingParams(), layers).rows(batch)
     check(network, packing, batch, rows)
     expected = expected_logits(network, packing, batch).softmax(-1)
     found = rows.distribution(slice(0, len(rows))).target_probs
@@ -68,24 +62,24 @@ def test_packed_features_are_what_the_samples_have_alone(family):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_gives_what_the_target_gives(kind, on_disk):
     packing, batch = all_rows(texts())
-    teacher = feature_teacher(caching(kind), (0, 1), on_disk.source, packing.samples)
+    teacher = make_teacher(caching(kind), on_disk.source, 300, (0, 1))
     assert isinstance(teacher, Teacher)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    assert isinstance(rows, FeaturesOfRows)
+    assert isinstance(rows, FeatureRows)
     check(on_disk.network, packing, batch, rows)
 
 
 def test_a_cache_is_used_again(on_disk, monkeypatch):
     packing, batch = all_rows(texts())
-    first = feature_teacher(caching("hidden"), (0, 1), on_disk.source, packing.samples)
+    first = make_teacher(caching("hidden"), on_disk.source, 300, (0, 1))
     first.prepare(packing.samples)
 
     def refuse(*arguments, **named):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("forerun.align.rounds.load_target", refuse)
-    again = feature_teacher(caching("hidden"), (0, 1), on_disk.source, packing.samples)
+    monkeypatch.setattr("forerun.align.target_cache.load_target", refuse)
+    again = make_teacher(caching("hidden"), on_disk.source, 300, (0, 1))
     again.prepare(packing.samples)
     assert torch.equal(again.rows(batch).features, first.rows(batch).features)
 
@@ -93,20 +87,18 @@ def test_a_cache_is_used_again(on_disk, monkeypatch):
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_written(on_disk):
     packing, _ = all_rows(texts())
     small = caching("hidden", max_cache_bytes=1000)
-    teacher = feature_teacher(small, (0, 1), on_disk.source, packing.samples)
+    teacher = make_teacher(small, on_disk.source, 300, (0, 1))
     with pytest.raises(CacheTooLarge, match="features of 2 layers and last hidden states of"):
         teacher.prepare(packing.samples)
     assert not list(on_disk.source.cache_dir.glob("*/rows-*"))
-    chosen = feature_teacher(
-        caching("auto", max_cache_bytes=1000), (0, 1), on_disk.source, packing.samples
-    )
-    assert isinstance(chosen, OnlineFeatures)
+    chosen = make_teacher(caching("auto", max_cache_bytes=1000), on_disk.source, 300, (0, 1))
+    assert isinstance(chosen, ModelTeacher)
 
 
 def test_greedy_deployments_learn_the_whole_distribution(on_disk):
     packing, batch = all_rows(texts())
     greedy = on_disk.with_(sampling=SamplingParams(temperature=0))
-    teacher = feature_teacher(caching("model"), (0, 1), greedy, packing.samples)
+    teacher = make_teacher(caching("model"), greedy, 300, (0, 1))
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     found = teacher.rows(batch).distribution(slice(0, packing.num_learned)).target_probs
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
@@ -116,7 +108,7 @@ def test_layers_that_do_not_exist_are_refused():
     target = adopt_target(tiny.network())
     _, batch = all_rows(texts())
     with pytest.raises(UnsupportedFeatures, match=r"names \[9\], but the target has 2 layers"):
-        OnlineFeatures(target, (1, 9), SamplingParams()).rows(batch)
+        ModelTeacher(target, SamplingParams(), (1, 9)).rows(batch)
 
 
 def test_projected_embeddings_are_refused():
@@ -125,4 +117,4 @@ def test_projected_embeddings_are_refused():
         embedding_table(network)
     _, batch = all_rows(texts())
     with pytest.raises(UnsupportedFeatures, match="the head of this opt target reads 16 values"):
-        OnlineFeatures(adopt_target(network), (1,), SamplingParams()).rows(batch)
+        ModelTeacher(adopt_target(network), SamplingParams(), (1,)).rows(batch)

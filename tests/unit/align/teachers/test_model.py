@@ -11,15 +11,14 @@ from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 
 from forerun.align.objectives import DenseDistribution, SparseDistribution
 from forerun.align.samples import Sample
-from forerun.align.teachers import (
+from forerun.align.target import (
     ALONE,
-    ModelTeacher,
-    Teacher,
     adopt_target,
     load_sharded,
     load_target,
     refuse_offloaded,
 )
+from forerun.align.teachers import ModelTeacher, Teacher
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.memory import available_bytes
 from forerun.sampling.config import SamplingParams
@@ -146,7 +145,7 @@ def test_a_text_longer_than_the_targets_context_is_refused():
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_read(on_disk, monkeypatch):
-    monkeypatch.setattr("forerun.align.teachers.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("forerun.align.target.available_bytes", lambda device: 1000)
     assert available_bytes(torch.device("cpu")) > 1000
     with pytest.raises(NotEnoughMemory, match=r"1000 B are available; spread it .* \"sharded\""):
         load_target(on_disk.source.target, device="cpu")

@@ -7,7 +7,8 @@ import torch
 from tests.unit.align.teachers.conftest import all_rows, texts
 
 from forerun.align.samples import Sample, packed_inputs
-from forerun.align.teachers import learned_places, one_per_row, passes, sample_runs
+from forerun.align.target_cache import learned_places, one_per_row, passes
+from forerun.align.teachers import sample_runs
 from forerun.errors import InvalidCache
 
 

@@ -11,8 +11,7 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
 from forerun.align.objectives import SparseDistribution, dense_probs
-from forerun.align.rounds import make_teacher
-from forerun.align.teachers import draw_ids
+from forerun.align.teachers import draw_ids, make_teacher
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 
@@ -103,7 +102,6 @@ def test_shares_are_near_the_deployed_distribution(on_disk):
     packing, batch = all_rows(texts())
     params = SamplingParams(temperature=0.8, top_k=9)
     teacher = sampled(on_disk, sampling=params)
-    assert not teacher.truncated
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
     distribution = rows.distribution(slice(0, len(rows)))
@@ -140,8 +138,8 @@ def test_a_greedy_distribution_is_one_id_and_exact(on_disk):
     expected = expected_logits(on_disk.network, packing, batch).argmax(-1)
     assert distribution.ids[:, 0].tolist() == expected.tolist()
     assert distribution.shares.tolist() == [[1.0]] * len(rows)
-    (shard,) = on_disk.source.cache_dir.glob("*/rows-*")
-    assert shard.stat().st_size < 16 * len(rows) + 2000
+    files = [*on_disk.source.cache_dir.glob("*/rows-*")]
+    assert sum(path.stat().st_size - 300 for path in files) < 16 * len(rows)
 
 
 def test_other_parameters_are_another_cache(on_disk):

@@ -17,10 +17,10 @@ from tests.unit.align.teachers.conftest import (
     texts,
 )
 
-from forerun.align import teachers as filling
+from forerun.align import target_cache as filling
 from forerun.align.objectives import dense_probs
-from forerun.align.rounds import make_teacher
-from forerun.align.teachers import ProcessShare
+from forerun.align.target import ProcessShare
+from forerun.align.teachers import make_teacher
 
 WORKER = """
 import json, sys
@@ -32,10 +32,10 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
 from forerun.align.objectives import dense_probs
-from forerun.align import teachers as filling
-from forerun.align.rounds import TeacherSource, make_teacher
-from forerun.align.teachers import ProcessShare
-from forerun.align.teachers import load_sharded
+from forerun.align import target_cache as filling
+from forerun.align.target import ProcessShare, load_sharded
+from forerun.align.target_cache import TeacherSource
+from forerun.align.teachers import make_teacher
 from forerun.sampling.config import SamplingParams
 
 torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def test_two_processes_share_work_and_weights(on_disk, tmp_path):
         torch.testing.assert_close(torch.tensor(one[kind]), expected, atol=2e-5, rtol=2e-4)
     assert [len(one["reports"]) for one in found] == [3, 2]
     assert sum(one["reports"][-1][1] for one in found) == packing.num_learned
-    assert len(list(on_disk.source.cache_dir.glob("*/rows-*"))) == 2
+    assert len(list(on_disk.source.cache_dir.glob("*/rows-*"))) == len(packing.samples)
     whole = sum(parameter.numel() for parameter in on_disk.network.model.parameters())
     assert sum(one["held"] for one in found) == whole
 

@@ -10,9 +10,8 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, texts
 
 from forerun.align.objectives import dense_probs
-from forerun.align.rounds import make_teacher
 from forerun.align.samples import Sample
-from forerun.align.teachers import known_shares
+from forerun.align.teachers import known_shares, make_teacher
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.processors import pack_params, target_probs
@@ -102,11 +101,11 @@ def with_logprobs(samples: list[Sample]) -> list[Sample]:
     return found
 
 
-def test_rows_are_those_of_their_samples(on_disk):
+def test_rows_are_those_of_their_samples(on_disk, caplog):
     packing, batch = all_rows(with_logprobs(texts()))
     teacher = make_teacher(caching("top-k"), on_disk.source, 100)
-    assert teacher.truncated
     teacher.prepare(packing.samples)
+    assert "are truncated to the tokens that the server named" in caplog.text
     rows = teacher.rows(batch)
     assert len(rows) == packing.num_learned
     probs = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
@@ -125,12 +124,12 @@ def test_rows_are_those_of_their_samples(on_disk):
         assert not probs[row][~named].any()
 
 
-def test_a_greedy_distribution_is_known_whole(on_disk):
+def test_a_greedy_distribution_is_known_whole(on_disk, caplog):
     source = on_disk.with_(sampling=SamplingParams(temperature=0))
     teacher = make_teacher(caching("top-k"), source, 100)
-    assert not teacher.truncated
     packing, batch = all_rows(with_logprobs(texts(2)))
     teacher.prepare(packing.samples)
+    assert not caplog.records
     distribution = teacher.rows(batch).distribution(slice(0, 3))
     best = distribution.ids.gather(1, distribution.shares.argmax(-1, keepdim=True))
     assert set(best.flatten().tolist()) <= {20, 21}

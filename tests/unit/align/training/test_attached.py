@@ -13,8 +13,9 @@ from tests import training
 from forerun.align.attached import AttachedDraft, PassLoss, UnrolledEagle3, load_attached
 from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
 from forerun.align.objectives import objective_of
-from forerun.align.rounds import TeacherSource, feature_teacher
 from forerun.align.samples import Packing
+from forerun.align.target_cache import TeacherSource
+from forerun.align.teachers import make_teacher
 from forerun.align.trainer import Trainer
 from forerun.align.workspace import StepMetrics
 from forerun.drafters.eagle3.head import Eagle3Head
@@ -62,7 +63,7 @@ def trainer_of(
     )
     packing = packed()
     settings = TeacherConfig(teacher=kind)
-    teacher = feature_teacher(settings, draft.feature_layers, source, packing.samples)
+    teacher = make_teacher(settings, source, 1000, draft.feature_layers)
     teacher.prepare(packing.samples)
     return Trainer(
         config=config.training,

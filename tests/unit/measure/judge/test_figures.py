@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.measure.judge.judgements import K, figures, judged
 
-from forerun.align.rounds import judgement_of
+from forerun.align.rounds import build_judgement
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.intervals import bootstrap_ratio
 
@@ -92,7 +92,7 @@ def test_drafts_that_do_not_pay_yet_are_ranked_all_the_same():
 
 def test_without_a_cost_table_tau_ranks():
     drafts = [figures([judged([]), judged([])]), figures([judged([0, 3]), judged([0])])]
-    worths = [judgement_of(0, draft, 1.0).worth for draft in drafts]
+    worths = [build_judgement(0, draft, 1.0).worth for draft in drafts]
     assert worths == [(0.0, 1.0), (0.0, 2.0)]
 
 

@@ -1,0 +1,248 @@
+"""The target as a teacher: it scores texts, whole on one device or spread over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from forerun.align.samples import PackedBatch, Sample, packed_inputs
+from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
+from forerun.models.architecture import check_trainable, read_architecture
+from forerun.models.checkpoint import read_checkpoint
+from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
+from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
+from forerun.models.memory import available_bytes, readable
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessShare:
+    """One of several processes that together fill a cache on a shared disk."""
+
+    index: int = 0
+    number: int = 1
+    wait: Callable[[], None] = lambda: None
+
+    def of(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
+        """Yield the parts assigned to this process, and whether it stores the result of each.
+
+        All processes get equally many, as a target whose weights are spread over them needs: where
+        the parts run out, the first is done again for nothing.
+        """
+        for start in range(0, len(parts), self.number):
+            place = start + self.index
+            if place < len(parts):
+                yield parts[place], True
+            else:
+                yield parts[0], False
+
+
+ALONE = ProcessShare()
+"""A single process, which waits for no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetHead:
+    """An output projection, with the scaling and capping that some families apply to logits.
+
+    Attributes:
+        divisor: logits are divided by it (Granite).
+        cap: logits are bent to stay within plus and minus this (Gemma); None: they are not.
+    """
+
+    weight: Float[Tensor, "vocab hidden"]
+    bias: Float[Tensor, " vocab"] | None = None
+    divisor: float = 1.0
+    cap: float | None = None
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def to(self, device: torch.device | str) -> TargetHead:
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, weight=self.weight.to(device), bias=bias)
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
+        logits = nn.functional.linear(states, self.weight, self.bias)
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+@dataclass(kw_only=True, eq=False)
+class TargetModel:
+    """The target's decoder and its output head.
+
+    Args:
+        body: token ids and positions to hidden states after the final norm; rows of several samples
+            are recognised by their positions, which begin at 0 with each.
+    """
+
+    body: nn.Module
+    layers: nn.ModuleList
+    head: TargetHead
+    model_type: str
+    max_positions: int
+    device: torch.device
+
+    @torch.no_grad()
+    def states(
+        self, batch: PackedBatch, layers: tuple[int, ...] = ()
+    ) -> Float[Tensor, "rows width states hidden"]:
+        """Return the residual stream at the input of some layers, and the last hidden state.
+
+        The last one, after the final norm, is the input of the head.
+        """
+        check_layers(layers, len(self.layers))
+        on_device = batch.to(self.device)
+        with captured(self.layers, layers) as found:
+            outputs = self.body(**packed_inputs(on_device, self.model_type))
+        states: list[Tensor] = [*(found[layer] for layer in layers), outputs.last_hidden_state]
+        if len({state.shape[-1] for state in states}) > 1:
+            raise UnsupportedFeatures(
+                f"the head of this {self.model_type} target reads {states[-1].shape[-1]} values "
+                f"per row, its layers {states[0].shape[-1]}; heads for it cannot be trained"
+            )
+        return torch.stack([state.to(self.device) for state in states], dim=2)
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Refuse samples that are too long, or that have ids outside the vocabulary."""
+        vocab_size = self.head.vocab_size
+        for sample in samples:
+            if max(sample.token_ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"a sample holds the token {max(sample.token_ids)}, the target's vocabulary "
+                    f"ends at {vocab_size - 1}: the text was tokenised for another model"
+                )
+            if len(sample.token_ids) > self.max_positions:
+                raise InvalidRequest(
+                    f"a sample has {len(sample.token_ids)} tokens, the target reads "
+                    f"{self.max_positions}: lower the window"
+                )
+
+
+def adopt_target(model: Any) -> TargetModel:
+    """Freeze a transformers model and use it as a teacher's target."""
+    model.eval().requires_grad_(False)
+    settings: Mapping[str, Any] = model.config.to_dict()
+    architecture = read_architecture(type(model).__name__, settings)
+    check_trainable(architecture)
+    projection = model.get_output_embeddings()
+    bias = dict(projection.named_parameters()).get("bias")
+    return TargetModel(
+        body=model.get_decoder(),
+        layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),
+        head=TargetHead(
+            weight=projection.weight.detach(),
+            bias=None if bias is None else bias.detach(),
+            divisor=float(settings.get("logits_scaling") or 1.0),
+            cap=settings.get("final_logit_softcapping"),
+        ),
+        model_type=model.config.model_type,
+        max_positions=architecture.max_positions,
+        device=model.device,
+    )
+
+
+def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    missing = [layer for layer in layers if not 0 <= layer <= num_layers]
+    if missing:
+        raise UnsupportedFeatures(
+            f"feature_layers names {missing}, but the target has {num_layers} layers: give numbers "
+            f"from 0 (embeddings) to {num_layers} (what leaves the last layer)"
+        )
+
+
+@torch.no_grad()
+def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
+    """Return the embedding of every token as it enters the residual stream of a target."""
+    settings: Mapping[str, Any] = model.config.to_dict()
+    if settings.get("word_embed_proj_dim", model.config.hidden_size) != model.config.hidden_size:
+        raise UnsupportedFeatures(
+            f"the embeddings of this {model.config.model_type} target are projected before its "
+            "first layer; heads that share them cannot be trained"
+        )
+    embedding = model.get_submodule(MODULE_NAMES[type(model).__name__].embedding)
+    tokens = torch.arange(model.config.vocab_size, device=embedding.weight.device)
+    table: Tensor = embedding(tokens) * settings.get("embedding_multiplier", 1.0)
+    return table
+
+
+def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
+    """Load a target that only scores text; it needs no KV store."""
+    checkpoint = read_checkpoint(model_folder(source))
+    read_config(checkpoint)  # refuses what is not supported before a weight is read
+    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
+    needed = checkpoint.num_parameters * chosen_dtype.itemsize
+    available = available_bytes(chosen_device)
+    if needed > available:
+        raise NotEnoughMemory(
+            f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
+            'available; spread it over several GPUs with device "sharded", or take its '
+            "log-probabilities from a server (teacher top-k)"
+        )
+    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device))
+
+
+def load_sharded(
+    source: str | Path, *, dtype: str, device: str, share: ProcessShare
+) -> TargetModel:
+    """Load a target that is too large for one device.
+
+    One process spreads the layers over all GPUs it has, one after the other (accelerate's device
+    map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
+    all of them must make equally many passes, which `TargetCache` and the trainer do.
+    """
+    checkpoint = read_checkpoint(model_folder(source))
+    read_config(checkpoint)  # refuses what is not supported before a weight is read
+    chosen_dtype = choose_dtype(dtype, checkpoint)
+    if share.number == 1:
+        model = read_weights(checkpoint, chosen_dtype, device_map="auto")
+        refuse_offloaded(str(source), model)
+        return adopt_target(model)
+    target = None
+    for turn in range(share.number):  # the host holds one whole copy at a time
+        if turn == share.index:
+            model = read_weights(checkpoint, chosen_dtype)
+            target = split(model, choose_device(device), share.number)
+        share.wait()
+    assert target is not None
+    return target
+
+
+def split(model: Any, device: torch.device, number: int) -> TargetModel:
+    """Shard every decoder layer, and the modules outside of the layers, over all processes."""
+    target = adopt_target(model)
+    weight = target.head.weight.to(device, copy=True)  # it may be the embedding, which is split
+    mesh = init_device_mesh(device.type, (number,))
+    layer_classes = set(model._no_split_modules or ())
+    for module in target.body.modules():
+        if type(module).__name__ in layer_classes:
+            fully_shard(module, mesh=mesh)
+    fully_shard(target.body, mesh=mesh)
+    head = replace(target.head.to(device), weight=weight)
+    return replace(target, head=head, device=device)
+
+
+def refuse_offloaded(source: str, model: nn.Module) -> None:
+    """Refuse a model with layers that do not fit on the GPUs and would be read in every pass."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise NotEnoughMemory(
+            f"the GPUs here together do not hold {source}; take its log-probabilities from a "
+            "server (teacher top-k)"
+        )

@@ -1,0 +1,336 @@
+"""A cache on disk of what the target computes for every sample, filled by one process or several.
+
+Every sample has one file, whose name ends in the hash of its content: what a killed process was
+writing is not read, and a damaged file is computed again. The name of the folder has everything
+that decides its content, so the cache of a changed target is never used. The target runs once over
+every sample that is missing, if the disk has room.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from forerun.align.config import TeacherConfig
+from forerun.align.samples import PackedBatch, Sample
+from forerun.align.target import (
+    ALONE,
+    ProcessShare,
+    TargetHead,
+    TargetModel,
+    load_sharded,
+    load_target,
+)
+from forerun.align.workspace import OnProgress
+from forerun.atomic_write import atomic_write
+from forerun.cache import find_cached, hash_of, is_whole, write_cached
+from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
+from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
+from forerun.models.load import choose_device, model_folder
+from forerun.models.memory import readable
+from forerun.sampling.config import SamplingParams
+
+logger = logging.getLogger("forerun.cache")
+preparation = logging.getLogger("forerun.preparation")
+
+FORMAT = 2
+DESCRIPTION = "cache.json"
+ROWS, HEAD, SUFFIX = "rows", "head", ".safetensors"
+MAX_TOKENS = 4096
+"""Tokens of one pass over the target."""
+SHARDED = "sharded"
+"""As a device: the target is spread over all GPUs there are, for it is larger than one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """The target, its deployment settings, and the devices and folder available to a teacher.
+
+    Attributes:
+        share: this process's part of filling a cache. With several processes all must then prepare
+            the teacher together; or one fills it first, alone, and the others find it filled.
+        on_progress: called after every pass with the learned rows done, of this process's share.
+    """
+
+    target: str | Path
+    target_hash: str
+    sampling: SamplingParams
+    cache_dir: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    on_progress: OnProgress = lambda num_done, num_all: None
+    share: ProcessShare = ALONE
+
+    def load(self) -> TargetModel:
+        if self.device != SHARDED:
+            return load_target(self.target, dtype=self.dtype, device=self.device)
+        return load_sharded(self.target, dtype=self.dtype, device="auto", share=self.share)
+
+    @property
+    def probs_device(self) -> torch.device:
+        """Device on which distributions are computed from a cache."""
+        return choose_device("auto" if self.device == SHARDED else self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Disk space of a cache."""
+
+    what: str
+    row_bytes: int
+    fixed_bytes: int = 0
+
+    def total_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the given number of rows."""
+        return self.fixed_bytes + num_rows * self.row_bytes
+
+
+def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
+    """Return the bytes that may be written: nine tenths of the free ones, or `max_bytes`."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free * 9 // 10
+    return free if max_bytes is None else min(free, max_bytes)
+
+
+def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
+    ranges = [torch.arange(start - 1, end - 1) for start, end in sample.spans]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+
+def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
+    """Yield groups of samples of similar length, each to be read in one pass."""
+    rows: list[int] = []
+    for index in sorted(range(len(samples)), key=lambda i: -len(samples[i].token_ids)):
+        if rows and (len(rows) + 1) * len(samples[rows[0]].token_ids) > max_tokens:
+            yield rows
+            rows = []
+        rows.append(index)
+    if rows:
+        yield rows
+
+
+def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
+    width = max(len(samples[index].token_ids) for index in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    owners = torch.full((len(rows), width), -1)
+    predicts = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, index in enumerate(rows):
+        length = len(samples[index].token_ids)
+        ids[row, :length] = torch.tensor(samples[index].token_ids)
+        owners[row, :length] = index
+        predicts[row, learned_places(samples[index])] = True
+    positions = torch.arange(width).repeat(len(rows), 1)
+    return PackedBatch(ids=ids, positions=positions, samples=owners, predicts=predicts)
+
+
+Columns = Mapping[str, Tensor]
+MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows states hidden"]], Columns]
+"""What is kept of a sample, from the target's states at its learned rows (`TargetModel.states`)."""
+
+
+class TargetCache:
+    """What the target computes for samples, on disk.
+
+    Args:
+        kind: begins the name of the folder.
+        settings: that decide the content beside target, tokenizer, template and text.
+        layers: of the target whose inputs are read beside the last hidden states.
+    """
+
+    def __init__(
+        self,
+        source: TeacherSource,
+        config: TeacherConfig,
+        kind: str,
+        settings: Mapping[str, str | int | float],
+        sizes: RowSizes,
+        layers: tuple[int, ...] = (),
+    ) -> None:
+        folder = read_checkpoint(model_folder(source.target)).folder
+        identity = {
+            "format": FORMAT,
+            "kind": kind,
+            "target_hash": source.target_hash,
+            "tokenizer_hash": tokenizer_hash(folder),
+            "template_hash": template_hash(folder),
+            "settings": settings,
+        }
+        self.source = source
+        self.max_bytes = config.max_cache_bytes
+        self.sizes = sizes
+        self.layers = layers
+        self.description = json.dumps(identity, sort_keys=True, indent=1) + "\n"
+        self.folder = source.cache_dir / f"{kind}-{hash_of(self.description.encode())}"
+        self._files: dict[str, Path] = {}
+
+    def read(self, sample: Sample) -> dict[str, Tensor]:
+        """Return what is kept of a sample that the cache was filled with."""
+        path = self._files.get(hash_sample(sample))
+        if path is None:
+            raise InvalidCache(f"{self.folder} has no rows of a sample that was not prepared")
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise InvalidCache(
+                f"{path} cannot be read any more: {error}; start again, and its content is "
+                "computed again"
+            ) from error
+
+    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
+        """Compute what is missing; returns the target if it was loaded.
+
+        Raises:
+            CacheTooLarge: it would not fit, and nothing is written; or the disk filled up.
+        """
+        missing = self._missing(samples)
+        if missing:
+            self._check_room(sum(sample.num_learned for sample in missing))
+        self.source.share.wait()  # no process writes before all have listed what is missing
+        if not missing:
+            return None
+        target = self.source.load()
+        target.check(missing)
+        self._run(target, missing, make_columns)
+        self.source.share.wait()
+        self._list_files()
+        return target
+
+    def head(self, target: TargetModel | None) -> TargetHead:
+        """Return the target's output layer (LM head), which is kept beside its hidden states."""
+        head = _read_head(self.folder)
+        self.source.share.wait()  # no process writes before all have read
+        if head is None:
+            head = (target or self.source.load()).head
+            if self.source.share.index == 0:
+                with full_disk_named(self.folder):
+                    write_cached(self.folder, HEAD, SUFFIX, _packed_head(head))
+            self.source.share.wait()
+        return head
+
+    def _list_files(self) -> None:
+        files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
+        self._files = {path.stem.split("-")[1]: path for path in files}
+
+    def _missing(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples without an undamaged file, each once, after reading all files."""
+        description = self.folder / DESCRIPTION
+        if description.exists() and description.read_text(encoding="utf-8") != self.description:
+            raise InvalidCache(
+                f"{self.folder} is the cache of another target, tokenizer, template or setting "
+                f"(see {DESCRIPTION} in it); delete the folder, or name another one for caches"
+            )
+        self._list_files()
+        missing = []
+        for key, sample in {hash_sample(sample): sample for sample in samples}.items():
+            path = self._files.get(key)
+            if path is not None and is_whole(path):
+                continue
+            missing.append(sample)
+            if path is not None:
+                logger.warning("%s is damaged; its content is computed again", path)
+                with suppress(OSError):
+                    path.unlink()
+        return missing
+
+    def _check_room(self, num_rows: int) -> None:
+        """Log the size of the rows to write, and refuse more than the disk has room for."""
+        sizes = self.sizes
+        needed, allowed = sizes.total_bytes(num_rows), allowed_bytes(self.folder, self.max_bytes)
+        preparation.info(
+            "caching %s of %s positions in %s: %s (%s each), %s may be taken",
+            sizes.what,
+            f"{num_rows:,}",
+            self.folder,
+            readable(needed),
+            readable(sizes.row_bytes),
+            readable(allowed),
+        )
+        if needed > allowed:
+            raise CacheTooLarge(
+                f"{sizes.what} of {num_rows:,} positions take {readable(needed)}, "
+                f"{readable(allowed)} may be taken in {self.folder}: use fewer prompts, another "
+                "folder, a higher limit, or the teacher that reruns the target (model)"
+            )
+
+    def _run(
+        self, target: TargetModel, samples: Sequence[Sample], make_columns: MakeColumns
+    ) -> None:
+        parts = [*self.source.share.of([*passes(samples, MAX_TOKENS)])]
+        num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
+        num_done = 0
+        for part, kept in parts:
+            batch = one_per_row(samples, part)
+            states = target.states(batch, self.layers)
+            if not kept:
+                continue
+            for row, index in enumerate(part):
+                own = states[row, learned_places(samples[index]).to(states.device)]
+                if not bool(own.isfinite().all()):
+                    raise NumericalError(
+                        "the target's hidden states are not finite in a response to the prompt "
+                        f"{samples[index].prompt_hash}; load it in bf16 or fp32"
+                    )
+                self._write(samples[index], make_columns(target, samples[index], own))
+                num_done += len(own)
+            self.source.on_progress(num_done, num_rows)
+
+    def _write(self, sample: Sample, columns: Columns) -> None:
+        content = save({name: column.cpu().contiguous() for name, column in columns.items()})
+        description = self.folder / DESCRIPTION
+        with full_disk_named(self.folder):
+            if not description.exists():
+                with atomic_write(description) as scratch:
+                    scratch.write_text(self.description, encoding="utf-8")
+            write_cached(
+                self.folder, f"{ROWS}-{hash_sample(sample)}", SUFFIX, content, durable=False
+            )
+
+
+def hash_sample(sample: Sample) -> str:
+    """Return the hash of a sample's text and of its learned ranges."""
+    content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
+    return hash_of(content.encode())
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """Raise CacheTooLarge when the disk is full; other disk errors are raised unchanged."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CacheTooLarge(
+            f"the disk of {folder} is full; finished files are kept and are not computed again: "
+            "make room, or name another folder for caches, and start again"
+        ) from error
+
+
+def _packed_head(head: TargetHead) -> bytes:
+    tensors = {"weight": head.weight.cpu().contiguous()}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.cpu().contiguous()
+    return save(tensors, {"numbers": json.dumps({"divisor": head.divisor, "cap": head.cap})})
+
+
+def _read_head(folder: Path) -> TargetHead | None:
+    """Read the output layer beside the hidden states; None if it is missing or damaged."""
+    path = find_cached(folder, HEAD, SUFFIX)
+    if path is None:
+        return None
+    with safe_open(path, framework="pt") as file:
+        numbers = json.loads(file.metadata()["numbers"])
+    tensors = load_file(path)
+    return TargetHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)
