@@ -324,7 +324,11 @@ class DraftLoss(nn.Module):
         hidden, head = _causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.weighed_for is not None:
-            rows = self._weighed(rows, head, batch, self.weighed_for)
+            # By their contribution to the expected accepted length.
+            alphas = chunked_acceptance(rows, head, temperature=self.temperature)
+            owners, positions = batch.samples[batch.predicts], batch.positions[batch.predicts]
+            weights = length_weights(alphas, owners, positions, self.weighed_for)
+            rows = replace(rows, weights=weights)
         total = chunked_loss(
             rows,
             head,
@@ -335,15 +339,6 @@ class DraftLoss(nn.Module):
         alpha = hidden.new_zeros(()) if total.acceptance is None else total.acceptance
         # FSDP2 hangs its hooks on what comes out, which must be no view of something else.
         return total.loss.clone(), alpha
-
-    def _weighed(
-        self, rows: LearnedRows, head: DraftHead, batch: PackedBatch, k: int
-    ) -> LearnedRows:
-        """Weight the rows by their contribution to the expected accepted length."""
-        alphas = chunked_acceptance(rows, head, temperature=self.temperature)
-        learned = batch.predicts
-        weights = length_weights(alphas, batch.samples[learned], batch.positions[learned], k)
-        return replace(rows, weights=weights)
 
 
 TARGET_FILES = (
@@ -422,7 +417,6 @@ def load_draft(config: DraftConfig) -> Draft:
 
 
 def base_model(config: DraftConfig) -> Any:
-    """Return the draft to start from, in fp32, with the width of the target's vocabulary."""
     target = read_object(config.target / "config.json")
     if config.draft is None:
         return _fresh_model(config, target)
@@ -437,7 +431,6 @@ def base_model(config: DraftConfig) -> Any:
 
 
 def _fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
-    """Create a model of a given shape with random weights and the target's vocabulary."""
     if config.init is None:
         raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
     settings = read_object(config.init)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import forerun
 from forerun.align.config import AlignConfig
-from forerun.align.rounds import DraftSelector, Judgement
+from forerun.align.rounds import Judgement
 from forerun.align.samples import Packing
 from forerun.align.serving import describe_pair, export_draft, push_draft
 from forerun.align.workspace import (
     StepMetrics,
     Workspace,
-    check_hashes,
     data_hash,
     differences,
     from_json,
@@ -28,12 +27,11 @@ from forerun.align.workspace import (
 )
 from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
-from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, Judge, changes
+from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, changes
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder
 from forerun.pictures import BASELINE, COLOURS, picture
-from forerun.provenance import Provenance, collect, content_hash, version_of
-from forerun.theory.cost import CostTable
+from forerun.provenance import Provenance, content_hash, version_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,44 +118,6 @@ class AlignReport:
 logger = logging.getLogger("forerun.align")
 
 
-def judged_at(
-    judge: Judge, workspace: Workspace, others: Mapping[float, CostTable | None]
-) -> tuple[JudgedPair, ...]:
-    """Judge the first and the kept draft on all held-out prompts, at all temperatures."""
-    check_hashes(workspace.snapshot(0))
-    judges = [judge, *(judge.at(temperature, costs) for temperature, costs in others.items())]
-    return tuple(
-        JudgedPair(
-            before=one.judge(workspace.snapshot(0), name="before"),
-            after=one.judge(workspace.draft, name="after"),
-        )
-        for one in judges
-    )
-
-
-def report_of(
-    config: AlignConfig,
-    *,
-    identity: Mapping[str, str],
-    judged: tuple[JudgedPair, ...],
-    selector: DraftSelector,
-    data: DataSummary,
-    seconds: Mapping[str, float],
-) -> AlignReport:
-    hashes = {"target": identity["target"], "draft": content_hash(str(selector.workspace.draft))}
-    return AlignReport(
-        draft=selector.workspace.draft,
-        objective=config.objective_name,
-        data=data,
-        judged=judged,
-        judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),
-        best_step=selector.best.step,
-        seconds=dict(seconds),
-        provenance=collect(hashes),
-        identity=identity,
-    )
-
-
 def hand_over(
     config: AlignConfig, workspace: Workspace, report: AlignReport, packing: Packing
 ) -> None:
@@ -193,7 +153,6 @@ def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> No
 
 
 def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Draw the plots of acceptance by position and of training progress."""
     deployed = report.judged[0]
     plot_survival(
         {"before": deployed.before, "after": deployed.after},
@@ -274,7 +233,6 @@ MAX_COLUMNS = 4
 
 
 def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequence[Path]) -> None:
-    """Draw acceptance by position, and write the plot to every path."""
     panels = _panels_of(drafts)
     num_columns = min(len(panels), MAX_COLUMNS)
     num_lines = -(-len(panels) // num_columns)
@@ -328,7 +286,6 @@ def plot_training(
     speedups: Mapping[int, float],
     paths: Sequence[Path],
 ) -> None:
-    """Draw acceptance and predicted speedup over the training, and write the plot to a file."""
     with picture(paths, width=9.0, height=3.4) as figure:
         left, right = figure.subplots(1, 2)
         _draw_acceptance(left, steps, alphas)
@@ -342,7 +299,6 @@ def plot_training(
 
 
 def _draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
-    """Draw alpha on the training texts, step by step, and on the held-out prompts."""
     known = {
         step.step: step.acceptance_probability
         for step in steps

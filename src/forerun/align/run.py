@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,11 +26,10 @@ from forerun.align.objectives import objective_of
 from forerun.align.report import (
     AlignReport,
     DataSummary,
+    JudgedPair,
     export,
     finished,
     hand_over,
-    judged_at,
-    report_of,
 )
 from forerun.align.rounds import DraftSelector, RoundData
 from forerun.align.samples import Packing
@@ -43,6 +42,7 @@ from forerun.align.workspace import (
     StepMetrics,
     Workspace,
     check_folder,
+    check_hashes,
     claim_folder,
     exclusive_access,
     identity_of,
@@ -53,7 +53,7 @@ from forerun.engine.engine import Engine
 from forerun.measure.judge import Judge
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
-from forerun.provenance import content_hash
+from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
 
 logger = logging.getLogger("forerun.align")
@@ -93,28 +93,48 @@ class Alignment:
         self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
-        if self.config.push_to_hub is not None:
-            check_repo(self.config.push_to_hub)
-        tokenizer = load_tokenizer(self.config.target)
-        prompts = read_prompt_split(self.config.data, tokenizer)
+        config, workspace = self.config, self.workspace
+        if config.push_to_hub is not None:
+            check_repo(config.push_to_hub)
+        tokenizer = load_tokenizer(config.target)
+        prompts = read_prompt_split(config.data, tokenizer)
         if self.is_main:
             warn_of_few_prompts(prompts)
-        identity = identity_of(self.config, prompts, from_main(self.accelerator, self._target_hash))
-        check_folder(self.workspace, identity)
-        report = finished(self.workspace, identity, predicted=self.costs is not None)
+        identity = identity_of(config, prompts, from_main(self.accelerator, self._target_hash))
+        check_folder(workspace, identity)
+        report = finished(workspace, identity, predicted=self.costs is not None)
         if report is not None:
             return self._told_again(report) if self.is_main else None
-        with self._alone():
+        lock = exclusive_access(lock_for(workspace.root / "alignment"), workspace.root)
+        with lock if self.is_main else nullcontext():
             return self._aligned(tokenizer, prompts, identity)
 
     def _aligned(
         self, tokenizer: Tokenizer, prompts: PromptSplit, identity: Mapping[str, str]
     ) -> AlignReport | None:
         """Run all phases under the lock of the folder."""
-        model = None if self.config.is_attached else load_draft(self._draft_config())
-        engine = self._engine() if self.is_main else None
+        config = self.config
+        draft: TrainedDraft | None = None
+        if not config.is_attached:
+            draft = load_draft(
+                DraftConfig(
+                    target=model_folder(config.target),
+                    draft=None if config.draft is None else model_folder(config.draft),
+                    init=config.init,
+                    seed=config.training.training_seed,
+                )
+            )
+        engine: Engine | None = None
+        if self.is_main:
+            k = config.evaluation.num_speculative_tokens
+            engine = Engine.load(
+                config.target,
+                dtype=config.dtype,
+                device=config.device,
+                config=replace(config.engine, num_speculative_tokens=k),
+            )
         texts = TrainingTexts(
-            config=self.config,
+            config=config,
             prompts=prompts,
             target=engine,
             target_hash=identity["target"],
@@ -122,19 +142,16 @@ class Alignment:
             folder=self.workspace.responses,
         )
         if self.is_main:
-            claim_folder(self.config, self.workspace, identity)
-        data = RoundData(self.config, self.accelerator, self.workspace, self.phases, texts)
-        draft = self._head(data) if model is None else model
+            claim_folder(config, self.workspace, identity)
+        data = RoundData(config, self.accelerator, self.workspace, self.phases, texts)
+        if draft is None:
+            draft = head = load_attached(config, data.steady)
+            data.feature_layers = head.feature_layers
         trainer = self._trainer(draft, identity)
         self._snapshot(draft, trainer, 0)
         selector = self._selector(engine, prompts, identity) if engine is not None else None
         packing = self._train(trainer, draft, data, selector)
         return None if selector is None else self._conclude(selector, prompts, packing, identity)
-
-    def _head(self, data: RoundData) -> TrainedDraft:
-        head = load_attached(self.config, data.steady)
-        data.feature_layers = head.feature_layers
-        return head
 
     def _target_hash(self) -> str:
         with self.phases.waiting("hashing", "hashing the weights of the target"):
@@ -151,13 +168,6 @@ class Alignment:
         )
         return report
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """Lock the output folder; only the main process does so."""
-        root = self.workspace.root
-        return (
-            exclusive_access(lock_for(root / "alignment"), root) if self.is_main else nullcontext()
-        )
-
     @property
     def is_main(self) -> bool:
         return bool(self.accelerator.is_main_process)
@@ -165,28 +175,9 @@ class Alignment:
     @property
     def schedule(self) -> list[int]:
         """Steps at which the draft is judged, from 0 to the last step."""
-        num_rounds = max(1, min(self.config.evaluation.num_evaluations, self.num_steps))
-        return [self.num_steps * i // num_rounds for i in range(num_rounds + 1)]
-
-    @property
-    def num_steps(self) -> int:
-        return self.config.training.num_steps
-
-    def _draft_config(self) -> DraftConfig:
-        config = self.config
-        return DraftConfig(
-            target=model_folder(config.target),
-            draft=None if config.draft is None else model_folder(config.draft),
-            init=config.init,
-            seed=config.training.training_seed,
-        )
-
-    def _engine(self) -> Engine:
-        config = self.config
-        engine = replace(
-            config.engine, num_speculative_tokens=config.evaluation.num_speculative_tokens
-        )
-        return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
+        num_steps = self.config.training.num_steps
+        num_rounds = max(1, min(self.config.evaluation.num_evaluations, num_steps))
+        return [num_steps * i // num_rounds for i in range(num_rounds + 1)]
 
     def _trainer(self, draft: TrainedDraft, identity: Mapping[str, str]) -> Trainer:
         config = self.config
@@ -261,7 +252,7 @@ class Alignment:
             trainer.run(packing, until, lambda metrics: None)
             return
         speedup = selector.latest.predicted_speedup
-        with self.phases.training(self.num_steps, trainer.step, speedup) as show:
+        with self.phases.training(self.schedule[-1], trainer.step, speedup) as show:
 
             def on_step(metrics: StepMetrics) -> None:
                 log.append(metrics)
@@ -283,20 +274,27 @@ class Alignment:
         packing: Packing,
         identity: Mapping[str, str],
     ) -> AlignReport:
-        """Judge the kept draft on all held-out prompts, and write the report."""
-        deployed = self.config.sampling.temperature
-        others = {
-            other: self._costs_at(other, identity["target"])
-            for other in (0.0, 1.0)
-            if other != deployed
-        }
+        """Judge the first and the kept draft on all held-out prompts, and write the report."""
+        config, workspace = self.config, self.workspace
+        first, temperatures = workspace.snapshot(0), {0.0, 1.0} - {config.sampling.temperature}
+        judges = [selector.judge]
+        judges += [
+            selector.judge.at(temperature, self._costs_at(temperature, identity["target"]))
+            for temperature in sorted(temperatures)
+        ]
         with self.phases.waiting("judging", "judging on all held-out prompts"):
-            judged = judged_at(selector.judge, self.workspace, others)
-        report = report_of(
-            self.config,
-            identity=identity,
-            judged=judged,
-            selector=selector,
+            check_hashes(first)
+            judged = tuple(
+                JudgedPair(
+                    before=judge.judge(first, name="before"),
+                    after=judge.judge(workspace.draft, name="after"),
+                )
+                for judge in judges
+            )
+        hashes = {"target": identity["target"], "draft": content_hash(str(workspace.draft))}
+        report = AlignReport(
+            draft=workspace.draft,
+            objective=config.objective_name,
             data=DataSummary(
                 num_training_prompts=len(prompts.training),
                 num_held_out_prompts=len(prompts.held_out),
@@ -304,7 +302,12 @@ class Alignment:
                 num_learned_tokens=packing.num_learned,
                 num_rows=packing.rows_per_epoch,
             ),
-            seconds=self.phases.seconds,
+            judged=judged,
+            judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),
+            best_step=selector.best.step,
+            seconds=dict(self.phases.seconds),
+            provenance=collect(hashes),
+            identity=identity,
         )
-        hand_over(self.config, self.workspace, report, packing)
+        hand_over(config, workspace, report, packing)
         return report

@@ -90,7 +90,6 @@ BLIND_TO_POSITIONS = frozenset({"opt"})
 
 
 def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward pass over a batch."""
     inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
     if model_type in BLIND_TO_POSITIONS:
         inputs["attention_mask"] = seen(batch)
@@ -171,7 +170,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
             continue
         seen.add(key)
         try:
-            record = record_of(entry, tokenizer, max_prompt_tokens)
+            record = build_record(entry, tokenizer, max_prompt_tokens)
         except InvalidRequest as error:
             raise InvalidRequest(f"{entry.where}: {error}") from error
         found.setdefault(record.prompt_hash, record)
@@ -181,8 +180,8 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
     return [replace(record, brought=tuple(brought[key])) for key, record in found.items()]
 
 
-def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
-    messages = _messages_of(entry)
+def build_record(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
+    messages = _with_response(entry)
     if messages:
         has_answer = messages[-1]["role"] == "assistant"
         asked = messages[:-1] if has_answer else messages
@@ -202,11 +201,11 @@ def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) 
         tag=entry.tag,
         where=entry.where,
         messages=asked,
-        brought=() if text is None else (sample_of(text, own_hash, entry.tag),),
+        brought=() if text is None else (build_fixed_sample(text, own_hash, entry.tag),),
     )
 
 
-def _messages_of(entry: PromptEntry) -> tuple[Message, ...]:
+def _with_response(entry: PromptEntry) -> tuple[Message, ...]:
     """Return an entry's conversation with its response appended; empty for plain text."""
     if not entry.messages or entry.response is None:
         return entry.messages
@@ -227,8 +226,7 @@ def continued(prompt_ids: Sequence[int], response: str | None, tokenizer: Tokeni
     return ids, [(max(len(prompt_ids), 1), len(ids))]
 
 
-def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
-    """Make a training sample of a prompt record that contains its response."""
+def build_fixed_sample(text: Text, own_hash: str, tag: str) -> Sample:
     token_ids, spans = text
     return Sample(
         prompt_hash=own_hash,
@@ -390,7 +388,7 @@ class Packing:
             raise InvalidRequest("there is nothing to learn: no sample has a learned token")
         self.window = window
         self.seed = seed
-        self._rows = rows_of([len(sample.token_ids) for sample in self.samples], window)
+        self._rows = fill_rows([len(sample.token_ids) for sample in self.samples], window)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -428,7 +426,7 @@ class Packing:
         return self._rows[permuted(row, self.rows_per_epoch, key)]
 
 
-def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
+def fill_rows(lengths: Sequence[int], window: int) -> list[list[int]]:
     """Assign samples to rows: the longest first, each to the fullest row that has room."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # tokens left and row, ascending
@@ -457,17 +455,14 @@ def cut(sample: Sample, window: int) -> Sample:
     if start == 0 and end == len(sample.token_ids):
         return sample
     kept = [(max(a, start), min(b, end)) for a, b in sample.spans]
+    tops = sample.top_logprobs
+    if tops is not None:
+        learned = (index for a, b in sample.spans for index in range(a, b))
+        pairs = zip(learned, tops, strict=True)
+        tops = tuple(top for index, top in pairs if start <= index < end)
     return replace(
         sample,
         token_ids=sample.token_ids[start:end],
         spans=tuple((a - start, b - start) for a, b in kept if a < b),
-        top_logprobs=None if sample.top_logprobs is None else _kept_logprobs(sample, start, end),
+        top_logprobs=tops,
     )
-
-
-def _kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
-    """Return the log-probabilities of learned tokens at text indices `start` to `end` - 1."""
-    learned = (index for a, b in sample.spans for index in range(a, b))
-    assert sample.top_logprobs is not None
-    pairs = zip(learned, sample.top_logprobs, strict=True)
-    return tuple(top for index, top in pairs if start <= index < end)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -109,23 +108,23 @@ class Response:
 class ResponseStore:
     """File of the responses of one origin, named by the hash of that origin.
 
-    Lines are written whole, so a killed process loses at most the one it was writing;
-    what is left of that is removed by the next. One process at a time writes, see `writing`.
+    Lines are written whole, so a killed process loses at most the one it was writing; the next
+    line that is written replaces what is left of it. One process at a time writes, see `writing`.
     """
 
     def __init__(self, folder: Path, origin: ResponseOrigin) -> None:
         self.origin = origin
-        self._header = origin.header
-        self.path = folder / f"{origin.source}-{hash_of(self._header.encode())}.jsonl"
-        self._responses: dict[str, Response] = {}
+        self.path = folder / f"{origin.source}-{hash_of(origin.header.encode())}.jsonl"
         self._lock = lock_for(self.path)
+        self._responses: dict[str, Response] = {}
+        self._num_bytes = 0
+        """Of the whole lines in the file."""
         self._load()
 
     def __len__(self) -> int:
         return len(self._responses)
 
     def missing(self, prompts: Iterable[PromptRecord]) -> list[PromptRecord]:
-        """Return the prompts without a response."""
         return [prompt for prompt in prompts if prompt.prompt_hash not in self._responses]
 
     @contextmanager
@@ -140,6 +139,8 @@ class ResponseStore:
         if response.prompt_hash in self._responses:
             return
         try:
+            if not self._num_bytes:
+                self._append(self.origin.header)
             self._append(json.dumps(asdict(response), separators=(",", ":")))
         except OSError as error:
             raise CacheTooLarge(
@@ -162,55 +163,40 @@ class ResponseStore:
         return self._responses.get(prompt_hash)
 
     def _append(self, line: str) -> None:
-        """Append a line; if that fails, restore the length of the file."""
+        """Write a line behind the whole ones; if that fails, the file ends with these."""
         with self.path.open("ab", buffering=0) as file:
-            end = file.tell()
+            file.truncate(self._num_bytes)
             remaining = memoryview(line.encode() + b"\n")
+            num_bytes = self._num_bytes + len(remaining)
             try:
                 while remaining:  # a file that is nearly full takes a part, and refuses the next
                     remaining = remaining[file.write(remaining) or 0 :]
             except OSError:
-                os.truncate(self.path, end)
+                file.truncate(self._num_bytes)
                 raise
+        self._num_bytes = num_bytes
 
     def _load(self) -> None:
+        """Read the whole lines of the file."""
+        self._responses = {}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            whole = self._whole()
+            content = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
             raise InvalidRequest(f"responses cannot be kept in {self.path}: {error}") from error
-        first, *lines = whole.splitlines()
-        if first.decode(errors="replace") != self._header:
+        self._num_bytes = content.rfind(b"\n") + 1
+        header, *lines = content[: self._num_bytes].splitlines() or [b""]
+        if header and header != self.origin.header.encode():
             raise InvalidRequest(
                 f"{self.path} holds responses of another model or of other parameters; move it away"
             )
         for number, line in enumerate(lines, start=2):
-            self._take(line, number)
-
-    def _whole(self) -> bytes:
-        """Return the lines of the file after repairing an incomplete last line or header."""
-        content = self._content()
-        if content.endswith(b"\n"):
-            return content
-        with exclusive_access(self._lock, self.path):
-            content = self._content()  # the process that wrote it has ended
-            whole = content[: content.rfind(b"\n") + 1]
-            if len(whole) < len(content):
-                os.truncate(self.path, len(whole))
-            if not whole:
-                self._append(self._header)
-            return whole or self._content()
-
-    def _content(self) -> bytes:
-        return self.path.read_bytes() if self.path.exists() else b""
-
-    def _take(self, line: bytes, number: int) -> None:
-        try:
-            response = msgspec.convert(json.loads(line), Response)
-        except (msgspec.ValidationError, ValueError, RecursionError):
-            logger.warning("%s:%d is damaged; that response is made again", self.path, number)
-            return
-        self._responses.setdefault(response.prompt_hash, response)
+            try:
+                response = msgspec.convert(json.loads(line), Response)
+            except (msgspec.ValidationError, ValueError, RecursionError):
+                logger.warning("%s:%d is damaged; that response is made again", self.path, number)
+                continue
+            self._responses.setdefault(response.prompt_hash, response)
 
 
 def response_sample(prompt: PromptRecord, response: Response, source: Source) -> Sample:
@@ -239,7 +225,7 @@ def write_responses(
     Every response has its own seed, from the parameters' seed and its prompt alone: what is
     generated depends neither on the batch nor on where an earlier run was interrupted.
     """
-    missing = store.missing(prompts)
+    missing, params = store.missing(prompts), store.origin.params
     num_all = len(prompts)
     waiting = iter(missing)
     asked: dict[str, PromptRecord] = {}
@@ -248,35 +234,30 @@ def write_responses(
     try:
         while True:
             while len(asked) < engine.config.max_batch and (prompt := next(waiting, None)):
-                asked[ask(engine, prompt, store.origin.params)] = prompt
+                seed = seed_of(prompt.prompt_hash, params.seed or 0)
+                try:
+                    own = replace(params, n=1, seed=seed, logprobs=None)
+                    asked[engine.add_request(list(prompt.prompt_ids), own)] = prompt
+                except InvalidRequest as error:
+                    raise InvalidRequest(f"{prompt.where}: {error}") from error
             if not asked:
                 return
             for chunk in engine.step():
                 if chunk.request_id in asked and chunk.finish_reason is not None:
-                    store.add(finished(engine, chunk.request_id, asked.pop(chunk.request_id)))
+                    prompt = asked.pop(chunk.request_id)
+                    completion = engine.take_output(chunk.request_id).completions[0]
+                    store.add(
+                        Response(
+                            prompt_hash=prompt.prompt_hash,
+                            token_ids=completion.token_ids,
+                            finish_reason=completion.finish_reason,
+                        )
+                    )
                     num_done += 1
                     on_progress(num_done, num_all)
     finally:
         for request_id in asked:
             engine.abort(request_id)
-
-
-def ask(engine: Engine, prompt: PromptRecord, params: SamplingParams) -> str:
-    seed = seed_of(prompt.prompt_hash, params.seed or 0)
-    own = replace(params, n=1, seed=seed, logprobs=None)
-    try:
-        return engine.add_request(list(prompt.prompt_ids), own)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{prompt.where}: {error}") from error
-
-
-def finished(engine: Engine, request_id: str, prompt: PromptRecord) -> Response:
-    completion = engine.take_output(request_id).completions[0]
-    return Response(
-        prompt_hash=prompt.prompt_hash,
-        token_ids=completion.token_ids,
-        finish_reason=completion.finish_reason,
-    )
 
 
 def seed_of(prompt_hash: str, seed: int) -> int:
@@ -287,7 +268,6 @@ def seed_of(prompt_hash: str, seed: int) -> int:
 def draft_writer(
     draft: str | Path, target: Engine, params: SamplingParams, folder: Path
 ) -> tuple[Engine, ResponseStore]:
-    """Load an engine that decodes with the draft alone, and open the store for its responses."""
     config = replace(target.config, num_speculative_tokens=0)
     model, tokenizer = load_pair_member(
         draft, dtype="auto", device=str(target.target.device), config=config
@@ -322,7 +302,6 @@ class ResponseServer:
     num_logprobs: int = 0
 
     def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
-        """Request one response from the server, with retries."""
         is_chat = self.client.config.is_chat
         if is_chat and not prompt.messages:
             raise InvalidRequest(
@@ -472,7 +451,7 @@ def replayed(
         elif not isinstance(item, Damage):
             requests.append(item)
     found = [
-        sample_of(
+        build_replay_sample(
             request, sorted(steps[request.request_id], key=lambda step: step.step), hash_of_prompt
         )
         for request in requests
@@ -500,7 +479,7 @@ def _check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_h
         )
 
 
-def sample_of(
+def build_replay_sample(
     request: RequestRecord, steps: list[StepRecord], hash_of_prompt: HashOfPrompt
 ) -> Sample | None:
     """Make the sample of one traced request; None if some of its steps are missing."""
@@ -631,45 +610,35 @@ class TrainingTexts:
         return mix(samples, self.shares, seed=seed) + replays
 
     def _of_target(self, on_progress: OnProgress) -> list[Sample]:
-        server = self._server
-        store = ResponseStore(self.folder, self._origin(server))
+        """Return the responses of the target, or of the server that the settings name for it."""
+        data, model, server = self.config.data, self.target_hash, None
+        if data.responses_from is not None:
+            num_logprobs = NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0
+            name = data.responses_model or self.config.target
+            config = ClientConfig(url=data.responses_from, model=name, max_connections=16)
+            server = ResponseServer(
+                client=Client(config), tokenizer=self.tokenizer, num_logprobs=num_logprobs
+            )
+            # The model behind the address is not known: another target must not reuse responses.
+            model = f"{model} {data.responses_from} {name} {num_logprobs}"
+        origin = ResponseOrigin(
+            source="target",
+            model=model,
+            tokenizer_hash=tokenizer_hash(model_folder(self.config.target)),
+            params=self.params,
+        )
+        store = ResponseStore(self.folder, origin)
         if self.target is not None:
-            write = partial(write_responses, self.target)
-            if server is not None:
-                client = Client(server)
-                answering = ResponseServer(
-                    client=client, tokenizer=self.tokenizer, num_logprobs=self._num_logprobs
-                )
-                write = partial(write_responses_from, answering)
             with store.writing():
-                write(self.prompts, store, on_progress)
+                if server is None:
+                    write_responses(self.target, self.prompts, store, on_progress)
+                else:
+                    write_responses_from(server, self.prompts, store, on_progress)
         return [_without_loop(sample) for sample in store.samples(self.prompts)]
 
-    @property
-    def _server(self) -> ClientConfig | None:
-        """The server that responds in place of the target, if the settings name one."""
-        url = self.config.data.responses_from
-        model = self.config.data.responses_model or self.config.target
-        return None if url is None else ClientConfig(url=url, model=model, max_connections=16)
-
-    @property
-    def _num_logprobs(self) -> int:
-        return NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0
-
-    def _origin(self, server: ClientConfig | None) -> ResponseOrigin:
-        model = self.target_hash
-        if server is not None:
-            # The model behind the address is not known: another target must not reuse responses.
-            model = f"{model} {server.url} {server.model} {self._num_logprobs}"
-        folder = model_folder(self.config.target)
-        return ResponseOrigin(
-            source="target", model=model, tokenizer_hash=tokenizer_hash(folder), params=self.params
-        )
-
     def _replayed(self) -> list[Sample]:
-        if not self.config.data.replay:
-            return []
         own_hash = tokenizer_hash(model_folder(self.config.target))
+        most, start = self.config.data.max_prompt_tokens, self.tokenizer.encode("")
         found = [
             sample
             for path in self.config.data.replay
@@ -677,14 +646,10 @@ class TrainingTexts:
                 path,
                 target_hash=self.target_hash,
                 tokenizer_hash=own_hash,
-                hash_of_prompt=self._hash_of_prompt,
+                hash_of_prompt=lambda ids: prompt_hash(shortened(ids, start, most)),
             )
         ]
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
-
-    def _hash_of_prompt(self, prompt_ids: Sequence[int]) -> str:
-        most = self.config.data.max_prompt_tokens
-        return prompt_hash(shortened(prompt_ids, self.tokenizer.encode(""), most))
 
 
 def _without_loop(sample: Sample) -> Sample:

@@ -127,57 +127,33 @@ START_AGAIN = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Paths in the folder of one alignment; everything except the draft can be regenerated."""
+    """Paths in the folder of one alignment; everything except the draft can be regenerated.
 
-    root: Path
-    cache_root: Path | None = None
+    Attributes:
+        draft: the best draft so far, in Hugging Face format.
+        responses: those of target and draft, one file per origin.
+        training: folder of the checkpoint.
+        metrics: those of every optimiser step, as JSON lines.
+        judgements: of the draft during training, as JSON lines.
+        manifest: file of the settings, and of all inputs that decide the result (`IDENTITY`).
+    """
 
-    @property
-    def draft(self) -> Path:
-        """The best draft so far, in Hugging Face format."""
-        return self.root / "draft"
-
-    @property
-    def responses(self) -> Path:
-        """Responses of target and draft, one file per origin."""
-        return self.root / "responses"
-
-    @property
-    def cache(self) -> Path:
-        return self.cache_root or self.root / "cache"
-
-    @property
-    def training(self) -> Path:
-        """Folder of the checkpoint."""
-        return self.root / "training"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics of every optimiser step, as JSON lines."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def judgements(self) -> Path:
-        """Judgements of the draft during training, as JSON lines."""
-        return self.root / "judgements.jsonl"
-
-    @property
-    def manifest(self) -> Path:
-        """File of the settings, and of all inputs that decide the result (`IDENTITY`)."""
-        return self.root / "align.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.json"
+    def __init__(self, root: Path, cache_root: Path | None = None) -> None:
+        self.root = root
+        self.draft = root / "draft"
+        self.responses = root / "responses"
+        self.cache = cache_root or root / "cache"
+        self.training = root / "training"
+        self.metrics = root / "metrics.jsonl"
+        self.judgements = root / "judgements.jsonl"
+        self.manifest = root / "align.json"
+        self.report = root / "report.json"
 
     def picture(self, name: str) -> Path:
-        """Return the path of a plot of the report."""
         return self.root / f"{name}.svg"
 
     def snapshot(self, step: int) -> Path:
-        """Return the path of the draft after the given number of optimiser steps."""
         return self.root / "snapshots" / str(step)
 
 
@@ -378,7 +354,6 @@ def check_folder(workspace: Workspace, identity: Identity) -> None:
 
 
 def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) -> None:
-    """Write the settings of the run, and what decides its result, into its folder."""
     try:
         write_json(workspace.manifest, {**settings_of(config), IDENTITY: _of_folder(identity)})
     except OSError as error:
@@ -501,6 +476,8 @@ class Phases:
             TimeRemainingColumn(),
         )
         judged = [] if speedup is None else [f"predicted speedup {speedup:.2f}x"]
+        if speedup is not None and speedup < 1.0:
+            judged = [f"plain decoding is faster (speedup {speedup:.2f}x)"]
         means: dict[str, float] = {}
         with self.phase("training"), Progress(*columns, console=self.console) as shown:
             task = shown.add_task("  ".join(judged), total=num_steps, completed=first_step)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         AcceptanceFigures,
         DraftFigures,
         FigureChange,
-        PredictedSpeedup,
     )
     from forerun.theory.intervals import Interval
 
@@ -212,6 +211,7 @@ HEADINGS = (
 LEGEND = (
     "tau: tokens per step; alpha: acceptance probability on the target's own text;\n"
     "predicted: speedup of decoding by the cost table, at this K and at the best K;\n"
+    "plain: decoding without the draft is predicted to be faster at every K;\n"
     "4-grams: share that is distinct"
 )
 WORDS = {
@@ -252,20 +252,18 @@ def _print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftF
 def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
     speedup = figures.speedup
     betas = [beta.estimate for beta in figures.acceptance_rate_per_position]
+    best = ""
+    if speedup is not None:
+        k = speedup.num_speculative_tokens
+        best = f"{speedup.best.estimate:.2f}\n{f'K={k}' if k else 'plain'}"
     return (
         ends(figures.acceptance_length),
         ends(figures.acceptance_probability),
         rates(betas[:3]) + ("\n" + rates(betas[3:], most=3) if betas[3:] else ""),
         ends(speedup.at_max_k) if speedup else "",
-        _at_best_k(speedup) if speedup else "",
+        best,
         f"{figures.distinct_4gram_share:.2f}",
     )
-
-
-def _at_best_k(speedup: PredictedSpeedup) -> str:
-    """Return the speedup at the K that half of the prompts chooses, judged by the other half."""
-    found, k = speedup.best.estimate, speedup.num_speculative_tokens
-    return f"{found:.2f}\nK={k}" + ("\nplain is\nfaster" if found < 1.0 else "")
 
 
 def ends(interval: Interval | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from forerun.align.workspace import Phases
@@ -33,3 +34,14 @@ def test_a_phase_is_timed_whether_it_shows_anything_or_not():
             pass
     assert phases.seconds.keys() == {"teacher"}
     assert phases.seconds["teacher"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("speedup", "words"),
+    [(1.3, "predicted speedup 1.30x"), (0.84, "plain decoding is faster"), (None, "train")],
+)
+def test_training_says_where_no_k_pays(speedup: float | None, words: str):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with Phases(console).training(8, 0, speedup):
+        pass
+    assert words in console.file.getvalue()
