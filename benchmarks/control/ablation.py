@@ -39,8 +39,8 @@ from forerun.plan.simulation import (
     Server,
     SimulationTally,
     Times,
+    build_result,
     levels,
-    result_of,
 )
 from forerun.plan.workload import (
     Constant,
@@ -240,7 +240,7 @@ def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed
     server = SeveralDrafters(workload.server, times, controller, tally)
     server.other_alphas = case.other_alphas
     server.serve(requests_of(case, workload, seed))
-    return result_of("", tally, workload.slo)
+    return build_result("", tally, workload.slo)
 
 
 def rates(result: Result) -> list[float]:

@@ -115,10 +115,6 @@ class TracedDraft:
     def has_drafted(self) -> bool:
         return any(depth for drafts in self.requests.values() for _, depth, _ in drafts.steps)
 
-    @property
-    def pauses(self) -> bool:
-        return parse_drafter(self.name) is not None
-
     def add(self, record: StepRecord) -> None:
         name, allowed = record.request_id, record.k_budget
         drafts = self.requests.setdefault(name, Drafts())
@@ -132,7 +128,8 @@ class TracedDraft:
                 self.num_cycles += 1
 
     def add_plain(self, record: StepRecord) -> None:
-        if self.pauses and not record.num_prefill_rows:
+        pauses = parse_drafter(self.name) is not None
+        if pauses and not record.num_prefill_rows:
             self.requests[record.request_id].add(self.most_allowed[record.request_id], 0, 0)
 
 
@@ -174,7 +171,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
         elif isinstance(item, StepRecord):
             num_steps += 1
             if item.k_budget:
-                header = _header_of(item, headers, where)
+                header = _find_header(item, headers, where)
                 draft = found.drafts.setdefault(str(header.draft), TracedDraft(header=header))
                 draft.add(item)
                 drafters[item.request_id] = draft
@@ -190,7 +187,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
     return found
 
 
-def _header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
+def _find_header(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
     drafts = [header for header in headers if header.draft is not None]
     named = [h for h in drafts if record.method in (h.draft, str(h.draft).partition(":")[0])]
     alike = named or [h for h in drafts if h.draft_hash == record.drafter_hash]

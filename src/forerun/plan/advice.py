@@ -12,7 +12,7 @@ from forerun.errors import InvalidProfile, InvalidRequest, Range, check_ranges
 from forerun.plan.acceptance import Acceptance
 from forerun.plan.costs import with_batches
 from forerun.theory.cost import CostTable
-from forerun.theory.intervals import Interval
+from forerun.theory.intervals import Interval, divide
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 from forerun.theory.tree import tree_survival
 
@@ -116,7 +116,7 @@ def option_at(
         batch=batch,
         acceptance_length=tau,
         cycle_cost=kappa,
-        speedup=ratio(tau, kappa),
+        speedup=divide(tau, kappa),
         tpot_s=tpot_s,
         tokens_per_s=batch / tpot_s,
     )
@@ -154,7 +154,7 @@ def tree_options(
                 batch=batch,
                 acceptance_length=length,
                 cycle_cost=kappa,
-                speedup=ratio(length, kappa),
+                speedup=divide(length, kappa),
                 tpot_s=step_s / tau,
                 tokens_per_s=batch * tau / step_s,
             )
@@ -181,16 +181,6 @@ def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: 
         estimate=math.fsum(share * kappa.estimate for share, kappa in kappas),
         low=math.fsum(share * kappa.low for share, kappa in kappas),
         high=math.fsum(share * kappa.high for share, kappa in kappas),
-    )
-
-
-def ratio(tau: Interval, kappa: Interval) -> Interval:
-    """Return tau / kappa; the relative errors of both are taken as independent."""
-    estimate = tau.estimate / kappa.estimate
-    below = math.hypot(1 - tau.low / tau.estimate, 1 - kappa.estimate / kappa.high)
-    above = math.hypot(tau.high / tau.estimate - 1, kappa.estimate / kappa.low - 1)
-    return Interval(
-        estimate=estimate, low=max(0.0, estimate * (1 - below)), high=estimate * (1 + above)
     )
 
 
@@ -243,7 +233,7 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
     if not candidates:
         raise InvalidRequest("a plan compares drafters, and none is given")
     measured = candidates[0].table.batches[-1]
-    candidates = covering(candidates, config.batches)
+    candidates = [replace(c, table=with_batches(c.table, config.batches)) for c in candidates]
     found = {batch: options_of(candidates, config, batch) for batch in config.batches}
     per_batch = tuple(best_of(options) for options in found.values())
     allowed = [option for options in found.values() for option in options if keeps(option, config)]
@@ -262,10 +252,6 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
         ),
         remarks=tuple(remarks(candidates, config, best, measured)),
     )
-
-
-def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> list[DraftCandidate]:
-    return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 
 def options_of(

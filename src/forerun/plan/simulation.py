@@ -8,8 +8,9 @@ decides and observes as it does in the engine.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -19,14 +20,14 @@ from forerun.control.named import ControllerInputs, FixedController, build_contr
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.plan.workload import (
-    Records,
+    MadeOnAccess,
     SimulatedCycle,
     SimulatedRequest,
     SimulatedServerConfig,
     Slo,
-    States,
     Traffic,
     Workload,
+    record_of,
     traffic_of,
 )
 from forerun.theory.cost import CostTable, ReadingCost
@@ -38,7 +39,8 @@ class SimulationTally:
 
     Attributes:
         decode_s: request-seconds of decode steps, by phase.
-        arrival_s: arrivals of finished requests, in the order they finished.
+        finished: of every finished request its arrival, its first and its last token in seconds,
+            and the number of its tokens; in the order they finished.
     """
 
     num_phases: int
@@ -49,10 +51,7 @@ class SimulationTally:
     busy_s: float = 0.0
     num_cycles: int = 0
     num_decoding: int = 0
-    arrival_s: list[float] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-    finished_s: list[float] = field(default_factory=list)
-    num_output: list[int] = field(default_factory=list)
+    finished: list[tuple[float, float, float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = [0] * self.num_phases
@@ -69,13 +68,6 @@ class SimulationTally:
             decode_s[phase] += seconds
             depths[phase][request.num_tested] += 1
             accepted[phase] += request.num_accepted
-
-    def finish(self, request: SimulatedRequest) -> None:
-        """Count a request that has emitted its last token."""
-        self.arrival_s.append(request.arrival_s)
-        self.first_s.append(request.first_s)
-        self.finished_s.append(request.finished_s)
-        self.num_output.append(request.num_output)
 
     def cycle(self, cycle: SimulatedCycle, num_decoding: int) -> None:
         self.busy_s += cycle.total_s
@@ -167,10 +159,8 @@ class Result:
         }
 
 
-def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
-    """Return the result of a tally."""
-    arrival_s, first_s = np.array(tally.arrival_s), np.array(tally.first_s)
-    finished_s, num_output = np.array(tally.finished_s), np.array(tally.num_output)
+def build_result(controller: str, tally: SimulationTally, slo: Slo) -> Result:
+    arrival_s, first_s, finished_s, num_output = np.array(tally.finished).T
     ttft_s = first_s - arrival_s
     tpot_s = (finished_s - first_s) / np.maximum(1, num_output - 1)
     kept = np.ones(len(ttft_s), dtype=bool)
@@ -372,7 +362,7 @@ class Server:
             read_s = reading.target_more_s if decoding else reading.target_pass_s
             cycle.verify_s += read_s(cycle.num_prefill_rows)
         self._commit(decoding, gained, emitting, cycle)
-        self.controller.observe(Records(cycle, emitting))
+        self.controller.observe(MadeOnAccess(partial(record_of, cycle), emitting))
         self.num_cycles += 1
 
     def advance(self, request: SimulatedRequest) -> int:
@@ -396,7 +386,7 @@ class Server:
             num_wide = sum((r.num_nodes - r.depth) / max(1, r.depth - 1) for r in requests)
             wide = times.pass_s(len(requests) + round(num_wide)) / times.pass_s(len(requests))
             cycle.draft_s += (wide - 1.0) * sum(times.draft_s[b] for b in drafting[1:])
-        cycle.verify_s = times.pass_s(cycle.num_decode_rows)
+        cycle.verify_s = times.pass_s(cycle.num_rows - cycle.num_prefill_rows)
         cycle.other_s = times.overhead_s(len(drafting))
 
     def _num_decoding_tokens(self, decoding: Sequence[SimulatedRequest]) -> int:
@@ -407,7 +397,9 @@ class Server:
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
         """Set the controller's plans, limited to the tokens left and to the largest K."""
         max_k, max_tree_nodes = self.config.max_k, self.config.max_tree_nodes
-        plans = self.controller.decide(States(decoding), self.capacity)
+        plans = self.controller.decide(
+            MadeOnAccess(SimulatedRequest.state, decoding), self.capacity
+        )
         for request, plan in zip(decoding, plans, strict=True):
             most = max_tree_nodes if isinstance(plan.shape, Tree) else max_k
             left = request.num_output - request.num_emitted - 1
@@ -465,8 +457,8 @@ class Server:
         for request in emitting:
             request.num_steps += 1
             if request.num_emitted >= request.num_output:
-                request.finished_s = now_s
-                tally.finish(request)
+                times_s = request.arrival_s, request.first_s, now_s
+                tally.finished.append((*times_s, request.num_output))
                 self.num_tokens -= request.num_committed
                 self.running.remove(request)
         tally.cycle(cycle, len(decoding))
@@ -476,7 +468,7 @@ METHOD = "draft_model"
 """Name of the simulated drafter."""
 
 
-def _controller_maker(
+def _controller_factory(
     name: str, costs: DraftCosts, max_k: int, *, has_trees: bool = False, max_tree_nodes: int = 0
 ) -> Callable[[], Controller]:
     """Return a function that builds a fresh controller for each run."""
@@ -515,7 +507,7 @@ def simulate(
     tally = SimulationTally(num_phases=len(workload.phases))
     server = Server(workload.server, times, controller, tally)
     server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
-    return result_of(name, tally, workload.slo)
+    return build_result(name, tally, workload.slo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,21 +533,6 @@ class Oracle:
         )
 
 
-def _oracle_of(fixed: Mapping[int, Result]) -> Oracle:
-    num_phases = len(next(iter(fixed.values())).phases)
-    best = [_phase_best(fixed, phase) for phase in range(num_phases)]
-    return Oracle(ks=tuple(k for k, _ in best), decode_s=tuple(seconds for _, seconds in best))
-
-
-def _phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
-    """Return the fixed K with the fewest request-seconds in a phase, and their number."""
-    costs: Sequence[tuple[float, int]] = sorted(
-        (result.phases[phase].decode_s, k) for k, result in fixed.items()
-    )
-    seconds, k = costs[0]
-    return k, seconds
-
-
 class ControllerComparison:
     """Runs the same workload once under each of several controllers."""
 
@@ -569,14 +546,14 @@ class ControllerComparison:
     def check(self, names: Iterable[str]) -> None:
         """Refuse unknown controllers before any run begins; raises InvalidRequest."""
         for name in names:
-            _controller_maker(name, self.costs, self.workload.server.max_k)
+            _controller_factory(name, self.costs, self.workload.server.max_k)
 
     def run(self, name: str) -> Result:
         name = "plain" if name == "fixed:0" else name
         found = self._results.get(name)
         if found is None:
             server = self.workload.server
-            make = _controller_maker(
+            make = _controller_factory(
                 name,
                 self.costs,
                 server.max_k,
@@ -589,4 +566,9 @@ class ControllerComparison:
 
     def oracle(self, ks: Iterable[int]) -> Oracle:
         """Return the oracle over several fixed K, which chooses one K per phase."""
-        return _oracle_of({k: self.run(f"fixed:{k}") for k in ks})
+        fixed = {k: self.run(f"fixed:{k}") for k in ks}
+        best = [
+            min((result.phases[phase].decode_s, k) for k, result in fixed.items())
+            for phase in range(len(self.workload.phases))
+        ]
+        return Oracle(ks=tuple(k for _, k in best), decode_s=tuple(seconds for seconds, _ in best))

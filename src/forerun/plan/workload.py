@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -291,7 +291,12 @@ def workload_of(
     requests together, by position: requests keep their own lengths, but not their own alphas.
     """
     seen = _read(items)
-    ended = sorted(_finished(seen), key=lambda pair: pair[0])
+    ended = [
+        (found.first_token_s - found.record.ttft_s, found.record)
+        for found in seen.values()
+        if found.record and found.record.ttft_s is not None and found.record.num_output_tokens
+    ]
+    ended.sort(key=lambda pair: pair[0])
     if not ended:
         raise InvalidTrace(f"no request of the trace {where} ended: there is nothing to repeat")
     start_s = ended[0][0]
@@ -301,7 +306,7 @@ def workload_of(
         arrivals=tuple(arrival_s - start_s for arrival_s, _ in ended),
         prompt_tokens=tuple(record.num_prompt_tokens for record in records),
         output_tokens=tuple(record.num_output_tokens for record in records),
-        phases=(Phase(share=1.0, acceptance=_acceptance_of(seen.values())),),
+        phases=(Phase(share=1.0, acceptance=_pool_acceptance(seen.values())),),
         temperature=temperature,
         server=server,
         slo=slo,
@@ -324,14 +329,7 @@ def _read(items: Iterable[Item]) -> dict[str, Seen]:
     return seen
 
 
-def _finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
-    for found in seen.values():
-        record = found.record
-        if record is not None and record.ttft_s is not None and record.num_output_tokens:
-            yield found.first_token_s - record.ttft_s, record
-
-
-def _acceptance_of(requests: Iterable[Seen]) -> Acceptance:
+def _pool_acceptance(requests: Iterable[Seen]) -> Acceptance:
     """Return the acceptance of all drafts together, or 0 where nothing was drafted."""
     pooled = sum((request.counts for request in requests), AcceptanceCounts())
     reached = pooled.reached_per_position
@@ -369,7 +367,6 @@ def load_workload(path: Path) -> Workload:
 
 
 def workload_from(content: dict[str, object]) -> Workload:
-    """Return the workload that a TOML document describes."""
     if "acceptance" in content and "phases" not in content:
         content = dict(content)
         content["phases"] = [{"share": 1.0, "acceptance": content.pop("acceptance")}]
@@ -449,7 +446,6 @@ class Traffic:
 
 
 def traffic_of(workload: Workload, seed: int) -> Traffic:
-    """Draw the requests of a workload."""
     count = workload.requests
     phases = _phase_numbers(workload.phases, count)
     alphas: list[tuple[float, ...]] = []
@@ -487,7 +483,6 @@ def _phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
 
 
 def _draw_arrivals(arrivals: Arrivals, count: int, seed: int) -> list[float]:
-    """Return the arrival time of every request in seconds, ascending."""
     if isinstance(arrivals, Poisson):
         numbers = uniforms(key_of(seed, SimulatedDraw.ARRIVALS), count)
         times: list[float] = (-np.log1p(-numbers) / arrivals.rate_per_s).cumsum().tolist()
@@ -559,7 +554,7 @@ class SimulatedRequest:
     """
 
     __slots__ = (
-        "alphas", "arrival_s", "depth", "finished_s", "first_s", "index", "name", "num_accepted",
+        "alphas", "arrival_s", "depth", "first_s", "index", "name", "num_accepted",
         "num_emitted", "num_new", "num_nodes", "num_output", "num_prompt", "num_read",
         "num_steps", "num_tested", "num_unread", "path", "phase", "plan", "sibling_acceptance",
         "tags", "temperature", "text", "tpot_target_s", "tree",
@@ -585,7 +580,6 @@ class SimulatedRequest:
         self.rest()
         self.num_new = 0
         self.first_s = 0.0
-        self.finished_s = 0.0
 
     @property
     def num_committed(self) -> int:
@@ -653,26 +647,32 @@ class SimulatedRequest:
         )
 
 
-class States(Sequence[RequestState]):
-    """A sequence of the states of decoding requests, each created when it is accessed."""
+MadeT = TypeVar("MadeT")
 
-    def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
+
+class MadeOnAccess(Sequence[MadeT]):
+    """A sequence whose items are made of others whenever they are accessed."""
+
+    def __init__(
+        self, make: Callable[[SimulatedRequest], MadeT], requests: Sequence[SimulatedRequest]
+    ) -> None:
+        self._make = make
         self._requests = requests
 
     def __len__(self) -> int:
         return len(self._requests)
 
     @overload
-    def __getitem__(self, index: int) -> RequestState: ...
+    def __getitem__(self, index: int) -> MadeT: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[RequestState]: ...
-    def __getitem__(self, index: int | slice) -> RequestState | Sequence[RequestState]:
+    def __getitem__(self, index: slice) -> Sequence[MadeT]: ...
+    def __getitem__(self, index: int | slice) -> MadeT | Sequence[MadeT]:
         if isinstance(index, slice):
-            return [request.state() for request in self._requests[index]]
-        return self._requests[index].state()
+            return [*map(self._make, self._requests[index])]
+        return self._make(self._requests[index])
 
-    def __iter__(self) -> Iterator[RequestState]:
-        return (request.state() for request in self._requests)
+    def __iter__(self) -> Iterator[MadeT]:
+        return map(self._make, self._requests)
 
 
 class SimulatedCycle:
@@ -692,40 +692,13 @@ class SimulatedCycle:
         self.num_prefill_rows = 0
 
     @property
-    def num_decode_rows(self) -> int:
-        return self.num_rows - self.num_prefill_rows
-
-    @property
     def total_s(self) -> float:
         return self.draft_s + self.verify_s + self.other_s
 
 
-class Records(Sequence[StepRecord]):
-    """A sequence of the records of requests that emitted, each created when it is accessed."""
-
-    def __init__(self, cycle: SimulatedCycle, requests: Sequence[SimulatedRequest]) -> None:
-        self._cycle = cycle
-        self._requests = requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @overload
-    def __getitem__(self, index: int) -> StepRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[StepRecord]: ...
-    def __getitem__(self, index: int | slice) -> StepRecord | Sequence[StepRecord]:
-        if isinstance(index, slice):
-            return [record_of(self._cycle, request) for request in self._requests[index]]
-        return record_of(self._cycle, self._requests[index])
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        return (record_of(self._cycle, request) for request in self._requests)
-
-
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     depth, rule = request.num_tested, request.plan.stop
-    ranks, children = _path_of(request)
+    ranks, children = _accepted_path(request)
     return StepRecord(
         cycle_id=cycle.number,
         t_s=cycle.started_s,
@@ -753,7 +726,9 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     )
 
 
-def _path_of(request: SimulatedRequest) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _accepted_path(
+    request: SimulatedRequest,
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the accepted path of a tree as ranks and numbers of children; None for a chain."""
     tree = request.tree
     if tree is None:

@@ -61,6 +61,16 @@ def normal_interval(
     )
 
 
+def divide(above: Interval, below: Interval) -> Interval:
+    """Return the interval of a ratio; the relative errors of both are taken as independent."""
+    estimate = above.estimate / below.estimate
+    less = math.hypot(1 - above.low / above.estimate, 1 - below.estimate / below.high)
+    more = math.hypot(above.high / above.estimate - 1, below.estimate / below.low - 1)
+    return Interval(
+        estimate=estimate, low=max(0.0, estimate * (1 - less)), high=estimate * (1 + more)
+    )
+
+
 def bootstrap(
     statistic: Callable[[Sequence[Sequence[int]]], float],
     sizes: Sequence[int],

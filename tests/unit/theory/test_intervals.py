@@ -9,6 +9,7 @@ from forerun.theory.intervals import (
     bootstrap,
     bootstrap_mean,
     bootstrap_ratio,
+    divide,
     median_interval,
     normal_interval,
     wilson_interval,
@@ -164,3 +165,13 @@ def test_median_of_few_values_has_their_range(values):
 def test_median_of_nothing_or_nan_is_refused(values):
     with pytest.raises(ValueError, match="median"):
         median_interval(values)
+
+
+def test_relative_errors_of_a_ratio_add_up_in_quadrature():
+    tau = Interval(estimate=2.0, low=1.4, high=2.6)
+    kappa = Interval(estimate=4.0, low=3.2, high=5.0)
+    found = divide(tau, kappa)
+    assert found.estimate == 0.5
+    assert found.low == pytest.approx(0.5 * (1 - math.hypot(0.3, 0.2)))
+    assert found.high == pytest.approx(0.5 * (1 + math.hypot(0.3, 0.25)))
+    assert divide(Interval(estimate=1.0, low=0.0, high=2.0), kappa).low == 0.0
