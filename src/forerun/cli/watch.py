@@ -32,6 +32,8 @@ class WatchOptions:
     source: Annotated[Positional[str], arg(metavar="URL_OR_FILE")]
     """Address of a /metrics page of forerun, vLLM, SGLang, TensorRT-LLM, llama.cpp or LMDeploy, or
     a file that holds such a page."""
+    trace: bool = False
+    """Read a trace of forerun in place of a page: a file of JSON lines, which may grow."""
     state: Path = Path("forerun-watch.json")
     """File with all that is remembered; a watch that starts again continues from it."""
     interval_s: float = 10.0
@@ -59,6 +61,8 @@ class WatchOptions:
             )
         if self.hook is not None and not self.hook.startswith(("http://", "https://")):
             raise InvalidRequest(f"--hook {self.hook!r} must be an http:// or https:// address")
+        if self.trace and self.source.startswith(("http://", "https://")):
+            raise InvalidRequest(f"--trace reads a file; {self.source} is an address")
         check_writable("--state", self.state)
         check_writable("--metrics-out", self.metrics_out)
 
@@ -102,12 +106,15 @@ def load_state(options: WatchOptions) -> WatchState:
 
 
 def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
-    from forerun.diagnose.watch import observe
+    from forerun.diagnose.watch import observe, observe_trace
 
     found: list[ChangePoint] = []
-    is_first = state.last is None
+    is_first = state.last is None and state.num_read_bytes is None
     try:
-        found = observe(state, _metrics_of(options.source), time.time(), options.target_tpot_s)
+        if options.trace:
+            found = observe_trace(state, Path(options.source), options.target_tpot_s)
+        else:
+            found = observe(state, _metrics_of(options.source), time.time(), options.target_tpot_s)
     except InvalidRequest as error:
         if is_first or options.once:
             raise
@@ -191,10 +198,12 @@ COMMAND = Command(
     has_positional=True,
     description="Watch a running server: report when acceptance by position, the time per output\n"
     "token or the length of prompts changes, since when, and which cause fits. Requests are not\n"
-    "sent: only its /metrics page is read. Restarts of the server and of the watch are no change.",
+    "sent: only its /metrics page or its trace is read. Restarts of the server and of the watch\n"
+    "are no change.",
     examples=(
         "forerun watch http://localhost:8000/metrics",
         "forerun watch http://localhost:8000/metrics --target-tpot-s .02 --hook http://pager/alarm",
+        "forerun watch --trace steps.jsonl",
         "forerun watch http://localhost:8000/metrics --metrics-out /var/lib/node/forerun.prom",
         "forerun watch http://localhost:8000/metrics --once --state /tmp/watch.json",
     ),

@@ -1,19 +1,33 @@
-"""Watches the counters of a server: change points with their likely causes, in one state."""
+"""Watches the counters of a server, or a trace that grows: change points with likely causes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import islice
+from os import fstat
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from forerun.bounded_read import check_regular
 from forerun.diagnose.change_points import ChangePoint, Cusum, watch_position
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, metrics_of
+from forerun.diagnose.readers.prometheus import (
+    CYCLE_SECONDS,
+    DRAFTED_PER_POSITION,
+    Metrics,
+    metrics_of,
+)
 from forerun.diagnose.readers.sources import as_reference
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.record import RequestRecord, StepRecord
+from forerun.trace.files import MAX_LINE_BYTES, Damage, item_of
 
 MAX_CHANGES = 100
 """Change points that a state keeps, the latest ones."""
@@ -25,6 +39,7 @@ _TIMES = (
     (f"{_PER_TOKEN}_sum", f"{_PER_TOKEN}_count", MIN_REQUESTS),
     (f"{_PER_TOKEN_SGLANG}_sum", f"{_PER_TOKEN_SGLANG}_count", MIN_REQUESTS),
     ("llamacpp:tokens_predicted_seconds", "llamacpp:tokens_predicted", 2000.0),
+    ("forerun:step_seconds", "forerun:step_tokens", 2000.0),
 )
 """Seconds and what they are divided by: requests or tokens, and how many make a batch."""
 _PROMPTS = (
@@ -33,6 +48,10 @@ _PROMPTS = (
 )
 _GAUGE = "sglang:spec_accept_length"
 _GAUGE_POLLS = 6.0
+_LINES = 256
+"""Of a trace, that are added at once: fewer drafts than a batch, so that a long trace has many."""
+_LAST_BYTES = 4096
+"""Of what was read of a trace, by which it is known again."""
 TIME_PER_TOKEN = "time per output token (s)"
 TIME_OVER_TARGET = "time per output token (s), against its target,"
 PROMPT_TOKENS = "prompt tokens per request"
@@ -48,6 +67,8 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
         recent: counts since some figure deviates.
         unsent: changes that the web hook has not taken yet.
         num_failed: readings in a row that failed.
+        num_read_bytes: of a trace, up to the end of its last whole line; None before.
+        last_hash: of the last bytes of them; another file has others.
     """
 
     source: str
@@ -59,6 +80,8 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
     unsent: list[ChangePoint] = []
     num_changes: int = 0
     num_failed: int = 0
+    num_read_bytes: int | None = None
+    last_hash: str = ""
 
 
 def observe(
@@ -75,9 +98,108 @@ def observe(
     if not metrics.totals:  # a server that was just started may have few
         raise InvalidRequest(f"{state.source} holds no metric of an engine that is known")
     last, state.last, state.num_failed = state.last, metrics, 0
-    if last is None:
-        return []
-    grown = metrics.since(last)
+    return [] if last is None else _add_growth(state, metrics.since(last), at_s, target_s)
+
+
+def observe_trace(state: WatchState, path: Path, target_s: float | None) -> list[ChangePoint]:
+    """Add the lines that a trace has gained; returns the changes that they show, at their times.
+
+    A file that was cut or put in the place of another is read from its start.
+
+    Raises InvalidRequest where it cannot be read, or holds no record at all.
+    """
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            if _hash_before(file, state.num_read_bytes or 0) != state.last_hash:
+                state.num_read_bytes = 0
+            start = file.seek(state.num_read_bytes or 0)
+            pieces = [*_pieces(file)]
+            state.num_read_bytes = start + sum(piece.num_bytes for piece in pieces)
+            state.last_hash = _hash_before(file, state.num_read_bytes)
+            written_s = fstat(file.fileno()).st_mtime
+    except (OSError, UnreadableInput) as error:
+        raise InvalidRequest(f"the trace {path} cannot be read: {error}") from error
+    if pieces and not start and not any(piece.num_records for piece in pieces):
+        raise InvalidRequest(f"{path} holds no record of a trace")
+    state.num_failed = 0
+    clocks_s = [piece.clock_s for piece in pieces if piece.clock_s is not None]
+    found = []
+    for piece in pieces:
+        age_s = 0.0 if piece.clock_s is None else clocks_s[-1] - piece.clock_s
+        found += _add_growth(state, piece.grown, written_s - age_s, target_s)
+    return found
+
+
+def _hash_before(file: BinaryIO, end: int) -> str:
+    start = file.seek(max(0, end - _LAST_BYTES))
+    return blake2b(file.read(end - start), digest_size=16).hexdigest()
+
+
+class _Piece(Struct, frozen=True, kw_only=True):
+    """Some lines of a trace: what they count, and the engine's clock at the last step."""
+
+    num_bytes: int
+    num_records: int
+    grown: Metrics
+    clock_s: float | None
+
+
+def _pieces(file: BinaryIO) -> Iterator[_Piece]:
+    whole = _whole_lines(file)
+    while lines := [*islice(whole, _LINES)]:
+        records = [item for line in lines if not isinstance(item := item_of(line, ""), Damage)]
+        steps = [record for record in records if isinstance(record, StepRecord)]
+        yield _Piece(
+            num_bytes=sum(map(len, lines)),
+            num_records=len(records),
+            grown=_counters(steps, [r for r in records if isinstance(r, RequestRecord)]),
+            clock_s=steps[-1].t_s if steps else None,
+        )
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield lines up to one that is still being written."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) < MAX_LINE_BYTES and not line.endswith(b"\n"):
+            return
+        yield line
+
+
+def _counters(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> Metrics:
+    """Return what our server's page would count of these records."""
+    counts = AcceptanceCounts.from_records(step for step in steps if step.num_drafted)
+    cycles = {step.cycle_id: step for step in steps}.values()
+    decoding = [step for step in steps if step.step]  # the first one reads the prompt
+    return Metrics(
+        totals={
+            "vllm:spec_decode_num_drafts": counts.num_steps,
+            "vllm:spec_decode_num_draft_tokens": counts.num_drafted,
+            "vllm:spec_decode_num_accepted_tokens": counts.num_accepted,
+            "vllm:request_prompt_tokens_sum": sum(r.num_prompt_tokens for r in requests),
+            "vllm:request_prompt_tokens_count": len(requests),
+            "forerun:cycles": len(cycles),
+            "forerun:sequence_steps": len(steps),
+            f"{CYCLE_SECONDS}:draft": sum(step.draft_s for step in cycles),
+            f"{CYCLE_SECONDS}:verify": sum(step.verify_s for step in cycles),
+            f"{CYCLE_SECONDS}:other": sum(step.other_s for step in cycles),
+            "forerun:step_seconds": sum(s.draft_s + s.verify_s + s.other_s for s in decoding),
+            "forerun:step_tokens": sum(step.num_emitted for step in decoding),
+        },
+        positions={
+            name: {place: float(count) for place, count in enumerate(counts_by_place)}
+            for name, counts_by_place in (
+                ("vllm:spec_decode_num_accepted_tokens_per_pos", counts.accepted_per_position),
+                ("forerun:drafted_per_position", counts.drafted_per_position),
+            )
+            if counts_by_place
+        },
+    )
+
+
+def _add_growth(
+    state: WatchState, grown: Metrics, at_s: float, target_s: float | None
+) -> list[ChangePoint]:
     found = [
         *_acceptance_changes(state.series, grown, at_s),
         *_figure_changes(state.series, grown, at_s, target_s),
@@ -97,10 +219,12 @@ def observe(
 def _acceptance_changes(series: dict[str, Cusum], grown: Metrics, at_s: float) -> list[ChangePoint]:
     tally = metrics_of(grown)
     if drafts := tally.counts.get("num_drafts"):
+        known = DRAFTED_PER_POSITION & grown.positions.keys()
+        drafted = grown.positions[min(known)] if known else {}
         return [
             change
-            for position, count in enumerate(tally.per_position, start=1)
-            for change in watch_position(series, position, count, drafts, at_s)
+            for place, count in enumerate(tally.per_position)
+            for change in watch_position(series, place + 1, count, drafted.get(place, drafts), at_s)
         ]
     length = grown.totals.get(_GAUGE, 0.0)  # SGLang counts no positions
     if length <= 0.0:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
+from tests.records import HEADER, REQUEST, STEP
 
 from forerun.cli.main import main
 from forerun.diagnose.change_points import Cusum, watch_position
@@ -19,9 +23,11 @@ from forerun.diagnose.watch import (
     TIME_PER_TOKEN,
     WatchState,
     observe,
+    observe_trace,
     watch_text,
 )
 from forerun.errors import InvalidRequest
+from forerun.trace.files import line_of
 
 K = 3
 
@@ -131,8 +137,6 @@ def test_a_restart_of_the_server_or_of_the_watch_is_no_change():
     state, server = WatchState(source="s"), Server()
     watched(state, server, 80, acceptance=0.74)
     server.restart()
-    import msgspec
-
     state = msgspec.json.decode(msgspec.json.encode(state), type=WatchState)
     assert watched(state, server, 100, acceptance=0.74) == []
     assert watched(state, server, 10, acceptance=0.47)
@@ -248,3 +252,143 @@ def test_a_page_that_cannot_be_read_ends_the_first_reading(tmp_path, capsys):
     state = str(tmp_path / "state.json")
     assert main(["watch", str(tmp_path / "none.prom"), "--state", state, "--once"]) == 2
     assert "none.prom" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ traces
+
+
+def step_line(num_accepted: int, step_s: float) -> bytes:
+    """A step of K drafted tokens, in which number, cycle, clock and request are to be filled in."""
+    step = replace(
+        STEP,
+        step=11111,
+        cycle_id=22222,
+        t_s=33333.0,
+        request_id="44444",
+        k_budget=K,
+        num_drafted=K,
+        depth_drafted=K,
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + 1,
+        draft_s=0.0,
+        verify_s=step_s,
+    )
+    line = line_of(step)
+    for digits in (b"11111", b"22222", b"33333", b"44444"):
+        line = line.replace(digits, b"%(" + digits[:1] + b")d")
+    return line
+
+
+class Trace:
+    """A trace of a simulated engine, which grows with every request."""
+
+    def __init__(self, path, seed: int = 0) -> None:
+        self.path = path
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_requests = self.num_cycles = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.path.write_bytes(line_of(HEADER))
+
+    def serve(self, acceptance: float, *, num: int = 50, step_s: float = 0.02) -> None:
+        steps = [step_line(accepted, step_s) for accepted in range(K + 1)]
+        with self.path.open("ab") as file:
+            for _ in range(num):
+                file.write(b"".join(self.request(acceptance, steps)))
+        os.utime(self.path, (1e9, 1e9 + self.num_cycles))
+
+    def request(self, acceptance: float, lines):
+        self.num_requests += 1
+        noise = torch.randn(2, generator=self.generator).tolist()
+        rate = min(0.99, max(0.01, acceptance + 0.1 * noise[0]))
+        num = max(1, round(60 * math.exp(0.5 * noise[1])))
+        kept = torch.rand((num, K), generator=self.generator) < rate
+        for number, accepted in enumerate(kept.cumprod(1).sum(1).tolist()):
+            self.num_cycles += 1
+            clock = 50 + self.num_cycles
+            values = (number, self.num_cycles, clock, self.num_requests)
+            yield lines[accepted] % dict(zip((b"1", b"2", b"3", b"4"), values, strict=True))
+        yield line_of(replace(REQUEST, request_id=f"{self.num_requests}"))
+
+
+def follow(state, trace, polls, **traffic):
+    found = []
+    for _ in range(polls):
+        trace.serve(**traffic)
+        found += observe_trace(state, trace.path, None)
+    return found
+
+
+@pytest.mark.parametrize("polls", [1, 14])
+def test_a_fall_of_acceptance_in_a_trace_is_noticed_within_200_requests(tmp_path, polls):
+    """One long reading is divided as many short ones are, and its changes have their times."""
+    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
+    assert follow(state, trace, polls, acceptance=0.74, num=700 // polls) == []
+    before = trace.num_cycles
+    trace.serve(0.47, num=200)
+    found = observe_trace(state, trace.path, None)
+    first = next(change for change in found if change.series == "acceptance at position 1")
+    assert (first.before, first.now) == pytest.approx((0.74, 0.47), abs=0.06)
+    assert before - 1000 < first.started_s - 1e9 < first.noticed_s - 1e9 < trace.num_cycles
+
+
+def test_slower_steps_in_a_trace_are_noticed(tmp_path):
+    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
+    assert follow(state, trace, 14, acceptance=0.74) == []
+    found = follow(state, trace, 4, acceptance=0.74, step_s=0.04)
+    assert {change.series for change in found} == {TIME_PER_TOKEN}
+
+
+def rotated(trace):
+    trace.path.rename(trace.path.with_suffix(".old"))
+    trace.begin()
+
+
+@pytest.mark.parametrize("renew", [rotated, Trace.begin])
+def test_a_trace_begins_anew_and_the_watch_too(tmp_path, renew):
+    """A file that was put in place of another, or cut, is no change, and none of it is lost."""
+    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
+    assert follow(state, trace, 7, acceptance=0.74) == []
+    renew(trace)
+    state = msgspec.json.decode(msgspec.json.encode(state), type=WatchState)
+    assert follow(state, trace, 7, acceptance=0.74, num=60) == []
+    name = "vllm:request_prompt_tokens_count"
+    read = sum(counted.totals.get(name, 0) for counted in (state.usual, state.recent))
+    assert read == trace.num_requests == 770
+    assert follow(state, trace, 4, acceptance=0.47)
+
+
+def test_a_line_that_is_still_written_is_read_when_it_is_whole(tmp_path):
+    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
+    line = line_of(STEP)
+    for part in (line[:40], line[40:], b"damaged\n", line):
+        with trace.path.open("ab") as file:
+            file.write(part)
+        observe_trace(state, trace.path, None)
+    assert state.usual.totals["forerun:sequence_steps"] == 2  # damage is skipped
+    assert state.num_read_bytes == trace.path.stat().st_size
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path, capsys):
+    page = tmp_path / "page.prom"
+    page.write_text(Server().page)
+    flags = ["--once", "--state", str(tmp_path / "state.json")]
+    assert main(["watch", "--trace", str(page), *flags]) == 2
+    assert main(["watch", "--trace", str(tmp_path / "none.jsonl"), *flags]) == 2
+    assert main(["watch", "--trace", "http://localhost/metrics", *flags]) == 2
+    shown = capsys.readouterr().err
+    assert "holds no record of a trace" in shown
+    assert "none.jsonl" in shown
+    assert "is an address" in shown
+
+
+def test_the_command_follows_a_trace(tmp_path, capsys):
+    trace = Trace(tmp_path / "t.jsonl")
+    arguments = ["watch", "--trace", str(trace.path), "--once"]
+    arguments += ["--state", str(tmp_path / "state.json")]
+    trace.serve(0.74, num=700)
+    assert main(arguments) == 0
+    trace.serve(0.47, num=200)
+    assert main(arguments) == 3
+    assert "acceptance at position 1 fell from 0.7" in capsys.readouterr().out
