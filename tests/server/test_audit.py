@@ -189,6 +189,28 @@ def test_every_try_of_a_refusal_counts():
     assert (answer.num_charged, answer.num_requests) == (0, 3)
 
 
+def test_flags_that_were_taken_once_are_not_left_out_after_a_refusal():
+    """The server takes requests without flags, too; ids are wanted from every answer."""
+    asked_for = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json=MODELS)
+        asked_for.append("return_token_ids" in json.loads(request.content))
+        return httpx.Response(400) if len(asked_for) == 2 else stream(chunk(1, finish="length"))
+
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"),
+        wants_logprobs=False,
+        num_clients=1,
+        transport=httpx.MockTransport(answer),
+    )
+    answers = endpoint.ask([QUESTION] * 3, {kind.name: kind for kind in KINDS})
+    assert [found.token_ids for found in answers] == [(1,), None, (1,)]
+    assert answers[1].is_refused
+    assert asked_for == [True] * 3
+
+
 def test_text_alone_is_charged_in_full():
     answer = asked(lambda _: stream({"choices": [{"text": "abc", "finish_reason": "length"}]}))
     assert answer.token_ids is None

@@ -232,7 +232,7 @@ class Connection:
         self.waits_s: list[float] = []
         self.num_posted = 0
         self._counting = Lock()
-        self._num_refused_flags = 0
+        self._refused_flags: dict[str, int] = {}
         self._clock = ReadClock()
         self._http = httpx.Client(
             timeout=httpx.Timeout(config.timeout_s, connect=min(config.timeout_s, _CONNECT_S)),
@@ -319,13 +319,15 @@ class Connection:
 
     def _opened(self, url: str, body: Mapping[str, object], deadline: Deadline) -> httpx.Response:
         """Post a request and return the successful response before its body is read."""
-        for num_refused in range(self._num_refused_flags, len(ID_FLAGS)):
+        for num_refused in range(self._refused_flags.get(url, 0), len(ID_FLAGS)):
             fields = {**body, **ID_FLAGS[num_refused]}
             with self._counting:
                 self.num_posted += 1
             reply = self._send(self._http.build_request("POST", url, json=fields), deadline)
             if reply.status_code not in _REFUSED:
-                self._num_refused_flags = num_refused
+                self._refused_flags[url] = num_refused
+            # A server that has taken these flags once refuses something else.
+            if num_refused >= self._refused_flags.get(url, len(ID_FLAGS)):
                 break
         _check_status(reply)
         return reply
