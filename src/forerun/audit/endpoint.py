@@ -76,19 +76,14 @@ class HttpEndpoint:
             self.close()
             raise
         self._models = {arm: card.id for arm, card in cards.items()}
-        self._is_forerun = {arm: card.drafters is not None for arm, card in cards.items()}
-        off = "off" if self._is_forerun["served"] else "first tokens"
+        self._counts_end = {arm: card.owned_by == "llamacpp" for arm, card in cards.items()}
+        off = "first tokens" if cards["served"].drafters is None else "off"  # forerun can switch
         self.control = "server" if "control" in self._clients else off
         self._executor = ThreadPoolExecutor(num_clients)
 
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
-
-    @property
-    def models(self) -> dict[str, str]:
-        """Names of the models by arm, as the servers list them."""
-        return self._models
 
     def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
         num_before = self._num_posted()
@@ -110,8 +105,6 @@ class HttpEndpoint:
             "model": self._models[arm],
             "max_tokens": question.num_tokens,
         }
-        if self._is_forerun[arm]:
-            fields["return_token_sources"] = True
         if question.arm == "control" and self.control == "off":
             fields["speculation"] = "off"
         prompt = question.prompt if isinstance(question.prompt, str) else [*question.prompt]
@@ -129,15 +122,18 @@ class HttpEndpoint:
             problem, is_refused = str(error), True
         except ServerUnavailable as error:
             problem = str(error)
-        ids = _ids_of(events, self._ids_by_text)
+        ids = _ids_of(events, self._ids_by_text, counts_end=self._counts_end[arm])
         return _answer_of(question, events, ids, problem, is_refused)
 
 
-def _ids_of(events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int]) -> list[int] | None:
+def _ids_of(
+    events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int], *, counts_end: bool
+) -> list[int] | None:
     """Return the ids of a stream's tokens; None if any of them is not known for sure.
 
     llama.cpp sends accepted draft tokens without id and log-probability, one event each. Such a
-    token is known by its text, if the server counts as many tokens as there are.
+    token is known by its text, if the server counts as many tokens as there are events: two tokens
+    in one event may read like a third. `counts_end`: the server counts the token that ends a text.
     """
     ids: list[int | None] = []
     by_text = False
@@ -152,12 +148,10 @@ def _ids_of(events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int]) -> l
     found = [token for token in ids if token is not None]
     if not found or len(found) < len(ids):
         return None
-    if by_text:
-        used = max((e.usage.completion_tokens or 0 for e in events if e.usage), default=0)
-        has_ended = any(event.finish_reason == "stop" for event in events)
-        if used not in (len(found), len(found) + has_ended):
-            return None
-    return found
+    used = max((e.usage.completion_tokens or 0 for e in events if e.usage), default=0)
+    has_ended = any(event.finish_reason == "stop" for event in events)
+    is_counted = used == len(found) + (has_ended and counts_end)
+    return None if by_text and not is_counted else found
 
 
 def _num_tokens(event: ServerAnswer) -> int:
@@ -180,7 +174,6 @@ def _answer_of(
     return AuditAnswer(
         token_ids=None if ids is None else tuple(ids),
         step_sizes=tuple(len(event.token_ids or event.logprobs or ()) for event in events),
-        sources=tuple(source for event in events for source in event.token_sources),
         text="".join(event.text or "" for event in events),
         finish_reason=next((e.finish_reason for e in reversed(events) if e.finish_reason), None),
         top=tuple(_top_of(token) for token in logprobs),

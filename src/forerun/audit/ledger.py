@@ -122,7 +122,6 @@ class ArmTally:
     bets: dict[tuple[str, str, int], Bet] = field(default_factory=dict)
     readings: dict[str, list[TokenReading]] = field(default_factory=lambda: defaultdict(list))
     num_tokens: Counter[str] = field(default_factory=Counter)
-    num_texts: Counter[str] = field(default_factory=Counter)
 
 
 class Ledger:
@@ -141,7 +140,6 @@ class Ledger:
         reading = self._reading_of(question, answer, kind)
         if reading is None:
             return
-        tally.num_texts[kind.name] += 1
         tally.readings[kind.name].append(reading)
         tally.num_tokens[kind.name] += len(reading.indices)
         for name, (values, expected) in reading.values.items():

@@ -39,7 +39,6 @@ class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: None if the server gives none.
         step_sizes: tokens of each event of the stream, which is what one step emitted on servers
             that stream every step.
-        sources: of each token "accepted", "recovered" or "bonus", if the server says it.
         finish_reason: None if the answer was cut off.
         top: per token the most likely tokens with their log-probabilities, if the server gives it.
         num_charged: output tokens counted against the limit.
@@ -49,7 +48,6 @@ class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: tuple[int, ...] | None = None
     step_sizes: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
     text: str = ""
     finish_reason: str | None = None
     top: tuple[tuple[tuple[int, float], ...], ...] = ()

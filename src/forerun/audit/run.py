@@ -122,6 +122,11 @@ class Audit:
             if progress.alarm_tokens is None and progress.peak_log_e >= self.alarm_log_e:
                 progress.alarm_tokens = progress.spent.num_tokens
 
+    def share_without_ids(self, kind: str) -> float:
+        """Return the share of the served answers of a kind whose tokens are not known."""
+        known = [answer.token_ids is not None for q, answer in self._texts if q.kind == kind]
+        return 1.0 - sum(known) / len(known)
+
     @property
     def alarm_log_e(self) -> float:
         """Logarithm of the e-value at which the audit raises an alarm."""

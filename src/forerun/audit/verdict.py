@@ -37,6 +37,14 @@ MEANINGS: Mapping[str, str] = {
     "unnamed": "the deviation resembles no fault that is known here",
 }
 """What every family of faults means."""
+_DENIED = (
+    "The text deviates without speculation as much as with it: the reference is another model, "
+    "other parameters are in force, or the reported probabilities are not those that are sampled."
+)
+_LEFT_OUT = (
+    "The text deviates by less than the share of answers whose tokens are not known, {:.0%}: that "
+    "these are left out can explain it."
+)
 _FAVOURED = math.log(100.0)
 """Log-likelihood ratio from which a text speaks for an alternative."""
 _FEW_TOKENS = 500
@@ -132,12 +140,12 @@ def _with_alarm(audit: Audit, notes: tuple[str, ...]) -> AuditVerdict:
         f"{audit.progress.peak_log_e / math.log(10):.1f}",
         *_control_words(audit, first),
     )
-    if cause == "denied":
+    share = 0.0 if first.direction == "grammar" else audit.share_without_ids(first.kind)
+    if cause == "denied" or abs(first.mean) <= share:
+        sentence = _DENIED if cause == "denied" else _LEFT_OUT.format(share)
         return AuditVerdict(
             status="cannot_judge",
-            sentence="The text deviates without speculation as much as with it: the reference is "
-            "another model, other parameters are in force, or the reported probabilities are not "
-            "those that are sampled.",
+            sentence=sentence,
             reasons=reasons,
             notes=notes,
             profile=tuple(profile),

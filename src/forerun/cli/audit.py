@@ -58,6 +58,9 @@ class AuditOptions:
     """Largest probability of an alarm over a server that follows the reference."""
     tolerance: float = 0.002
     """Total variation that counts as rounding."""
+    tie_margin: float = 0.5
+    """At temperature 0, a token this close to the best one, in log-probability, is rounding. With
+    0.1, where server and reference compute in fp32, faults are found sooner."""
     state: Path | None = None
     """File that records every question and answer; an interrupted audit continues from it."""
     out: Path | None = None
@@ -79,6 +82,7 @@ def run(options: AuditOptions) -> int:
         num_clients=options.clients,
         false_alarms=options.false_alarms,
         tolerance=options.tolerance,
+        tie_margin=options.tie_margin,
     )
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)

@@ -28,9 +28,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: tokens of prompt and output, if the server says it.
+        owned_by: the kind of server, such as "llamacpp".
     """
 
     id: str
+    owned_by: str | None = None
     max_model_len: int | None = None
     drafters: tuple[str, ...] | None = None
 

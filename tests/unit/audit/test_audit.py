@@ -118,6 +118,22 @@ def test_text_without_ids_is_not_judged():
     assert "without token ids" in " ".join(verdict.notes)
 
 
+def test_answers_that_are_left_out_are_no_fault_of_speculation():
+    """Answers with many high ids are left out, which moves the tokens of the others."""
+
+    def without(number, question, answer):
+        ids = answer.token_ids
+        is_left_out = sum(ids) > 8 * len(ids) and question.arm == "served"
+        return replace_answer(answer, token_ids=None) if is_left_out else answer
+
+    audit = audit_of(Stream(change=without), tokens=20_000)
+    audit.run(silent)
+    assert audit.progress.alarm_tokens is not None
+    verdict = judge(audit)
+    assert verdict.status == "cannot_judge"
+    assert "left out" in verdict.sentence
+
+
 def test_another_model_is_no_fault_of_speculation():
     audit = audit_of(Stream(pair(5)[0]), tokens=8000)
     audit.run(silent)
