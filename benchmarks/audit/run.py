@@ -5,6 +5,7 @@
     python -m benchmarks.audit.run faults --seeds 0-4      # every planted fault
     python -m benchmarks.audit.run power --seeds 0-19      # a fault of total variation .03
     python -m benchmarks.audit.run argmax --seeds 0-19     # tokens to an alarm at temperature 0
+    python -m benchmarks.audit.run clean-argmax --seeds 0-499
 
 Models are tables of 17 tokens, so that a run takes seconds; "clean" draws text from the table,
 the others run the engine. Every row goes to results/NAME.jsonl; seeds that are there are skipped.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -83,11 +85,13 @@ class Stream:
 def audited(
     endpoint: Endpoint, target: TabularModel, draft: TabularModel | None, config: AuditConfig
 ) -> dict[str, object]:
-    """Run one audit and return the figures of its row."""
-    audit = Audit(
-        config, endpoint, reference_of(target, draft), PROMPTS, StateFile(None, {"url": ""})
-    )
-    started_s = time.monotonic()
+    """Audit an endpoint over tables and return the figures of its row."""
+    reference = reference_of(target, draft)
+    return row_of(Audit(config, endpoint, reference, PROMPTS, StateFile(None, {"url": ""})))
+
+
+def row_of(audit: Audit) -> dict[str, object]:
+    """Run an audit and return its figures."""
     audit.run(lambda what, done: None)
     verdict = judge(audit)
     return {
@@ -98,8 +102,31 @@ def audited(
         "num_tokens": audit.progress.spent.num_tokens,
         "bound": verdict.bound,
         "sentence": verdict.sentence,
-        "wall_s": round(time.monotonic() - started_s, 2),
+        "wall_s": round(audit.progress.elapsed_s, 2),
     }
+
+
+def add_rows(
+    path: Path, runs: Iterable[tuple[str, int, Callable[[], dict[str, object]]]], seconds: float
+) -> None:
+    """Run what the file has no row of, by label and seed, until the time is over."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {(row["label"], row["seed"]) for row in rows}
+    started_s = time.monotonic()
+    with path.open("a") as file:
+        for label, seed, run in runs:
+            if (label, seed) in known or time.monotonic() - started_s > seconds:
+                continue
+            file.write(json.dumps({"label": label, "seed": seed, **run()}) + "\n")
+            file.flush()
+    print(f"{len(path.read_text().splitlines())} rows in {path}")
+
+
+def seeds_of(text: str) -> range:
+    """Return the seeds from the first to the last, as in 0-99."""
+    first, last = map(int, text.split("-"))
+    return range(first, last + 1)
 
 
 def clean(seed: int) -> dict[str, object]:
@@ -149,14 +176,23 @@ def power(seed: int, *, with_draft: bool) -> dict[str, object]:
     return {**found, "share_kept": round(share, 3)}
 
 
-def argmax(seed: int) -> dict[str, object]:
+def argmax(seed: int, tie_margin: float) -> dict[str, object]:
     """At temperature 0 the two best tokens pass; only greedy requests."""
     target, draft = pair(seed)
     planted = next(f for f in FAULTS if f.family == "relaxed_greedy")
-    config = AuditConfig(max_tokens=1200, num_tokens=24, kinds=(replace(KINDS[3], share=1.0),))
-    return audited(
-        EngineEndpoint(faulty_engine(target, draft, planted), seed), target, None, config
-    )
+    endpoint = EngineEndpoint(faulty_engine(target, draft, planted), seed)
+    return audited(endpoint, target, None, _greedy_config(tie_margin))
+
+
+def clean_argmax(seed: int, tie_margin: float) -> dict[str, object]:
+    """Greedy text of the reference with rounding of bf16's size."""
+    target, _ = pair(seed)
+    return audited(Stream(target, 0.01, seed), target, None, _greedy_config(tie_margin))
+
+
+def _greedy_config(tie_margin: float) -> AuditConfig:
+    kinds = (replace(KINDS[3], share=1.0),)
+    return AuditConfig(max_tokens=1200, num_tokens=24, tie_margin=tie_margin, kinds=kinds)
 
 
 def runs_of(name: str) -> dict[str, Callable[[int], dict[str, object]]]:
@@ -170,7 +206,11 @@ def runs_of(name: str) -> dict[str, Callable[[int], dict[str, object]]]:
             "with draft": lambda seed: power(seed, with_draft=True),
             "without draft": lambda seed: power(seed, with_draft=False),
         }
-    return {name: {"clean": clean, "engine": engine, "argmax": argmax}[name]}
+    margins = {name: 0.5, f"{name}, tie margin .1": 0.1}
+    if name in ("argmax", "clean-argmax"):
+        one = argmax if name == "argmax" else clean_argmax
+        return {label: partial(one, tie_margin=margin) for label, margin in margins.items()}
+    return {name: {"clean": clean, "engine": engine}[name]}
 
 
 def main() -> None:
@@ -180,21 +220,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=80.0, help="stop before the next run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    first, last = map(int, options.seeds.split("-"))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{options.name}.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    known = {(row["label"], row["seed"]) for row in rows}
-    started_s = time.monotonic()
-    with path.open("a") as file:
-        for seed in range(first, last + 1):
-            for label, one in runs_of(options.name).items():
-                if (label, seed) in known or time.monotonic() - started_s > options.seconds:
-                    continue
-                row = {"label": label, "seed": seed, **one(seed)}
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-    print(f"{len(path.read_text().splitlines())} rows in {path}")
+    runs = (
+        (label, seed, partial(one, seed))
+        for seed in seeds_of(options.seeds)
+        for label, one in runs_of(options.name).items()
+    )
+    add_rows(options.out / f"{options.name}.jsonl", runs, options.seconds)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.audit.run import add_rows, row_of, seeds_of
 from tests.lab.audited import Rule, lenient, plant
 from tests.server.conftest import serving
 
@@ -33,23 +34,35 @@ from forerun.cli.main import main as forerun
 from forerun.client.connection import ClientConfig
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.loading import load_pair_member
+from forerun.models.architecture import WeightFormat
 from forerun.models.catalog import held_out_prompts
 
 TARGET, DRAFT = "zoo:code-40m", "zoo:code-2m-for-40m"
 RESULTS = Path(__file__).parent / "results/served.jsonl"
 MAX_CONTEXT = 512
 SETTINGS: tuple[dict[str, Any], ...] = tuple(
-    {"dtype": dtype, "num_speculative_tokens": k, "max_batch": batch, "num_kept": kept}
-    for dtype, k, batch, kept in (
+    {
+        "dtype": "float32" if kind == "float32" else "bfloat16",
+        "weights": "int8" if kind == "int8" else "auto",
+        "num_speculative_tokens": k,
+        "max_batch": batch,
+        "num_kept": kept,
+    }
+    for kind, k, batch, kept in (
         ("bfloat16", 4, 4, 0),
         ("float32", 2, 1, 0),
+        ("int8", 4, 4, 8),
         ("bfloat16", 8, 8, 8),
         ("float32", 4, 4, 8),
+        ("int8", 8, 8, 0),
         ("bfloat16", 1, 2, 8),
         ("float32", 8, 8, 0),
+        ("int8", 2, 1, 0),
     )
 )
-"""Settings of our servers; seed n takes the one at n modulo their number."""
+"""Settings of our servers; seed n takes the one at n modulo their number. int8 weights are compared
+with the same int8 weights: they are another model than the stored ones."""
 
 
 def main() -> None:
@@ -82,21 +95,12 @@ def one(max_tokens: int, out: Path | None, *, is_lenient: bool) -> None:
 
 def clean(options: argparse.Namespace) -> None:
     """Audit servers without a fault, and add a row each."""
-    first, last = map(int, options.seeds.split("-"))
-    path = options.out or RESULTS
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    known = {(row["label"], row["seed"]) for row in rows}
-    reference = load_reference(TARGET, DRAFT, max_context=MAX_CONTEXT)
-    started_s = time.monotonic()
-    for seed in range(first, last + 1):
-        is_late = time.monotonic() - started_s > options.seconds
-        if is_late or (options.label, seed) in known:
-            continue
-        with server_of(options.url, seed) as (url, settings):
-            row = {"label": options.label, "seed": seed, "settings": settings}
-            row |= audited(url, reference, seed, options.tokens)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    path = RESULTS if options.out is None else options.out
+    runs = (
+        (options.label, seed, partial(audited, options.url, seed, options.tokens))
+        for seed in seeds_of(options.seeds)
+    )
+    add_rows(path, runs, options.seconds)
 
 
 @contextlib.contextmanager
@@ -119,36 +123,38 @@ def loaded(settings: dict[str, Any]) -> Engine:
     return Engine.load(TARGET, DRAFT, dtype=settings["dtype"], config=config)
 
 
-def audited(url: str, reference: ReferenceModel, seed: int, max_tokens: int) -> dict[str, object]:
+@cache
+def reference_of(weights: WeightFormat) -> ReferenceModel:
+    """Return the target with weights of these bits, and the draft."""
+    config = EngineConfig(max_batch=1, max_context=MAX_CONTEXT)
+    model, _ = load_pair_member(TARGET, dtype="auto", device="auto", config=config, weights=weights)
+    return replace(load_reference(TARGET, DRAFT, max_context=MAX_CONTEXT), model=model)
+
+
+def audited(url: str | None, seed: int, max_tokens: int) -> dict[str, object]:
     """Run one audit, with prompts of the seed, and return the figures of its row."""
-    config = AuditConfig(max_tokens=max_tokens)
-    endpoint = HttpEndpoint(
-        ClientConfig(url=url),
-        wants_logprobs=False,
-        num_clients=config.num_clients,
-        ids_by_text=reference.ids_by_text,
-    )
-    texts = [prompt.text[: 150 + 10 * (seed % 20)] for prompt in held_out_prompts()]
-    texts = texts[seed % len(texts) :] + texts[: seed % len(texts)]
-    assert reference.tokenizer is not None
-    prompts = [tuple(reference.tokenizer.encode(text)) for text in texts]
-    audit = Audit(config, endpoint, reference, prompts, StateFile(None, {"url": url}))
-    audit.run(lambda what, done: None)
-    endpoint.close()
-    verdict = judge(audit)
+    with server_of(url, seed) as (address, settings):
+        reference = reference_of(settings.get("weights", "auto"))
+        config = AuditConfig(max_tokens=max_tokens)
+        endpoint = HttpEndpoint(
+            ClientConfig(url=address),
+            wants_logprobs=False,
+            num_clients=config.num_clients,
+            ids_by_text=reference.ids_by_text,
+        )
+        texts = [prompt.text[: 150 + 10 * (seed % 20)] for prompt in held_out_prompts()]
+        texts = texts[seed % len(texts) :] + texts[: seed % len(texts)]
+        assert reference.tokenizer is not None
+        prompts = [tuple(reference.tokenizer.encode(text)) for text in texts]
+        audit = Audit(config, endpoint, reference, prompts, StateFile(None, {"url": address}))
+        row = row_of(audit)
+        endpoint.close()
     return {
-        "status": verdict.status,
-        "family": verdict.family,
-        "alarm_tokens": audit.progress.alarm_tokens,
-        "log_e": round(audit.progress.peak_log_e, 2),
-        "num_tokens": audit.progress.spent.num_tokens,
+        "settings": settings,
+        **row,
         "num_judged": sum(audit.ledger.arms["served"].num_tokens.values()),
         "num_without_ids": audit.progress.num_without_ids,
-        "bound": verdict.bound,
-        "sentence": verdict.sentence,
-        "reasons": list(verdict.reasons),
-        "notes": list(verdict.notes),
-        "wall_s": round(audit.progress.elapsed_s, 1),
+        "notes": judge(audit).notes,
     }
 
 
