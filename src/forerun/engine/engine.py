@@ -279,11 +279,7 @@ class Engine:
         """
         check_controller(controller)
         if target is None:
-            named = ", ".join(f"{name}=..." for name in settings)
-            raise InvalidRequest(
-                "Engine.load needs a target as its first argument, as in "
-                'Engine.load("zoo:code-40m")' + (f"; it was given {named} alone" if named else "")
-            )
+            raise InvalidRequest(_without_target(settings))
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
         if draft is None:
@@ -653,6 +649,14 @@ class Engine:
         return Capabilities(
             max_context=self.max_context, max_batch=self.config.max_batch, methods=methods
         )
+
+
+def _without_target(settings: Mapping[str, object]) -> str:
+    """Return the error of `Engine.load` without a target."""
+    named = ", ".join(f"{name}=..." for name in settings)
+    return 'Engine.load needs a target as its first argument, as in Engine.load("zoo:code-40m")' + (
+        f"; it was given {named} alone" if named else ""
+    )
 
 
 def _propose(target: Source, device: str, dtype: str, config: EngineConfig) -> None:
