@@ -301,7 +301,7 @@ def test_keys_are_read_from_the_named_variable(bench, monkeypatch, capsys):
         (("--url", "http://a", "--trace", "t.jsonl"), "--trace has no effect with --url"),
         (("--url", "http://a", "--temperature", "0", "1"), "one --temperature"),
         (("--url", "http://a", "--blocks", "1"), "at least 2 --blocks"),
-        (("--url", "http://a", "--concurrency", "0"), "from 1 to 256"),
+        (("--url", "http://a", "--concurrency", "0"), "at most 256"),
         (("--url", "http://a", "--requests", "0"), "--requests is 0"),
         (("--concurrency", "2"), "--concurrency needs --url"),
         (("--url", "http://a", "--api-key-env", "A", "B"), "more often than --url"),

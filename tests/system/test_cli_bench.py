@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from forerun.cli.bench import BenchOptions
 from forerun.cli.main import main
+from forerun.errors import InvalidRequest
 from forerun.measure.bench import compare as arms
 from forerun.measure.bench.comparison import BenchComparison
 
@@ -122,3 +124,11 @@ def test_what_cannot_work_is_refused_before_anything_loads(
 def test_a_target_of_ones_own_needs_arms(tiny_pair, capsys):
     assert main(["bench", "--target", str(tiny_pair.target)]) == 2
     assert "name the --arms" in capsys.readouterr().err
+
+
+def test_without_flags_the_shipped_pair_is_compared():
+    config = BenchOptions().config
+    assert config.target == "zoo:code-40m"
+    assert [(arm.draft, arm.ks) for arm in config.arms] == [("zoo:code-2m-for-40m", (1, 2, 3, 4))]
+    with pytest.raises(InvalidRequest, match="name the --arms to compare on zoo:books-1m"):
+        BenchOptions(model="zoo:books-1m").config  # noqa: B018

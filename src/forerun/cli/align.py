@@ -73,7 +73,7 @@ class EvaluationFlags(EvaluationConfig):
 class AlignOptions:
     """Options of `forerun align`."""
 
-    target: Model = "zoo:code-11m"
+    target: Model = "zoo:code-40m"
     """Target: folder, hub name or zoo: name."""
     method: Method = "draft_model"
     """draft_model: a model of its own; eagle3, medusa: a head on the target's hidden states."""

@@ -26,10 +26,10 @@ from forerun.cli.flags import (
 )
 from forerun.cli.tables import SafeConsole, progress_bar, status_text, table_of, with_ends
 from forerun.control.config import ControllerName
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, Range
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
 from forerun.models.architecture import Runner, WeightFormat
-from forerun.models.catalog import PREFIX
+from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 
 if TYPE_CHECKING:
     from forerun.engine.http_backend import HttpBackend
@@ -81,12 +81,10 @@ class EndpointFlags:
             raise InvalidRequest(f"--url is {list(self.url)}; give one server, or two others")
         if len(self.api_key_env) > len(self.url):
             raise InvalidRequest("--api-key-env is given more often than --url")
-        if any(not 1 <= n <= MOST_CLIENTS for n in self.concurrency):
-            raise InvalidRequest(
-                f"--concurrency is {list(self.concurrency)}; it must be from 1 to {MOST_CLIENTS}"
-            )
-        if self.requests is not None and self.requests < 1:
-            raise InvalidRequest(f"--requests is {self.requests}; it must be at least 1")
+        for num_clients in self.concurrency:
+            Range("--concurrency", 1, MOST_CLIENTS, integer=True).check(num_clients)
+        if self.requests is not None:
+            Range("--requests", 1, integer=True).check(self.requests)
 
     @property
     def num_requests(self) -> dict[int, int]:
@@ -94,6 +92,7 @@ class EndpointFlags:
         return {n: max(n, self.requests or max(3, 2 * n)) for n in found}
 
 
+@dataclass(slots=True, kw_only=True)
 class EndpointRun:
     """Runs a load test and shows its results, also after an interruption.
 
@@ -101,25 +100,15 @@ class EndpointRun:
         model: name of the model on the servers; None takes the first one.
     """
 
-    def __init__(
-        self,
-        flags: EndpointFlags,
-        model: str | None,
-        params: SamplingParams,
-        *,
-        num_blocks: int,
-        json_output: bool,
-        out: Path | None,
-    ) -> None:
-        self.flags = flags
-        self.model = model
-        self.params = params
-        self.num_blocks = num_blocks
-        self.json_output = json_output
-        self.out = out
-        self.backends: dict[str, HttpBackend] = {}
-        self.blocks: list[LoadBlock] = []
-        self.number = secrets.randbits(32)
+    flags: EndpointFlags
+    model: str | None
+    params: SamplingParams
+    num_blocks: int
+    json: bool
+    out: Path | None
+    backends: dict[str, HttpBackend] = field(default_factory=dict)
+    blocks: list[LoadBlock] = field(default_factory=list)
+    number: int = field(default_factory=lambda: secrets.randbits(32))
 
     def run(self, texts: Sequence[str]) -> int:
         """Measure all blocks, with a progress bar, and show what was measured."""
@@ -165,13 +154,11 @@ class EndpointRun:
 
     def show(self) -> None:
         """Print and write the results measured until now."""
-        if not self.json_output:
-            self._print()
-        if not self.json_output and self.out is None:
-            return
         content = json.dumps(self.report())
-        if self.json_output:
+        if self.json:
             print(content)
+        else:
+            self._print()
         if self.out is not None:
             with atomic_write(self.out) as scratch:
                 scratch.write_text(content + "\n", encoding="utf-8")
@@ -264,7 +251,7 @@ def _cells_of(figures: dict[str, Interval]) -> list[str]:
 
 
 DEFAULTS = BenchConfig(arms=())
-SHIPPED_ARMS = (PREFIX + "code-2m@1,2,3,4",)
+TARGET = PREFIX + "code-40m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,12 +260,12 @@ class BenchOptions:
 
     model: Annotated[str | None, arg(name="model", aliases=("--target",))] = None
     """Target: folder, hub name or zoo: name of the model whose text is wanted.
-    Default: zoo:code-11m."""
+    Default: zoo:code-40m."""
     arms: UseAppendAction[tuple[str, ...]] = ()
     """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K, or
     [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape.
     Plain decoding is always the first arm.
-    Default for a shipped target: its domain draft at K=1 to 4."""
+    Default for a shipped target: its shipped draft at K=1 to 4."""
     prompts: Path | None = None
     """Texts to continue: a .jsonl, .json, .csv, .tsv or .parquet file with "prompt", or .txt with
     one per line or between "---". Default: the shipped prompts, on which no shipped model was
@@ -328,12 +315,12 @@ class BenchOptions:
 
     @property
     def target(self) -> str:
-        return self.model or DEFAULTS.target
+        return self.model or TARGET
 
     @property
     def config(self) -> BenchConfig:
-        shipped = self.target.startswith(PREFIX)
-        arms = self.arms or (SHIPPED_ARMS if shipped else ())
+        shipped = ZOO_DRAFTS.get(self.target)
+        arms = self.arms or ((f"{shipped}@1,2,3,4",) if shipped else ())
         if not arms:
             raise InvalidRequest(f"name the --arms to compare on {self.target}, as DRAFT@K")
         return BenchConfig(
@@ -423,11 +410,11 @@ def _endpoint_run(options: BenchOptions) -> EndpointRun:
         ignore_eos=options.endpoints.ignore_eos,
     )
     return EndpointRun(
-        options.endpoints,
-        options.model,
-        params,
+        flags=options.endpoints,
+        model=options.model,
+        params=params,
         num_blocks=options.blocks,
-        json_output=options.json,
+        json=options.json,
         out=options.out,
     )
 
@@ -504,11 +491,11 @@ COMMAND = Command(
     "With --url, servers answer streamed requests of several clients at once.",
     examples=(
         "forerun bench",
-        "forerun bench --arms zoo:code-2m@2,4 other=zoo:books-1m@2 --batch 1 8",
-        "forerun bench --arms zoo:code-2m@3 suffix@8 self:2@3",
-        "forerun bench --arms zoo:code-2m@2,4 zoo:code-2m@tree:7,3,4",
+        "forerun bench --arms zoo:code-2m-for-40m@2,4 other=zoo:books-1m@2 --batch 1 8",
+        "forerun bench --arms zoo:code-2m-for-40m@3 suffix@8 self:int4@3",
+        "forerun bench --arms zoo:code-2m-for-40m@2,4 zoo:code-2m-for-40m@tree:7,3,4",
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl",
-        "forerun bench --arms zoo:code-2m@2,4,8 --controller auto",
+        "forerun bench --arms zoo:code-2m-for-40m@2,4,8 --controller auto",
         "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",
         "forerun bench --url http://127.0.0.1:8000/v1 --concurrency 1 4",
         "forerun bench --trace bench.jsonl && forerun trace summarize bench.jsonl",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole
-from forerun.errors import InvalidRequest
+from forerun.errors import Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,7 @@ class ExactOptions:
 
 def run(options: ExactOptions) -> int:
     """Run the enumeration; returns 1 if a verifier is not exact or a planted bug is missed."""
-    if options.distributions < 1:
-        raise InvalidRequest(f"--distributions is {options.distributions}; it must be at least 1")
+    Range("--distributions", 1, integer=True).check(options.distributions)
 
     from forerun.testing.exact.run import render, run_enumeration
 

@@ -15,7 +15,7 @@ from forerun.bounded_read import read_text
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
-from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.errors import InvalidRequest, Range, UnreadableInput
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 from forerun.sampling.config import SamplingParams, Verification
@@ -75,8 +75,8 @@ def check_plot(path: Path | None) -> None:
 
 def check_threads(num_threads: int | None) -> None:
     most = max(MOST_THREADS, 4 * (os.cpu_count() or 1))
-    if num_threads is not None and not 1 <= num_threads <= most:
-        raise InvalidRequest(f"--threads is {num_threads}; it must be from 1 to {most}")
+    if num_threads is not None:
+        Range("--threads", 1, most, integer=True).check(num_threads)
 
 
 def use_threads(num_threads: int | None) -> int:

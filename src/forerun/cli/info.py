@@ -16,7 +16,7 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from forerun.cli.info_report import DraftFit, ModelDescription
+    from forerun.cli.info_report import ModelDescription
     from forerun.models.tokenizers import Tokenizer
 
 
@@ -25,7 +25,7 @@ class InfoOptions:
     """Options of `forerun info`."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Folder, hub name or shipped model such as zoo:code-11m."""
+    """Folder, hub name or shipped model such as zoo:code-40m."""
     draft: str | None = None
     """Check whether this model can draft for MODEL; the exit code is 1 if it cannot."""
     k: LookAhead = EngineConfig().num_speculative_tokens
@@ -64,18 +64,19 @@ def run(options: InfoOptions) -> int:
     target, tokenizer = _describe_for(options, options.model)
     if options.draft is not None and is_head(model_folder(options.draft)):
         return _show_with_head(target, options)
-    draft, fit = None, None
+    content, found = target.to_dict(), None
     if options.draft is not None:
         draft, draft_tokenizer = _describe_for(options, options.draft)
-        fit = compare(target, draft, tokenizer, draft_tokenizer)
+        found = draft, compare(target, draft, tokenizer, draft_tokenizer)
+        content |= {"draft": draft.to_dict(), "fit": found[1].to_dict()}
     if options.json:
-        print(json.dumps(as_json(target, draft, fit)))
+        print(json.dumps(content))
     else:
         print_model(target)
-        if draft is not None and fit is not None:
-            print_model(draft)
-            print_fit(fit)
-    return 0 if fit is None or fit.fits else 1
+        if found is not None:
+            print_model(found[0])
+            print_fit(found[1])
+    return 0 if found is None or found[1].fits else 1
 
 
 def _folder_without_weights(options: InfoOptions) -> Path | None:
@@ -130,23 +131,13 @@ def _describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, To
     return describe(name, dtype=options.dtype, config=config)
 
 
-def as_json(
-    target: ModelDescription, draft: ModelDescription | None, fit: DraftFit | None
-) -> dict[str, object]:
-    """Return the JSON output: the target's fields at the top level, and draft and fit."""
-    content = target.to_dict()
-    if draft is not None and fit is not None:
-        content |= {"draft": draft.to_dict(), "fit": fit.to_dict()}
-    return content
-
-
 COMMAND = Command(
     options=InfoOptions,
     run=run,
     has_positional=True,
     description="Describe a model, the memory it needs and whether a draft fits it.",
     examples=(
-        "forerun info zoo:code-11m --draft zoo:code-2m",
+        "forerun info zoo:code-40m --draft zoo:code-2m-for-40m",
         "forerun info path/to/model --batch 32 --max-context 8192",
         "forerun info path/to/model --json",
         "forerun info Qwen/Qwen3.5-4B --hub",

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import AlignConfig
+from forerun.cli.session import pair_of
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
@@ -20,7 +21,6 @@ from forerun.measure.bench.compare import BenchArm, on_best_threads
 from forerun.measure.bench.comparison import BenchComparison
 from forerun.measure.profile import Profile, ProfileConfig, check_setup, load_profile
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, load_pair, measure_pair, setup_of
-from forerun.models.load import load_tokenizer
 from forerun.plan.costs import DraftCosts
 from forerun.theory.cost import CostTable
 
@@ -78,19 +78,10 @@ def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
 def _pair_of(
     comparison: BenchComparison, arm: BenchArm
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    engine = arm.engine
-    assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
-    drafter = engine.drafter
-    assert isinstance(drafter, DraftModel)
-    config = comparison.config
-    pair = LoadedPair(
-        target=engine.target,
-        drafter=drafter,
-        tokenizer=load_tokenizer(config.target),
-        engine=engine.config,
-    )
-    target_facts = facts_of(config.target, pair.target, config.dtype)
-    return pair, (target_facts, facts_of(arm.draft, pair.draft, config.dtype))
+    engine, config = arm.engine, comparison.config
+    assert isinstance(engine, Engine) and arm.draft is not None
+    assert isinstance(engine.drafter, DraftModel)
+    return pair_of(engine, engine.drafter, config.target, arm.draft, config.dtype)
 
 
 def _probe_for(comparison: BenchComparison) -> ProfileConfig:

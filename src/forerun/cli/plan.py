@@ -24,7 +24,7 @@ from forerun.plan.costs import PRESETS, Machine, ModelSize, cost_table, preset, 
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:
-    from forerun.plan.advice import Advice, BreakEven, DraftCandidate, Option
+    from forerun.plan.advice import Advice, DraftCandidate, Option
     from forerun.theory.cost import CostTable
 
 
@@ -379,11 +379,9 @@ def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[s
         else f"roofline of {machine.name} ({machine.source}; {1e6 * machine.launch_s:.0f} us per "
         f"pass, {1e6 * machine.step_s:.0f} us per step)"
     )
-    return [costs, *(f"acceptance of {c.name}: {source(c, options)}" for c in candidates)]
-
-
-def source(candidate: DraftCandidate, options: PlanOptions) -> str:
-    return str(options.trace) if candidate.acceptance.num_requests else "given"
+    sources = (options.trace if c.acceptance.num_requests else "given" for c in candidates)
+    names = (f"acceptance of {c.name}" for c in candidates)
+    return [costs, *(f"{name}: {found}" for name, found in zip(names, sources, strict=True))]
 
 
 def content(
@@ -400,8 +398,7 @@ def content(
 COMMAND = Command(
     options=PlanOptions,
     run=run,
-    lists={flag: "" for flag in ("--acceptance",)}
-    | dict.fromkeys(("--draft", "--profile", "--batch"), ","),
+    lists={"--acceptance": "", "--draft": ",", "--profile": ",", "--batch": ","},
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
     "stops paying. Drafts are chains, and trees too with --sibling-acceptance.",
     examples=(
@@ -440,7 +437,7 @@ def _print_plan(advice: Advice, config: PlanConfig, origin: Sequence[str]) -> No
 def sentence(advice: Advice, config: PlanConfig) -> str:
     best = advice.best
     where = f"at batch {best.batch}, context {config.context}, T={config.temperature:g}"
-    speed = f"{best.tokens_per_s:.4g} tokens/s, {milliseconds(best.tpot_s)} ms per token"
+    speed = f"{best.tokens_per_s:.4g} tokens/s, {1e3 * best.tpot_s:.3g} ms per token"
     if best.is_plain:
         return f"decode plainly {where}: {speed}; {elsewhere(advice)}"
     return (
@@ -480,25 +477,22 @@ def break_even(advice: Advice) -> Table:
         Column("even at", overflow="fold"), "K", "accepted / drafted", "alpha", "draft cost"
     )
     for name, found in advice.break_even:
-        table.add_row(escape(name), *limits(found))
+        alpha, rate = found.acceptance_probability, found.draft_acceptance_rate
+        table.add_row(
+            escape(name),
+            str(found.num_speculative_tokens),
+            f"{rate:.3f}" if rate <= 1 else f"{rate:.3f} (never)",
+            "never" if alpha is None else f"{alpha:.3f}",
+            f"{found.draft_cost:.3f}" if found.draft_cost >= 0 else "never",
+        )
     return table
-
-
-def limits(found: BreakEven) -> tuple[str, ...]:
-    alpha, rate = found.acceptance_probability, found.draft_acceptance_rate
-    return (
-        str(found.num_speculative_tokens),
-        f"{rate:.3f}" if rate <= 1 else f"{rate:.3f} (never)",
-        "never" if alpha is None else f"{alpha:.3f}",
-        f"{found.draft_cost:.3f}" if found.draft_cost >= 0 else "never",
-    )
 
 
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:
     """Return the cells of an option except its batch size, in the order of `headings`."""
     k = "plain" if option.is_plain else option.shape.removeprefix("K=")
     speedup = "1" if option.is_plain else with_ends(option)
-    latency = milliseconds(option.tpot_s)
+    latency = f"{1e3 * option.tpot_s:.3g}"
     if len(advice.curves) > 1:
         return escape(short(option.draft, advice)), k, speedup, latency
     tau, kappa = option.acceptance_length.estimate, option.cycle_cost.estimate
@@ -518,8 +512,3 @@ def with_ends(option: Option) -> str:
     if found.low == found.high:
         return f"{found.estimate:.2f}"
     return f"{found.estimate:.2f} ({found.low:.2f}–{found.high:.2f})"
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds as text."""
-    return f"{1e3 * seconds:.3g}"

@@ -152,7 +152,8 @@ def parts(profile: Profile) -> Table:
     lines = profile.greedy.lines
     table = grid("milliseconds", lines)
     table.add_row("plain step", *(milliseconds(line.plain_s, line.plain_error_s) for line in lines))
-    table.add_row("  of it the forward", *(forward(profile, line) for line in lines))
+    passes = (cell(profile, Quantity.TARGET_PASS, line, 1) for line in lines)
+    table.add_row("  of it the forward", *passes)
     limits = [profile.limit.pass_s(line.batch, line.context) for line in lines]
     table.add_row("  read limit", *(milliseconds(limit) for limit in limits))
     shares = [limit / line.plain_s for limit, line in zip(limits, lines, strict=True)]
@@ -207,10 +208,6 @@ def grid(heading: str, lines: Sequence[CostLine]) -> Table:
     return table
 
 
-def forward(profile: Profile, line: CostLine) -> str:
-    return cell(profile, Quantity.TARGET_PASS, line, 1)
-
-
 def slower(profile: Profile, line: CostLine) -> str:
     """Return how much longer a plain step's pass takes within decoding than when run alone."""
     if line.context != profile.greedy.contexts[0]:
@@ -220,10 +217,7 @@ def slower(profile: Profile, line: CostLine) -> str:
 
 def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str:
     """Return the engine's time outside both models; it is shown for one context per batch size."""
-    if line.context != profile.greedy.contexts[0]:
-        return ""
-    found = profile.seconds(quantity, line.batch, line.context, k)
-    return milliseconds(found.estimate, (found.high - found.low) / 2)
+    return cell(profile, quantity, line, k) if line.context == profile.greedy.contexts[0] else ""
 
 
 def cell(profile: Profile, quantity: Quantity, line: CostLine, size: int) -> str:
@@ -267,7 +261,7 @@ COMMAND = Command(
     description="Measure what plain steps, target passes over n rows, drafting and the rest cost\n"
     "on this machine, beside the cost of reading the weights alone.",
     examples=(
-        "forerun profile --model zoo:code-11m --draft zoo:code-2m --out profile.json",
+        "forerun profile --model zoo:code-40m --draft zoo:code-2m-for-40m --out profile.json",
         "forerun profile --batch 1,8 --threads 2 --out profile.json --plot profile.svg",
         "forerun profile --json | jq '.greedy.lines[0]'",
     ),

@@ -14,7 +14,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from forerun.cli.command import Command
 from forerun.cli.flags import check_threads, prompt_texts
 from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
-from forerun.errors import InvalidRequest
+from forerun.errors import Range
 from forerun.models.architecture import Runner, WeightFormat
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class RecommendOptions:
 def run(options: RecommendOptions) -> int:
     """Try the drafts; returns 0 also where plain decoding is recommended."""
     check_threads(options.threads)
-    if not options.budget_s > 0.0:
-        raise InvalidRequest(f"--budget-s is {options.budget_s}; it must be above 0")
+    Range("--budget-s", 0, above_low=True).check(options.budget_s)
     from forerun.measure.recommend import RecommendConfig, recommend
 
     config = RecommendConfig(

@@ -33,7 +33,6 @@ from forerun.engine.auto_drafts import (
 )
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
 from forerun.engine.results import (
     Completion,
@@ -46,7 +45,7 @@ from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
 from forerun.errors import InvalidRequest, NotEnoughMemory
 from forerun.measure.profile import ProfileSetup, check_setup, load_profile
-from forerun.measure.rigs import LoadedPair, facts_of, setup_of
+from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, setup_of
 from forerun.models.memory import readable
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.plan.costs import DraftCosts, with_draft_cost
@@ -125,22 +124,11 @@ class Figures:
         }
 
 
-def controlled(engine: Engine, pair: PairFlags) -> Engine:
-    if engine.drafter is None:
-        raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
-    costs = costs_of(engine, pair) if pair.profile else {}
-    drafter = engine.drafter
-    config = replace(engine.config, controller=pair.controller)
-    return engine.with_draft(
-        drafter, controller=default_controller(config, drafter, costs, engine.target)
-    )
-
-
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
     """Return the drafters by the method names in plans, in the order of the flags."""
-    if engine.drafter is None:
-        return {}
     drafter = engine.drafter
+    if drafter is None:
+        return {}
     return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
 
 
@@ -181,19 +169,22 @@ def copies(name: str) -> bool:
 
 def _setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
     """Return the profile set-up of the target with every loaded draft model."""
-    target = facts_of(pair.target, engine.target, pair.dtype)
     found = {}
     for (method, drafter), name in zip(drafters_of(engine).items(), pair.draft_names, strict=True):
         if isinstance(drafter, DraftModel) and not isinstance(drafter, SelfDraft):
-            loaded = LoadedPair(
-                target=engine.target,
-                drafter=drafter,
-                tokenizer=engine.tokenizer,
-                engine=engine.config,
-            )
-            draft = facts_of(name, drafter.model, pair.dtype)
-            found[method] = setup_of(loaded, target, draft)
+            loaded, facts = pair_of(engine, drafter, pair.target, name, pair.dtype)
+            found[method] = setup_of(loaded, *facts)
     return found
+
+
+def pair_of(
+    engine: Engine, drafter: DraftModel, target: str, draft: str, dtype: str
+) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
+    """Return the target of an engine with a draft, and what a profile says of both."""
+    pair = LoadedPair(
+        target=engine.target, drafter=drafter, tokenizer=engine.tokenizer, engine=engine.config
+    )
+    return pair, (facts_of(target, pair.target, dtype), facts_of(draft, pair.draft, dtype))
 
 
 NOTHING: Mapping[str, Json] = {}
@@ -215,17 +206,11 @@ def load_engine(
         uses_advice: drafts with `self:int4` where no draft is named and that is expected to pay;
             otherwise a notice proposes it.
     """
-    if (
-        pair.draft_names
-        and pair.tree is None
-        and max_tokens is not None
-        and pair.k >= max_tokens > 1
-    ):
+    drafts_chains = bool(pair.draft_names) and pair.tree is None
+    if drafts_chains and max_tokens is not None and pair.k >= max_tokens > 1:
         logger.warning(
             "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
-            pair.k,
-            max_tokens - 1,
-            max_tokens,
+            *(pair.k, max_tokens - 1, max_tokens),
         )
     if pair.profile and (pair.weights, pair.draft_weights) != ("auto", "auto"):
         raise InvalidRequest(
@@ -233,13 +218,12 @@ def load_engine(
             "change: leave one out; without a profile the costs are learned from the steps"
         )
     tree = pair.shape
-    is_simple = tree is not None or (not pair.profile and pair.controller in ("auto", "fixed"))
     most = pair.k if tree is None else tree.num_nodes
     config = EngineConfig(
         num_speculative_tokens=pair.k,
         tree=tree,
         max_tree_nodes=pair.max_tree_nodes,
-        controller=pair.controller if is_simple else "fixed",
+        controller=pair.controller,
         max_batch=max_batch,
         max_waiting=max_waiting,
         max_context=pair.max_context,
@@ -256,8 +240,10 @@ def load_engine(
     engine = Engine.load(
         pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
     )
-    if not is_simple:
-        return controlled(engine, pair)
+    if pair.profile:
+        if engine.drafter is None:
+            raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
+        return engine.with_draft(engine.drafter, costs=costs_of(engine, pair))
     if num_bytes and uses_advice and config.controller == "auto":
         return _drafting_for_itself(engine, num_bytes)
     if num_bytes:

@@ -14,7 +14,7 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, Range
 
 if TYPE_CHECKING:
     from forerun.diagnose.change_points import ChangePoint
@@ -51,14 +51,9 @@ class WatchOptions:
 
     def check(self) -> None:
         """Refuse unusable options before the first reading."""
-        if not 0.0 < self.interval_s <= 3600.0:
-            raise InvalidRequest(
-                f"--interval-s is {self.interval_s}; it must be above 0 and at most 3600"
-            )
-        if self.target_tpot_s is not None and not 0.0 < self.target_tpot_s <= 3600.0:
-            raise InvalidRequest(
-                f"--target-tpot-s is {self.target_tpot_s}; it must be above 0 and at most 3600"
-            )
+        Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
+        if self.target_tpot_s is not None:
+            Range("--target-tpot-s", 0, 3600, above_low=True).check(self.target_tpot_s)
         if self.hook is not None and not self.hook.startswith(("http://", "https://")):
             raise InvalidRequest(f"--hook {self.hook!r} must be an http:// or https:// address")
         if self.trace and self.source.startswith(("http://", "https://")):
