@@ -46,9 +46,9 @@ class Positions:
     def observe(self, num_allowed: int, num_passed: int) -> None:
         memory, trials, wins = self.config.memory, self.trials, self.wins
         num_reached = min(num_allowed, num_passed + 1)
-        while len(trials) < num_reached:
-            trials.append(0.0)
-            wins.append(0.0)
+        if (missing := num_reached - len(trials)) > 0:
+            trials += [0.0] * missing
+            wins += [0.0] * missing
         for index in range(num_reached):
             trials[index] = trials[index] * memory + 1.0
             wins[index] = wins[index] * memory + (index < num_passed)

@@ -128,16 +128,13 @@ def best_trees(
 ) -> Allocation:
     batch, draft_s = len(survival), times.tree_s(levels.depth)
     nodes = ranked_nodes(survival)[:max_nodes]
-    best = Allocation((0,) * batch, float(batch), times.plain_s)
-    tokens, best_rate = float(batch), best.tokens_per_s
-    num_best = 0
-    for num_nodes, (lost, _, _) in enumerate(nodes, start=1):
-        tokens -= lost
-        step_s = draft_s + times.verify_s[num_nodes]
-        if tokens > best_rate * step_s:
-            best_rate, num_best = tokens / step_s, num_nodes
-            best = Allocation((), tokens, step_s, tree=levels)
-    return best._replace(depths=_depths_of([node[2] for node in nodes[:num_best]], batch))
+    tokens = [*accumulate([-lost for lost, _, _ in nodes], initial=float(batch))]
+    passes_s = times.verify_s[1 : len(tokens)]
+    steps_s = [times.plain_s, *[draft_s + pass_s for pass_s in passes_s]]
+    rates = [*map(truediv, tokens, steps_s)]
+    at = rates.index(max(rates))
+    depths = _depths_of([index for _, _, index in nodes[:at]], batch)
+    return Allocation(depths, tokens[at], steps_s[at], levels if at else None)
 
 
 Limit = tuple[int, float, list[float]]

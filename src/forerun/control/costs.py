@@ -304,7 +304,7 @@ class CostModel:
             costs.plain.observe(total_s, times.plain_s)
             costs.target.observe(total_s, times.plain_s)
             return
-        num_nodes = min(sum(record.num_drafted for record in drafted), len(times.verify_s) - 1)
+        num_nodes = min(sum([record.num_drafted for record in drafted]), len(times.verify_s) - 1)
         rows = max(1, round(num_nodes / point.batch))
         costs.observe_pass(rows, first.verify_s, times.verify_nodes_s(num_nodes))
         methods = {record.method for record in drafted}
@@ -314,7 +314,7 @@ class CostModel:
         draft_s = self._without_reading(method, records, point, num_read)
         times, own_s = expected[method], draft_s + first.other_s
         depths = [min(record.depth_drafted, self.max_k) for record in drafted]
-        if any(record.path_children is not None for record in drafted):
+        if any([record.path_children is not None for record in drafted]):
             now = self.times(point)[method]
             costs.trees[method].observe(own_s, now.tree_s(max(depths)) / now.tree_factor)
             return
