@@ -129,6 +129,7 @@ class GoodputController:
         self.tree_methods = tree_methods
         self.costs = CostModel(costs, max_k, max_tree_nodes, self.config, traits)
         self.acceptance = AcceptanceEstimates(self.config)
+        self._readers = [name for name in self.methods if self.costs.traits[name].reads_text]
         self._active: ActivePlan | None = None
         self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int]] = []
         self._rested = 0  # plain steps without a record before the next record
@@ -308,7 +309,7 @@ class GoodputController:
             if known.pop(state.request_id, None) is None:
                 num_expected = self.acceptance.num_expected(state)
                 share = self.config.probe_share
-                if not all(self._is_known(state, method) for method in self.methods):
+                if not all(self._is_known(state, method) for method in self._readers):
                     share = self.config.reading_share
                 self._reading_left = min(self._reading_left + share * num_expected, num_expected)
         for state in known.values():

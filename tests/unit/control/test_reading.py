@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
+from tests.records import STEP
 from tests.simulated import Tables, World, table
 
 from forerun.control.acceptance import AcceptanceEstimates
@@ -92,6 +94,20 @@ def test_a_drafter_that_reads_nothing_is_tried_first():
     assert set(drafts) == {"free"}
 
 
+def test_a_reader_known_to_be_useless_is_tried_at_the_share_of_probes():
+    """Whether another drafter, which need not read, is known does not matter."""
+    fitted = controller("free")
+    state = RequestState(request_id="new", num_committed=SHORT, max_new=100, temperature=1.0)
+    fitted._note_requests([state])
+    assert fitted._reading_left == pytest.approx(100 * GoodputConfig().reading_share)
+    for _ in range(20):
+        fitted.acceptance.observe(changed(STEP, request_id="new", method="d"))
+    assert not fitted._is_known(state, "free")
+    fitted._reading_left = 0.0
+    fitted._note_requests([replace(state, request_id="next")])
+    assert fitted._reading_left == pytest.approx(100 * GoodputConfig().probe_share)
+
+
 def test_a_batch_waits_for_what_one_of_its_requests_reads():
     """The reading that pays for one request alone does not where seven others wait for it."""
     _, fitted = taught(0.6)
@@ -121,15 +137,10 @@ def test_before_it_is_measured_reading_costs_in_proportion_to_the_target():
     point = OperatingPoint.of([state])
     times = fitted.costs.times(point)["d"]
     assert times.read_s == pytest.approx(0.05 * times.draft_s[0])
-    (record,) = world(0.6).step(controller())
-    prompt = {"num_prefill_rows": 100, "batch_rows": 100, "verify_s": 50.0}
-    fitted.costs.observe_prompt(type(record)(**{**fields(record), **prompt}))
+    prompt = changed(STEP, num_prefill_rows=100, batch_rows=100, verify_s=50.0)
+    fitted.costs.observe_prompt(prompt)
     now = fitted.costs.times(point)["d"]
     assert now.read_s == pytest.approx(0.5 * now.draft_s[0] / now.plain_s)
-
-
-def fields(record) -> dict:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def test_with_a_profile_too():
