@@ -16,6 +16,7 @@ import numpy as np
 
 from forerun.control.base import Capacity, Controller, Tree
 from forerun.control.config import CONTROLLER_NAMES
+from forerun.control.costs import DrafterTraits
 from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
@@ -496,6 +497,7 @@ def _controller_factory(
         costs={METHOD: costs},
         tree_methods=(METHOD,) if has_trees else (),
         max_tree_nodes=max_tree_nodes,
+        traits={METHOD: DrafterTraits(reads_text=True)},
     )
     return lambda: build_controller(kind, inputs)
 
