@@ -10,8 +10,8 @@ import sys
 
 import httpx
 import pytest
+from tests.documents import in_process
 
-from forerun.cli.main import main
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 
@@ -69,8 +69,8 @@ def test_texts_of_the_shipped_pair_and_a_graceful_end(tmp_path):
         (("--chat-template", "missing.jinja"), "missing.jinja"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(flags, message, capsys):
-    assert main(["serve", "zoo:code-11m", *FLAGS, *flags]) == 2
-    errors = capsys.readouterr().err
+def test_flags_that_cannot_work_are_refused(flags, message):
+    code, errors = in_process(["serve", "zoo:code-11m", *FLAGS, *flags])
+    assert code == 2
     assert message in errors
     assert "Traceback" not in errors
