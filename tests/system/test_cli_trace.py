@@ -8,6 +8,7 @@ import pytest
 from tests.records import HEADER, REQUEST, STEP, plain, steps
 
 from forerun.cli.main import main
+from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.files import open_trace, read_trace
 
@@ -190,9 +191,10 @@ def test_the_exercises_are_answered_from_a_recorded_trace(generate, path, capsys
     drafted, accepted = (
         sum(getattr(step, name) for step in drafting) for name in ("num_drafted", "num_accepted")
     )
-    assert f"{accepted / drafted:.3f} and {1 + accepted / len(drafting):.3f}" in shown
+    assert f"{accepted} / {drafted} = {accepted / drafted:.3f}." in shown
+    assert f"{len(drafting)} = {1 + accepted / len(drafting):.3f}, because" in shown
     total_s = sum(step.draft_s + step.verify_s + step.other_s for step in found)
     assert f"of {total_s:.3f} s" in shown
     best = int(shown.rsplit("K = ", 1)[1].split(":")[0])
-    per_step = sum(min(step.num_accepted, best) + 1 for step in drafting) / len(drafting)
+    per_step = 1 + sum(AcceptanceCounts.from_records(drafting).survival[:best])
     assert f"K = {best}: {per_step:.2f} tokens per step" in shown

@@ -59,24 +59,7 @@ class Threshold:
         return True if high <= self.yes else False if low >= self.no else None
 
 
-THRESHOLDS: tuple[Threshold, ...] = (
-    Threshold(name="acceptance_low", figure="alpha_1", yes=0.45, no=0.6),
-    Threshold(name="acceptance_fine", figure="alpha_1", yes=0.7, no=0.5),
-    Threshold(name="acceptance_dropped", figure="reference_ratio", yes=0.85, no=0.95),
-    Threshold(name="acceptance_above_expected", figure="calibration", yes=1.04, no=1.02),
-    Threshold(name="slower_than_plain", figure="speedup", yes=0.97, no=1.0),
-    Threshold(name="slowed_down", figure="slowdown", yes=1.08, no=1.03),
-    Threshold(name="tools_disagree", figure="client_ratio", yes=1.3, no=1.1),
-    Threshold(name="slower_with_context", figure="context_growth", yes=1.3, no=1.15),
-    Threshold(name="graphs_off", figure="graph_hit_share", yes=0.5, no=0.9),
-    Threshold(name="ttft_up", figure="ttft_ratio", yes=1.15, no=1.05),
-    Threshold(name="cache_hits_lower", figure="prefix_hit_loss", yes=0.03, no=0.01),
-    Threshold(name="memory_pressure", figure="num_preemptions", yes=1.0, no=-1.0),
-    Threshold(name="output_repetitive", figure="distinct_4gram_share", yes=0.4, no=0.6),
-    Threshold(name="replay_accepts_more", figure="replay_ratio", yes=0.85, no=0.95),
-    Threshold(name="distribution_differs", figure="pit_p_value", yes=0.001, no=0.05),
-    Threshold(name="output_differs_at_ties", figure="greedy_margin", yes=1.0, no=4.0),
-)
+THRESHOLDS = msgspec.convert(load_table("derived")["threshold"], tuple[Threshold, ...])
 
 
 def _add_observations(evidence: Evidence) -> None:

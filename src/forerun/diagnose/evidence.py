@@ -530,16 +530,7 @@ def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
         evidence.note("verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}")
 
 
-RATIOS = (
-    ("slowdown", "tokens_per_s_before", "tokens_per_s"),
-    ("client_ratio", "tokens_per_s_server", "tokens_per_s_client"),
-    ("reference_ratio", "acceptance_length", "reference_acceptance_length"),
-    ("reference_ratio", "draft_acceptance_rate", "reference_acceptance_rate"),
-    ("draft_size_ratio", "draft_parameters", "target_parameters"),
-    ("context_over_window", "context_tokens", "draft_max_context"),
-    ("ttft_ratio", "ttft_s", "ttft_s_plain"),
-    ("rows_over_graph", "rows", "graph_max_rows"),
-)
+RATIOS: Sequence[tuple[str, str, str]] = load_table("derived")["ratio"]
 """Name, over, under."""
 
 

@@ -30,7 +30,7 @@ _REALS = ("t_s", "draft_s", "verify_s", "other_s", "expected_accepted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class StepBlock:
     """Consecutive steps of a trace.
 
     Attributes:
@@ -47,7 +47,7 @@ class Block:
     first: Ints
 
 
-def block_of(records: Sequence[StepRecord]) -> Block:
+def block_of(records: Sequence[StepRecord]) -> StepBlock:
     """Return steps as columns; at least one, and cycles as they follow one another."""
     columns: dict[str, npt.NDArray[Any]] = {
         name: np.array([getattr(record, name) for record in records], kind)
@@ -68,7 +68,7 @@ def block_of(records: Sequence[StepRecord]) -> Block:
     )
     kinds = np.where(reads > 0, PREFILL, np.where(drafts > 0, DRAFTING, PLAIN))
     columns |= {"kind": np.repeat(kinds, sizes), "size": np.repeat(sizes, sizes)}
-    return Block(records=records, names=tuple(codes), columns=columns, first=first)
+    return StepBlock(records=records, names=tuple(codes), columns=columns, first=first)
 
 
 def chosen(columns: Columns, rows: Mask | Ints | slice) -> Columns:
@@ -89,7 +89,7 @@ def sums_by(
         yield tuple(place), int(number), found
 
 
-Piece: TypeAlias = Block | TraceHeader | RequestRecord | Damage
+Piece: TypeAlias = StepBlock | TraceHeader | RequestRecord | Damage
 
 
 def pieces_of(items: Iterable[Item]) -> Iterator[Piece]:

@@ -23,6 +23,8 @@ Record = TraceHeader | RequestRecord | StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
+    """A part of a trace that could not be read."""
+
     where: str
     what: str
 

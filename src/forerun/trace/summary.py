@@ -19,10 +19,10 @@ from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
 from forerun.trace.columns import (
     DRAFTING,
     KINDS,
-    Block,
     Columns,
     CycleKind,
     Ints,
+    StepBlock,
     chosen,
     pieces_of,
     sums_by,
@@ -336,7 +336,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     early: dict[str, tuple[str, ...]] = {}  # those whose steps have not been read
     num_dropped = 0
     for piece in pieces_of(items):
-        if not isinstance(piece, Block):
+        if not isinstance(piece, StepBlock):
             _add_other(piece, found, ended)
             continue
         found.cycles.add(chosen(piece.columns, piece.first), piece.columns["size"][piece.first])
@@ -359,7 +359,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
     return found
 
 
-def _by_request(block: Block) -> Iterator[tuple[str, Columns]]:
+def _by_request(block: StepBlock) -> Iterator[tuple[str, Columns]]:
     order = np.argsort(block.columns["request"], kind="stable")
     ends = np.cumsum(np.bincount(block.columns["request"]))
     steps = chosen(block.columns, order)

@@ -18,7 +18,7 @@ from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace import columns
-from forerun.trace.columns import BLOCK_STEPS, Block, pieces_of
+from forerun.trace.columns import BLOCK_STEPS, StepBlock, pieces_of
 from forerun.trace.files import Record, line_of, open_trace, read_trace
 
 
@@ -155,8 +155,8 @@ def test_a_request_with_the_id_of_one_that_ended_is_another_one():
     assert [len(block.records) for block in blocks_of([*run, *run])] == [2, 2]
 
 
-def blocks_of(items: Sequence[Record]) -> list[Block]:
-    return [piece for piece in pieces_of(items) if isinstance(piece, Block)]
+def blocks_of(items: Sequence[Record]) -> list[StepBlock]:
+    return [piece for piece in pieces_of(items) if isinstance(piece, StepBlock)]
 
 
 def accepted_when(low: Callable[[StepRecord, StepRecord | None], bool]) -> list[Record]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.evidence import Evidence, load_table
 
 MAX_POSITIONS = 64
+METHODS: Mapping[str, Mapping[str, str]] = load_table("engines")["methods"]
+"""By engine: the fact `method` by its name of a method."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,19 +125,6 @@ OLD = re.compile(
     r"Number of speculative tokens: (\d{1,4}), Number of accepted tokens: (\d{1,12}), "
     r"Number of draft tokens: (\d{1,12}), Number of emitted tokens: (\d{1,12})"
 )
-VLLM_METHODS = {
-    "eagle": "eagle",
-    "eagle3": "eagle",
-    "draft_model": "draft_model",
-    "mtp": "mtp",
-    "deepseek_mtp": "mtp",
-    "ngram": "ngram",
-    "suffix": "ngram",
-    "medusa": "other",
-    "dflash": "block",
-}
-
-
 PROCESS = re.compile(r"\bpid[=: ] ?(\d{1,10})\b")
 MAX_PROCESSES = 256
 MAX_SHOWN = 6
@@ -176,7 +165,7 @@ class SpecDecodingLog(LineReader):
             self._old = k, accepted, drafted
             return True
         if found := CONFIGURED.search(line):
-            self.tally.set_fact("method", VLLM_METHODS.get(found.group(1), "other"))
+            self.tally.set_fact("method", METHODS["vllm"].get(found.group(1), "other"))
             self.tally.set_fact("k", matched_number(NUM_SPEC, line))
             return True
         return False
@@ -261,15 +250,6 @@ STEPS = re.compile(r"speculative_num_steps=" + NUMBER)
 DRAFT_TOKENS = re.compile(r"speculative_num_draft_tokens=" + NUMBER)
 ALGORITHM = re.compile(r"speculative_algorithm='?([A-Z0-9]{3,20})")
 ADAPTIVE = re.compile(r"Adaptive spec params updated: steps (\d{1,3}) -> (\d{1,3})")
-SGLANG_METHODS = {
-    "EAGLE": "eagle",
-    "EAGLE3": "eagle",
-    "NEXTN": "mtp",
-    "STANDALONE": "draft_model",
-    "NGRAM": "ngram",
-    "DFLASH": "block",
-    "DSPARK": "block",
-}
 MAX_DRAFT_TOKENS = 64
 
 
@@ -290,7 +270,7 @@ class SglangLog(LineReader):
             self._changes.append((int(found.group(1)), int(found.group(2))))
             return True
         if found := ALGORITHM.search(line):
-            self.tally.set_fact("method", SGLANG_METHODS.get(found.group(1), "other"))
+            self.tally.set_fact("method", METHODS["sglang"].get(found.group(1), "other"))
             self.tally.set_fact("k", matched_number(STEPS, line))
             if (nodes := matched_number(DRAFT_TOKENS, line)) and "k" not in self.tally.facts:
                 self.tally.set_fact("k", nodes - 1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from forerun.diagnose.evidence import MAX_NUMBER
+from forerun.diagnose.evidence import MAX_NUMBER, load_table
 from forerun.diagnose.readers.engine_logs import MAX_POSITIONS, LineReader, Tally, positive
 
 SAMPLE = re.compile(
@@ -16,57 +16,14 @@ PHASE = re.compile(r"(?:^|,)\s*phase=\"(\w{1,20})\"")
 POSITION = re.compile(r"(?:^|,)\s*(?:token_)?position=\"(\d{1,3})\"")
 MAX_SERIES = 200_000
 
-COUNTERS: Mapping[str, str] = {
-    **{
-        f"{engine}spec_decode_{name}": fact
-        for engine in ("vllm:", "lmdeploy:", "llamacpp:", "trtllm_")
-        for name, fact in (
-            ("num_drafts", "num_drafts"),
-            ("num_draft_tokens", "num_drafted"),
-            ("num_accepted_tokens", "num_accepted"),
-        )
-    },
-    "vllm:num_preemptions": "num_preemptions",
-}
-PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
-ACCEPTED_PER_POSITION = frozenset(
-    {
-        *(f"{engine}:{PER_POSITION}" for engine in ("vllm", "lmdeploy", "llamacpp")),
-        "trtllm_spec_decode_accepted_tokens",
-    }
-)
-DRAFTED_PER_POSITION = frozenset(
-    {"trtllm_spec_decode_drafted_tokens", "forerun:drafted_per_position"}
-)
-GAUGES: Mapping[str, str] = {
-    "sglang:spec_accept_length": "acceptance_length",
-    "trtllm_spec_decode_acceptance_length": "acceptance_length",
-    "sglang:spec_num_steps": "k",
-    "sglang:gen_throughput": "tokens_per_s",
-    "sglang:num_running_reqs": "batch",
-    "sglang:cache_hit_rate": "prefix_hit_rate",
-}
-RATIOS: Mapping[str, tuple[str, str]] = {
-    "ttft_s": ("vllm:time_to_first_token_seconds_sum", "vllm:time_to_first_token_seconds_count"),
-    "tokens_per_s": ("llamacpp:tokens_predicted", "llamacpp:tokens_predicted_seconds"),
-    "num_prompt_tokens": ("vllm:request_prompt_tokens_sum", "vllm:request_prompt_tokens_count"),
-    "num_output_tokens": (
-        "vllm:request_generation_tokens_sum",
-        "vllm:request_generation_tokens_count",
-    ),
-    "prefix_hit_rate": ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
-}
-"""Facts that are one counter over another."""
-OWN = "forerun:"
-NAMES = {
-    OWN: "forerun metrics",
-    "vllm:": "vLLM metrics",
-    "sglang:": "SGLang metrics",
-    "trtllm_": "TensorRT-LLM metrics",
-    "llamacpp:": "llama.cpp metrics",
-    "lmdeploy:": "LMDeploy metrics",
-}
-PREFIXES = tuple(NAMES)
+_TABLE = load_table("engines")["metrics"]
+COUNTERS: Mapping[str, str] = _TABLE["counters"]
+POSITIONS: Mapping[str, str] = _TABLE["positions"]
+GAUGES: Mapping[str, str] = _TABLE["gauges"]
+RATIOS: Mapping[str, tuple[str, str]] = _TABLE["ratios"]
+NAMES: Mapping[str, str] = _TABLE["kinds"]
+"""What pages of an engine are called, by the beginning of the names of its metrics."""
+OWN, *_ = PREFIXES = tuple(NAMES)
 
 
 @dataclass(slots=True)
@@ -193,9 +150,9 @@ def metrics_of(metrics: Metrics) -> Tally:
 def _add_positions(tally: Tally, metrics: Metrics) -> None:
     for name, places in metrics.positions.items():
         values = [places.get(index, 0.0) for index in range(max(places) + 1)]
-        if name in ACCEPTED_PER_POSITION:
+        if POSITIONS.get(name) == "accepted":
             tally.positions(values)
-        elif name in DRAFTED_PER_POSITION:
+        elif name in POSITIONS:
             tally.set_fact("drafted_per_position", values)
             if "num_drafts" not in tally.counts:
                 tally.count("num_drafts", values[0])

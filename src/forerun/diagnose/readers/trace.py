@@ -12,7 +12,7 @@ from statistics import fmean, median
 import numpy as np
 from msgspec.structs import replace
 
-from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, is_limit
+from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading, is_limit, load_table
 from forerun.diagnose.readers.trace_totals import (
     AFTER_PAUSE,
     NO_RECENT_PAUSE,
@@ -28,7 +28,7 @@ from forerun.diagnose.readers.trace_totals import (
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.trace.columns import Block, Mask, Piece, block_of, pieces_of
+from forerun.trace.columns import Mask, Piece, StepBlock, block_of, pieces_of
 from forerun.trace.files import read_trace
 from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
 
@@ -390,10 +390,7 @@ def _sharpest(stretches: Stretches) -> Comparison | None:
     return max(found, key=lambda comparison: comparison.t, default=None)
 
 
-METHODS = {
-    **{"draft_model": "draft_model", "suffix": "ngram", "recycling": "ngram"},
-    **{"eagle3": "eagle", "medusa": "mtp", "mtp": "mtp"},
-}
+METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
 """Ours under the names of the vocabulary."""
 MIN_PROMPT_TOKENS = 200
 """Fewer prompt tokens do not tell a text from a list of random ids."""
@@ -517,7 +514,7 @@ class TraceRead:
 
     def add(self, piece: Piece) -> None:
         """Add steps, a header, a request or damage; sets `limit` where enough was read."""
-        if isinstance(piece, Block):
+        if isinstance(piece, StepBlock):
             self.totals.add(piece)
             if self.totals.overall.num_steps >= MAX_STEPS:
                 self.limit = f"{MAX_STEPS} steps"

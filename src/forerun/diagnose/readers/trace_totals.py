@@ -18,11 +18,11 @@ from forerun.theory.record import StepRecord
 from forerun.trace.columns import (
     DRAFTING,
     PREFILL,
-    Block,
     Columns,
     Ints,
     Mask,
     Reals,
+    StepBlock,
     chosen,
 )
 from forerun.trace.summary import CyclesByKind, GroupSummary, Seconds, seconds_by
@@ -65,16 +65,6 @@ class StretchCounts:
         )
 
 
-EMPTY = StretchCounts(
-    stretch=np.zeros(0, np.int64),
-    place=np.zeros(0, np.int64),
-    num_steps=np.zeros(0),
-    num_first=np.zeros(0),
-    total=np.zeros(0),
-    squares=np.zeros(0),
-)
-
-
 @dataclass(slots=True, kw_only=True)
 class Stretches:
     """Counts of drafting steps by stretch, for each property that is compared."""
@@ -104,7 +94,9 @@ class Stretches:
         self.starts_s += drafting["t_s"][first].tolist()
 
     def by(self, name: str) -> StretchCounts:
-        return StretchCounts.joined(self.parts.get(name, [EMPTY]))
+        none = np.zeros(0, np.int64)
+        empty = counts(none, none, none.astype(np.float64), none.astype(np.float64))
+        return StretchCounts.joined(self.parts.get(name, [empty]))
 
 
 def bucket(values: Ints) -> Ints:
@@ -333,7 +325,7 @@ class TraceTotals:
     squares: float = 0.0
     overlap: tuple[float, int] = (0.0, 0)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: StepBlock) -> None:
         """Add the steps of complete cycles."""
         self.overall.add(block.columns)
         self._add_cycles(block)
@@ -348,7 +340,7 @@ class TraceTotals:
             self.squares += float((error * error).sum())
             self.stretches.add(drafting, block.names)
 
-    def _add_cycles(self, block: Block) -> None:
+    def _add_cycles(self, block: StepBlock) -> None:
         cycles = chosen(block.columns, block.first)
         size, kind = cycles["size"], cycles["kind"]
         rows = cycles["batch_rows"] // size
