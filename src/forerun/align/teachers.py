@@ -204,7 +204,7 @@ class HeadRows:
         return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 
-class FeatureRows(HeadRows):
+class StateRows(HeadRows):
     """Distributions and features of a batch, from given hidden states."""
 
     def __init__(
@@ -258,7 +258,7 @@ def _rows_of_states(
     layers: tuple[int, ...] | None,
 ) -> HeadRows:
     if layers is not None:
-        return FeatureRows(states=states, batch=batch, head=head, sampling=sampling)
+        return StateRows(states=states, batch=batch, head=head, sampling=sampling)
     hidden = states[batch.predicts.to(states.device)][:, -1]
     return HeadRows(hidden=hidden, head=head, sampling=sampling)
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -102,14 +103,6 @@ def _tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return found.hexdigest()
 
 
-def _check_hash(file: Any, metadata: Mapping[str, str]) -> None:
-    """Refuse a checkpoint whose tensors do not match its hash (ValueError); old files have none."""
-    names = sorted(file.keys())
-    found = _tensors_hash((name, file.get_tensor(name)) for name in names)
-    if metadata.get("sha256", found) != found:
-        raise ValueError("its content is damaged: the hash does not match")
-
-
 def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in _named_trained(module).items():
         yield f"weights/{name}", parameter
@@ -125,13 +118,19 @@ def load_checkpoint(
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            check_identity(path, json.loads(metadata["identity"]), identity)
-            _check_hash(file, metadata)
+            if different := differences(json.loads(metadata["identity"]), identity):
+                raise InvalidCheckpoint(
+                    f"{path} is of another run ({'; '.join(different)}); use its settings, another "
+                    "output folder, or delete it"
+                )
+            names = sorted(file.keys())
+            found = _tensors_hash((name, file.get_tensor(name)) for name in names)
+            if metadata.get("sha256", found) != found:  # old files have none
+                raise ValueError("its content is damaged: the hash does not match")
             for name, parameter in _named_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
                 prefix = f"optimiser/{name}/"
-                names = file.keys()
                 for key in [name for name in names if name.startswith(prefix)]:
                     value = file.get_tensor(key)
                     optimiser.state[parameter][key.removeprefix(prefix)] = (
@@ -150,15 +149,6 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         return distribute_tensor(tensor, like.device_mesh, like.placements)
     return tensor
-
-
-def check_identity(path: Path, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse the checkpoint of a run with other settings (InvalidCheckpoint)."""
-    if different := differences(found, wanted):
-        raise InvalidCheckpoint(
-            f"{path} is of another run ({'; '.join(different)}); use its settings, another "
-            "output folder, or delete it"
-        )
 
 
 MadeT = TypeVar("MadeT")
@@ -322,7 +312,6 @@ class Trainer:
         return trained_weights(self.module, keep=self.accelerator.is_main_process)
 
     def _passes(self) -> Sequence[tuple[int, int]]:
-        """Return first row and number of rows of each pass of this process in the next step."""
         share = self.rows_per_step // self.accelerator.num_processes
         first = self.step * self.rows_per_step + self.accelerator.process_index * share
         most = self.config.rows_per_pass
@@ -333,7 +322,8 @@ class Trainer:
     ) -> StepMetrics:
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
-        norm = self._clip()
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        norm = float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainingDiverged(
                 f"step {self.step + 1}: the loss is {loss}, the norm of its gradient {norm}; the "
@@ -362,23 +352,14 @@ class Trainer:
         scale = self.accelerator.num_processes / max(1, learned)
         sums = torch.zeros(2, device=self.accelerator.device)
         for number, batch in enumerate(batches, start=1):
-            if number < len(batches):
-                with self.accelerator.no_sync(self._wrapped):
-                    sums += self._pass(batch, scale)
-            else:
-                sums += self._pass(batch, scale)
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self._wrapped):
+                batch = batch.to(self.accelerator.device)
+                rows = None if self.teacher is None else self.teacher.rows(batch)
+                loss, alpha = self._wrapped(batch, rows)
+                self.accelerator.backward(loss * scale)
+            sums += torch.stack([loss.detach(), alpha])
         return float(sums[0]), float(sums[1])
-
-    def _pass(self, batch: PackedBatch, scale: float) -> Tensor:
-        batch = batch.to(self.accelerator.device)
-        rows = None if self.teacher is None else self.teacher.rows(batch)
-        loss, alpha = self._wrapped(batch, rows)
-        self.accelerator.backward(loss * scale)
-        return torch.stack([loss.detach(), alpha])
-
-    def _clip(self) -> float:
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        return float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
 
     def _sum(self, *values: float) -> list[float]:
         if self.accelerator.num_processes == 1:

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
 from forerun.align.target import adopt_target, embedding_table
-from forerun.align.teachers import FeatureRows, ModelTeacher, Teacher, make_teacher
+from forerun.align.teachers import ModelTeacher, StateRows, Teacher, make_teacher
 from forerun.errors import CacheTooLarge, UnsupportedFeatures
 from forerun.sampling.config import SamplingParams
 
@@ -66,7 +66,7 @@ def test_a_cache_gives_what_the_target_gives(kind, on_disk):
     assert isinstance(teacher, Teacher)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    assert isinstance(rows, FeatureRows)
+    assert isinstance(rows, StateRows)
     check(on_disk.network, packing, batch, rows)
 
 
