@@ -8,7 +8,6 @@ Whole prompts are resampled, because the steps of one prompt are not independent
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +30,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.errors import InvalidRequest
-from forerun.models.base import Context, LanguageModel, pack
+from forerun.models.base import Context, LanguageModel, ModelOutput, pack
 from forerun.models.checkpoint import read_object
 from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams, draft_params
@@ -39,7 +38,7 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share, first_repeat
 from forerun.theory.cost import CostTable
-from forerun.theory.intervals import Interval, bootstrap_ratio
+from forerun.theory.intervals import Interval, bootstrap_ratio, divide
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 
@@ -121,14 +120,6 @@ class PredictedSpeedup:
         return max(speedup.estimate for speedup in self.per_k)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CycleCost:
-    """Cost of a step with K drafted tokens, in plain steps (kappa)."""
-
-    num_speculative_tokens: int
-    cost: Interval
-
-
 def predicted_speedup(
     prompts: Sequence[JudgedPrompt], table: CostTable, max_k: int, *, seed: int
 ) -> PredictedSpeedup | None:
@@ -142,59 +133,53 @@ def predicted_speedup(
         return None
     num_steps = sum(prompt.acceptance.num_steps for prompt in prompts)
     context = round(sum(prompt.num_context_tokens for prompt in prompts) / num_steps)
-    cycles = [
-        CycleCost(num_speculative_tokens=k, cost=table.cycle_cost_interval(k, context))
-        for k in range(max_k + 1)
-    ]
-    if any(cycle.cost.low <= 0 for cycle in cycles):
+    kappas = [table.cycle_cost_interval(k, context) for k in range(max_k + 1)]
+    if any(kappa.low <= 0 for kappa in kappas):
         return None
     even, odd = prompts[::2], prompts[1::2]
-    chosen = [best_of(odd or even, cycles), best_of(even, cycles)]
-    best_k = best_of(prompts, cycles).num_speculative_tokens
-    best = speedup_of(prompts, [chosen[i % 2] for i in range(len(prompts))], seed)
+    chosen = [_best_k(odd or even, kappas), _best_k(even, kappas)]
+    best_k = _best_k(prompts, kappas)
+    best = _speedup(prompts, [chosen[i % 2] for i in range(len(prompts))], kappas, seed)
     if best_k == 0 or best.estimate < 1.0:  # plain decoding can always be had
         best_k, best = 0, Interval(estimate=1.0, low=1.0, high=1.0)
     return PredictedSpeedup(
         num_speculative_tokens=best_k,
         best=best,
-        per_k=tuple(speedup_of(prompts, [cycle] * len(prompts), seed) for cycle in cycles[1:]),
+        per_k=tuple(
+            _speedup(prompts, [k] * len(prompts), kappas, seed) for k in range(1, max_k + 1)
+        ),
     )
 
 
-def _num_emitted(prompt: JudgedPrompt, cycle: CycleCost) -> int:
-    return prompt.acceptance.with_chains_of(cycle.num_speculative_tokens).num_emitted
+def _best_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
+    """Return the K with the highest predicted speedup; the smallest K in a tie."""
+
+    def speedup(k: int) -> float:
+        emitted = (prompt.acceptance.with_chains_of(k).num_emitted for prompt in prompts)
+        return sum(emitted) / kappas[k].estimate
+
+    return max(range(len(kappas)), key=speedup)
 
 
-def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> CycleCost:
-    """Return the K with the highest predicted speedup, and its cost; the smallest K in a tie."""
-
-    def speedup(cycle: CycleCost) -> float:
-        return sum(_num_emitted(prompt, cycle) for prompt in prompts) / cycle.cost.estimate
-
-    return max(cycles, key=speedup)
-
-
-def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], seed: int) -> Interval:
-    """Return the predicted speedup over plain decoding, where every prompt has its own K.
-
-    The errors of prompts and table are independent of each other, so they add up in quadrature.
-    """
-    pairs = [*zip(prompts, cycles, strict=True)]
-    emitted = [float(_num_emitted(prompt, cycle)) for prompt, cycle in pairs]
-    spent = [prompt.acceptance.num_steps * cycle.cost.estimate for prompt, cycle in pairs]
-    bounds = (
-        min(1 / cycle.cost.estimate for cycle in cycles),
-        max((1 + cycle.num_speculative_tokens) / cycle.cost.estimate for cycle in cycles),
+def _speedup(
+    prompts: Sequence[JudgedPrompt], ks: Sequence[int], kappas: Sequence[Interval], seed: int
+) -> Interval:
+    """Return the predicted speedup over plain decoding, where every prompt has its own K."""
+    counts = [prompt.acceptance for prompt in prompts]
+    used = [kappas[k] for k in ks]
+    found = over_prompts(
+        [count.with_chains_of(k).num_emitted for count, k in zip(counts, ks, strict=True)],
+        [count.num_steps * cost.estimate for count, cost in zip(counts, used, strict=True)],
+        (min(1 / cost.estimate for cost in used), max((1 + k) / kappas[k].estimate for k in ks)),
+        seed=seed,
     )
-    found = over_prompts(emitted, spent, bounds, seed=seed)
     assert found is not None
-    slower = max(cycle.cost.high / cycle.cost.estimate for cycle in cycles)
-    faster = min(cycle.cost.low / cycle.cost.estimate for cycle in cycles)
-    below = math.hypot(found.estimate - found.low, found.estimate * (1 - 1 / slower))
-    above = math.hypot(found.high - found.estimate, found.estimate * (1 / faster - 1))
-    return Interval(
-        estimate=found.estimate, low=max(0.0, found.estimate - below), high=found.estimate + above
+    error = Interval(
+        estimate=1.0,
+        low=min(cost.low / cost.estimate for cost in used),
+        high=max(cost.high / cost.estimate for cost in used),
     )
+    return divide(found, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +237,7 @@ def judge_figures(
     seed: int = 0,
 ) -> DraftFigures:
     def over(chosen: Sequence[JudgedPrompt]) -> AcceptanceFigures:
-        return _figures_of(chosen, num_speculative_tokens, costs, seed=seed)
+        return _build_figures(chosen, num_speculative_tokens, costs, seed=seed)
 
     tags = sorted({prompt.tag for prompt in prompts})
     overall = over(prompts)
@@ -267,7 +252,7 @@ def judge_figures(
     )
 
 
-def _figures_of(
+def _build_figures(
     prompts: Sequence[JudgedPrompt],
     num_speculative_tokens: int,
     costs: CostTable | None,
@@ -296,7 +281,7 @@ def _figures_of(
             (1.0, 1.0 + num_speculative_tokens),
             seed=seed,
         ),
-        acceptance_rate_per_position=_beta_of(prompts, num_speculative_tokens, seed),
+        acceptance_rate_per_position=_acceptance_by_position(prompts, num_speculative_tokens, seed),
         acceptance_probability=alpha,
         looped_share=mean(float(prompt.looped) for prompt in prompts),
         distinct_4gram_share=mean(prompt.distinct_4gram_share for prompt in prompts),
@@ -305,7 +290,7 @@ def _figures_of(
     )
 
 
-def _beta_of(
+def _acceptance_by_position(
     prompts: Sequence[JudgedPrompt], num_speculative_tokens: int, seed: int
 ) -> tuple[Interval, ...]:
     """Return the share of steps accepted through each position that was drafted (beta)."""
@@ -363,10 +348,10 @@ def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ..
     pairs = [(None, before.overall, after.overall)]
     if len(before.by_tag) > 1:
         pairs += [(tag, before.by_tag[tag], after.by_tag[tag]) for tag in before.by_tag]
-    return tuple(change for pair in pairs for change in changes_of(*pair))
+    return tuple(change for pair in pairs for change in compare_figures(*pair))
 
 
-def changes_of(
+def compare_figures(
     tag: str | None, before: AcceptanceFigures, after: AcceptanceFigures
 ) -> Iterator[FigureChange]:
     """Yield the comparison of each figure that is known for both drafts."""
@@ -439,6 +424,18 @@ def logits_of(
     model: LanguageModel, ids: Sequence[int], first: int, chunk: int | None = None
 ) -> Iterator[Float[Tensor, "rows vocab"]]:
     """Yield the logits of the rows from `first` to the last but one, chunk by chunk."""
+    return (output.logits for output in _read_in_chunks(model, ids, first, chunk=chunk))
+
+
+def _read_in_chunks(
+    model: LanguageModel,
+    ids: Sequence[int],
+    first: int = 0,
+    *,
+    chunk: int | None = None,
+    layers: tuple[int, ...] = (),
+) -> Iterator[ModelOutput]:
+    """Feed a text without its last token; yield the passes with rows from `first` on."""
     fed, chunk = list(ids[:-1]), chunk or CHUNK
     context = Context(model.store, fed)
     try:
@@ -446,10 +443,10 @@ def logits_of(
             size = min(chunk, len(fed) - start)
             wanted = range(max(first - start, 0), size)
             batch = pack([context.span(size)], context.pending(size), wanted, model.device)
-            logits = model.forward(batch).logits
+            output = model.forward(replace(batch, feature_layers=layers))
             context.commit(range(size))
             if wanted:
-                yield logits
+                yield output
     finally:
         context.close()
 
@@ -511,7 +508,8 @@ def attached_acceptance(
     target_logits, features = read_text(target, ids, head.config.feature_layers)
     drafted = head_logits(target, head, ids, features)
     first = len(prompt) - 1
-    passes = zip(chunks(target_logits[first:]), chunks(drafted[first - 1 : -1]), strict=True)
+    both = (torch.split(rows, CHUNK) for rows in (target_logits[first:], drafted[first - 1 : -1]))
+    passes = zip(*both, strict=True)
     return overlaps(passes, prompt, response, params, target.vocab_size, eos_token_ids)
 
 
@@ -520,20 +518,11 @@ def read_text(
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows layers width"]]:
     """Return the target's logits and features at all tokens of a text except the last."""
     target.store.keep_features(())  # an engine over the same target may have asked for some
-    context = Context(target.store, list(ids[:-1]))
     logits, features = [], []
-    try:
-        for start in range(0, len(ids) - 1, CHUNK):
-            size = min(CHUNK, len(ids) - 1 - start)
-            tokens = context.pending(size)
-            batch = pack([context.span(size)], tokens, range(size), target.device)
-            output = target.forward(replace(batch, feature_layers=layers))
-            assert output.features is not None  # layers are asked for
-            logits.append(output.logits)
-            features.append(output.features)
-            context.commit(range(size))
-    finally:
-        context.close()
+    for output in _read_in_chunks(target, ids, layers=layers):
+        assert output.features is not None  # layers are asked for
+        logits.append(output.logits)
+        features.append(output.features)
     return torch.cat(logits), torch.cat(features)
 
 
@@ -568,10 +557,6 @@ def _attend_causally(
         enable_gqa=True,
     )
     return attended.transpose(0, 1)
-
-
-def chunks(rows: Float[Tensor, "rows vocab"]) -> Iterator[Float[Tensor, "chunk vocab"]]:
-    yield from torch.split(rows, CHUNK)
 
 
 class Judge:
@@ -628,7 +613,7 @@ class Judge:
         engine.observers[:] = [EmittedRecords(lambda r: steps[r.request_id].append(r))]
         chosen = evenly_spaced(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
-        outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
+        outputs = engine.generate(prompts, [self._params_for(index) for index in chosen])
         alphas = self._alphas(engine, draft, chosen)
         judged = [
             _judged_prompt(
@@ -641,7 +626,7 @@ class Judge:
             for index, output, its_alphas in zip(chosen, outputs, alphas, strict=True)
         ]
         return judge_figures(
-            name or named(draft),
+            name or (str(draft) if isinstance(draft, str | Path) else draft.method),
             self.params.temperature,
             self.num_speculative_tokens,
             judged,
@@ -654,7 +639,7 @@ class Judge:
         missing = [index for index in chosen if self.prompts[index].response_ids is None]
         outputs = alone(self.engine).generate(
             [self.prompts[index].prompt_ids for index in missing],
-            [self._params_of(index) for index in missing],
+            [self._params_for(index) for index in missing],
         )
         for index, output in zip(missing, outputs, strict=True):
             answered = replace(self.prompts[index], response_ids=output.token_ids)
@@ -664,8 +649,7 @@ class Judge:
     def _alphas(
         self, engine: Engine, draft: str | Path | Drafter, chosen: Sequence[int]
     ) -> list[tuple[float, ...]]:
-        """Return the teacher-forced acceptance probabilities of every prompt and position."""
-        scored = _scorer_of(engine, draft)
+        scored = _choose_scorer(engine, draft)
         if scored is None:
             return [()] * len(chosen)
         return [
@@ -680,7 +664,7 @@ class Judge:
             for index, response in zip(chosen, self.responses(chosen), strict=True)
         ]
 
-    def _params_of(self, index: int) -> SamplingParams:
+    def _params_for(self, index: int) -> SamplingParams:
         """Return the deployed parameters with a seed per prompt and the same verifier."""
         params = replace(self.params, n=1, logprobs=None)
         if params.greedy or params.seed is not None:
@@ -709,7 +693,6 @@ def _judged_prompt(
     num_speculative_tokens: int,
     alphas: tuple[float, ...],
 ) -> JudgedPrompt:
-    """Compute the results of one held-out prompt from its request's step records."""
     tokens = output.token_ids
     end = first_repeat(tokens)
     num_prompt = len(output.prompt_token_ids)
@@ -733,7 +716,7 @@ Scorer = Callable[[Sequence[int], Sequence[int], SamplingParams, frozenset[int]]
 """From prompt, response, parameters and ends of texts to one acceptance probability per token."""
 
 
-def _scorer_of(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
+def _choose_scorer(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
     """Return the teacher-forced scorer of a draft; None for a draft without a model of its own."""
     drafter = engine.drafter
     if drafter is None:
@@ -757,10 +740,6 @@ def evenly_spaced(num_prompts: int, most: int | None) -> list[int]:
     """Return at most `most` evenly spaced indices, to cover all sources of a file."""
     count = num_prompts if most is None else min(most, num_prompts)
     return [index * num_prompts // count for index in range(count)]
-
-
-def named(draft: str | Path | Drafter) -> str:
-    return str(draft) if isinstance(draft, str | Path) else draft.method
 
 
 def check(engine: Engine, prompts: Sequence[EvaluationPrompt], num_speculative_tokens: int) -> None:

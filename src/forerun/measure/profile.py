@@ -378,7 +378,7 @@ def _draw_costs(axes: Axes, profile: Profile) -> None:
     for line in table.lines:
         colour = COLOURS[table.batches.index(line.batch) % len(COLOURS)]
         style = STYLES[table.contexts.index(line.context) % len(STYLES)]
-        points = list(_points_of(profile, line))
+        points = list(_relative_points(profile, line))
         look = {"linestyle": "none", "marker": "o", "markersize": 3, "capsize": 2}
         draw_intervals(axes, line.rows, points, color=colour, **look)
         fitted = [line.verify(rows).s / line.plain_s for rows in line.rows]
@@ -386,7 +386,7 @@ def _draw_costs(axes: Axes, profile: Profile) -> None:
         axes.plot(line.rows, fitted, color=colour, linestyle=style, linewidth=1.4, label=label)
 
 
-def _points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
+def _relative_points(profile: Profile, line: CostLine) -> Iterator[Interval]:
     """Return measured passes in plain steps, with the plain step's error ignored."""
     for rows in line.rows:
         found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, rows)

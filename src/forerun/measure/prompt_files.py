@@ -76,7 +76,6 @@ class PromptEntry:
 
     @property
     def num_characters(self) -> int:
-        """Number of characters in all texts of the entry."""
         contents = sum(len(message["content"]) for message in self.messages)
         return len(self.text or "") + contents + len(self.response or "")
 
@@ -92,7 +91,7 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
     """
     num_characters = 0
     try:
-        for source in _sources_of(path):
+        for source in _list_sources(path):
             for entry in entries_of(source):
                 num_characters += entry.num_characters
                 if num_characters > MAX_CHARACTERS:
@@ -105,7 +104,7 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
         raise InvalidRequest(f"prompts cannot be read from {path}: {error}") from error
 
 
-def _sources_of(path: Path) -> list[Path]:
+def _list_sources(path: Path) -> list[Path]:
     """Return the file as a list of one, or all prompt files below a folder."""
     if not path.is_dir():
         return [path]
@@ -119,14 +118,13 @@ def _sources_of(path: Path) -> list[Path]:
 
 
 def entries_of(source: Path) -> Iterator[PromptEntry]:
-    """Yield the records of one file or dataset."""
     if source.suffix == ".txt":
         yield from texts_of(source)
         return
     readers: dict[str, Callable[[Path], Rows]] = {
         ".csv": _csv_rows,
         ".json": _json_rows,
-        ".jsonl": _json_line_rows,
+        ".jsonl": lambda file: ((f"{file}:{n}", row) for n, row in json_lines(file, STREAM)),
         ".parquet": _parquet_rows,
         ".tsv": _csv_rows,
     }
@@ -138,12 +136,7 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
             f"{', '.join(SUFFIXES)}: rename it by its format"
         )
     for where, row in reader(source):
-        yield _entry_of(row, where)
-
-
-def _json_line_rows(file: Path) -> Rows:
-    for number, row in json_lines(file, STREAM):
-        yield f"{file}:{number}", row
+        yield _build_entry(row, where)
 
 
 def _json_rows(file: Path) -> Rows:
@@ -169,12 +162,12 @@ def _csv_rows(file: Path) -> Rows:
         try:
             for row in table:
                 where = f"{file}:{table.line_num}"
-                yield where, {name: _cell_of(row.get(name), where) for name in FIELDS}
+                yield where, {name: _read_cell(row.get(name), where) for name in FIELDS}
         except csv.Error as error:
             raise InvalidRequest(f"{file}:{table.line_num} is not CSV: {error}") from error
 
 
-def _cell_of(cell: Any, where: str) -> object:
+def _read_cell(cell: Any, where: str) -> object:
     """Return the value of a CSV cell: None if it is empty, a list if it is a JSON list."""
     if not isinstance(cell, str) or not cell:
         return None
@@ -239,7 +232,7 @@ def texts_of(file: Path) -> Iterator[PromptEntry]:
         block = []
 
 
-def _entry_of(row: object, where: str) -> PromptEntry:
+def _build_entry(row: object, where: str) -> PromptEntry:
     """Check a record in forerun's, ShareGPT's or Alpaca's form and convert it to an entry."""
     if not isinstance(row, Mapping):
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')

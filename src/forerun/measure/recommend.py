@@ -27,7 +27,7 @@ from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams
-from forerun.theory.acceptance import first_repeat
+from forerun.theory.acceptance import AcceptanceCounts, first_repeat
 from forerun.theory.intervals import Interval, bootstrap
 from forerun.theory.record import Json, StepRecord
 from forerun.theory.speedup import constant_acceptance_length
@@ -400,16 +400,16 @@ def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, f
     proposed less: the tokens per step are 1 + the sum of these shares. Seconds are the medians by
     number of drafted tokens, weighted by how often a step with this K drafts so many.
     """
-    tokens = 1.0
-    for position in range(1, k + 1):
-        reached = [r.num_accepted >= position for r in records if r.k_budget >= position]
-        tokens += sum(reached) / len(reached) if reached else 0.0
+    counts = AcceptanceCounts()
+    for record in records:
+        counts.add(record.k_budget, record.num_accepted)
+    tokens = 1.0 + sum(counts.acceptance_rate_per_position[:k])
     times: dict[int, list[float]] = defaultdict(list)
     for record in records:
         times[record.num_drafted].append(_seconds(record))
-    counts = [record.num_drafted for record in records if record.k_budget == k]
-    middle = {num: median(times[num]) for num in set(counts)}
-    return tokens, sum(middle[num] for num in counts) / len(counts) if counts else 0.0
+    drafted = [record.num_drafted for record in records if record.k_budget == k]
+    middle = {num: median(times[num]) for num in set(drafted)}
+    return tokens, sum(middle[num] for num in drafted) / len(drafted) if drafted else 0.0
 
 
 def _seconds(record: StepRecord) -> float:

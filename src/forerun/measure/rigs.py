@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from forerun.drafters.base import Drafter
@@ -48,11 +48,13 @@ from forerun.models.base import (
     Context,
     DraftsInOneCall,
     LanguageModel,
+    ModelOutput,
     ObservedModel,
     ObservedSampler,
     RowBatch,
     Span,
     StoredModel,
+    WrappedModel,
     pack,
 )
 from forerun.models.checkpoint import read_checkpoint, read_object
@@ -102,11 +104,9 @@ class TimedModel(ObservedModel):
         self.inside_s = 0.0
 
     def begin(self) -> float:
-        """Return the time at the start of a pass."""
         return self.stopwatch.now_s()
 
     def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """Add the seconds of a pass."""
         self.inside_s += self.stopwatch.now_s() - begun
 
 
@@ -422,7 +422,7 @@ def facts_of(
             "quantise`, or compare drafts for this file with `forerun bench`"
         )
     if is_eagle3(read_object(model_folder(name) / "config.json")):
-        return _facts_of_head(name, model, known_hash or content_hash(name))
+        return _read_head_facts(name, model, known_hash or content_hash(name))
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)
@@ -439,7 +439,7 @@ def facts_of(
     )
 
 
-def _facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
+def _read_head_facts(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
     """Return the facts of an EAGLE-3 head, which reads the target's embedding."""
     assert isinstance(model, StoredModel)
     sizes, num_bytes = model.architecture, model.dtype.itemsize
@@ -528,17 +528,18 @@ class PassRig:
         return {cell: seconds[1:]}
 
     def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+        start, model = self.prefix.num_tokens, self.model
         if cell.quantity is Quantity.DRAFT_CHAIN:
-            batch = self._rows(slots, num_nodes=0)
-            vocab_size = self.model.vocab_size
-            return lambda: self.model.greedy_chain(batch, cell.size, vocab_size)
-        if cell.quantity in (Quantity.TARGET_READ, Quantity.DRAFT_READ):
-            batch = rows_of(self.model, slots[:1], self.prefix.num_tokens, cell.size)
+            batch = pack_rows(model, slots, start, 1)
+            return lambda: model.greedy_chain(batch, cell.size, model.vocab_size)
+        if cell.quantity is Quantity.TARGET_PASS:
+            batch = self._verified_rows(slots, num_nodes=cell.size - 1)
         else:
-            batch = self._rows(slots, num_nodes=cell.size - 1)
-        return lambda: self.model.forward(batch)
+            slots = slots if cell.quantity is Quantity.DRAFT_PASS else slots[:1]
+            batch = pack_rows(model, slots, start, cell.size)
+        return lambda: model.forward(batch)
 
-    def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
+    def _verified_rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
         """Return rows of the pending token and a drafted chain per sequence, all with logits."""
         tree = TokenTree.chain(num_nodes)
         start = self.prefix.num_tokens
@@ -548,7 +549,7 @@ class PassRig:
         return pack(spans, tokens, range(num_rows), self.model.device)
 
 
-def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
+def pack_rows(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
     """Return a pass over the next tokens of every slot, with logits for each slot's last token."""
     spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
     tokens = torch.tensor(_some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
@@ -556,13 +557,8 @@ def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: in
     return pack(spans, tokens, last, model.device)
 
 
-def prefixes(
-    model: LanguageModel,
-    contexts: Sequence[int],
-    forward: Callable[[RowBatch], object] | None = None,
-) -> Mapping[int, KVPrefix]:
+def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPrefix]:
     """Return KV prefixes of one sequence, by length."""
-    run = model.forward if forward is None else forward
     ids = _some_tokens(max(contexts), model.vocab_size)
     context = Context(model.store, ids)
     try:
@@ -570,7 +566,7 @@ def prefixes(
             chunk = context.pending(CHUNK)
             span = context.span(len(chunk))
             tokens = torch.tensor(chunk, dtype=torch.int64)
-            run(pack([span], tokens, [], model.device))
+            model.forward(pack([span], tokens, [], model.device))
             context.commit(range(len(chunk)))
         return {length: model.store.export_prefix(context.slot, length) for length in contexts}
     finally:
@@ -581,51 +577,31 @@ def _some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
     return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]
 
 
-FeatureShape = tuple[int, int]
-"""Layers that a head reads, and the width of the target's residual stream."""
+class FedHead(WrappedModel):
+    """A head whose passes read constant features in place of the target's.
 
+    Args:
+        layers: number of the target's layers that the head reads.
+        width: of the target's residual stream.
+    """
 
-class HeadRig(PassRig):
-    """Measures passes and chains of a head after a committed prefix."""
+    def __init__(self, head: AttachedModel, layers: int, width: int) -> None:
+        super().__init__(head)
+        self._head = head
+        dtype = head.embed(torch.zeros(1, dtype=torch.int64, device=head.device)).dtype
+        self._feature = torch.ones((1, layers, width), dtype=dtype, device=head.device)
 
-    def __init__(
-        self,
-        model: AttachedModel,
-        cells: Sequence[ProfileCell],
-        prefix: KVPrefix,
-        stopwatch: Stopwatch,
-        shape: FeatureShape,
-    ) -> None:
-        super().__init__(model, cells, prefix, stopwatch)
-        self.attached = model
-        self._shape = shape
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        return self._head.forward(self._fed(batch))
 
-    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
-        num_rows = 1 if cell.quantity is Quantity.DRAFT_CHAIN else cell.size
-        slots = slots[:1] if cell.quantity is Quantity.DRAFT_READ else slots
-        batch = rows_of(self.attached, slots, self.prefix.num_tokens, num_rows)
-        features = _some_features(self.attached, len(batch.tokens), self._shape)
-        model, vocab_size = self.attached, self.attached.vocab_size
-        if cell.quantity is Quantity.DRAFT_CHAIN:
-            return lambda: model.greedy_chain(
-                HeadBatch.of(batch, model.fuse(features)), cell.size, vocab_size
-            )
-        return lambda: model.forward(HeadBatch.of(batch, model.fuse(features)))
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        return self._head.greedy_chain(self._fed(batch), num_tokens, vocab_size)
 
-
-def head_prefixes(
-    model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
-) -> Mapping[int, KVPrefix]:
-    def forward(batch: RowBatch) -> object:
-        features = _some_features(model, len(batch.tokens), shape)
-        return model.forward(HeadBatch.of(batch, model.fuse(features)))
-
-    return prefixes(model, contexts, forward)
-
-
-def _some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
-    dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
-    return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)
+    def _fed(self, batch: RowBatch) -> HeadBatch:
+        features = self._feature.repeat(len(batch.tokens), 1, 1)
+        return HeadBatch.of(batch, self._head.fuse(features))
 
 
 NUM_WARM_STEPS = 4
@@ -677,7 +653,14 @@ class EngineRig:
         return found
 
     def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        engine = self._engine(cell.size)
+        engine = Engine(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            drafter=self.drafter_of(self.draft) if cell.size else None,
+            config=replace(
+                self.config, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
+            ),
+        )
         sampled = cell.quantity in SAMPLED
         step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
         params = SamplingParams(temperature=float(sampled), ignore_eos=True)
@@ -688,7 +671,12 @@ class EngineRig:
             while unread:
                 unread -= {chunk.request_id for chunk in engine.step()}
             self._warm_up(engine, cell)
-            times = [self._timed_step(engine) for _ in range(NUM_STEPS)]
+            times = []
+            for _ in range(NUM_STEPS):
+                before_s = self.target.inside_s + self.draft.inside_s
+                step_s = self.target.stopwatch.seconds(engine.step)
+                inside_s = self.target.inside_s + self.draft.inside_s - before_s
+                times.append((step_s, step_s - inside_s))
         finally:
             for request_id in requests:
                 engine.abort(request_id)
@@ -705,22 +693,6 @@ class EngineRig:
             if num_steps >= NUM_WARM_STEPS and clock() - begun_s >= WARM_S:
                 return
             engine.step()
-
-    def _engine(self, k: int) -> Engine:
-        drafter = self.drafter_of(self.draft) if k else None
-        return Engine(
-            target=self.target,
-            tokenizer=self.tokenizer,
-            drafter=drafter,
-            config=replace(
-                self.config, num_speculative_tokens=k, sharing="none", controller="fixed"
-            ),
-        )
-
-    def _timed_step(self, engine: Engine) -> tuple[float, float]:
-        before_s = self.target.inside_s + self.draft.inside_s
-        step_s = self.target.stopwatch.seconds(engine.step)
-        return step_s, step_s - (self.target.inside_s + self.draft.inside_s - before_s)
 
 
 Estimates = Mapping[ProfileCell, Interval]
@@ -979,18 +951,14 @@ def rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Seque
 
 def _draft_rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
     """Yield the measurements of the draft's passes by context, and of its prompt reading."""
-    drafter, shortest = pair.drafter, config.contexts[0]
-    rig: Callable[..., PassRig]
+    drafter, catches_up = pair.drafter, isinstance(pair.drafter, Eagle3Drafter)
+    model = drafter.model
     if isinstance(drafter, Eagle3Drafter):
-        shape = len(drafter.feature_layers), pair.target.hidden_size
-        found = head_prefixes(drafter.attached, config.contexts, shape)
-        rig = partial(HeadRig, drafter.attached, stopwatch=stopwatch, shape=shape)
-        catches_up = True
-    else:
-        found = prefixes(drafter.model, config.contexts)
-        rig = partial(PassRig, drafter.model, stopwatch=stopwatch)
-        catches_up = False
+        model = FedHead(drafter.attached, len(drafter.feature_layers), pair.target.hidden_size)
+    found = prefixes(model, config.contexts)
     for context, prefix in found.items():
-        yield rig(list(chain_cells(config, context, catches_up=catches_up)), prefix)
+        cells = list(chain_cells(config, context, catches_up=catches_up))
+        yield PassRig(model, cells, prefix, stopwatch)
     if config.read:
-        yield rig(list(read_cells(config, Quantity.DRAFT_READ)), found[shortest])
+        cells = list(read_cells(config, Quantity.DRAFT_READ))
+        yield PassRig(model, cells, found[config.contexts[0]], stopwatch)

@@ -214,10 +214,10 @@ def add_pass_costs(
 ) -> None:
     context = config.contexts[0]
     target_cells = [ProfileCell(Quantity.TARGET_PASS, 1, context, rows) for rows in config.rows]
-    rigs = [_rig_of(target, target_cells, context, clock)]
+    rigs = [_build_rig(target, target_cells, context, clock)]
     drafting = ProfileCell(Quantity.DRAFT_CHAIN, 1, context, num_speculative_tokens)
     if draft is not None and num_speculative_tokens:
-        rigs.append(_rig_of(draft, [drafting], context, clock))
+        rigs.append(_build_rig(draft, [drafting], context, clock))
     # The least of all times: a probe is short, and what else a machine does only adds.
     samples = measure(rigs, config, clock, lambda rounds, error: None).samples
     least_s = {cell: min(chain.from_iterable(visits)) for cell, visits in samples.items()}
@@ -237,7 +237,7 @@ def add_pass_costs(
         evidence.add("draft_token_s", token_s, words)
 
 
-def _rig_of(
+def _build_rig(
     model: LanguageModel, cells: list[ProfileCell], context: int, clock: Callable[[], float]
 ) -> PassRig:
     stopwatch = Stopwatch(clock, model.device)
@@ -436,7 +436,6 @@ def _add_acceptance(evidence: Evidence, records: Sequence[StepRecord], engine: E
 def chosen(
     engine: Engine, prompts: Sequence[Prompt], config: EvidenceConfig
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of some prompts, selected at equal distances."""
     params = SamplingParams(max_tokens=config.num_tokens)
     indices = evenly_spaced(len(prompts), config.num_prompts)
     return [tuple(engine.intake.check(prompts[index], params)) for index in indices]
@@ -478,7 +477,6 @@ def groups(engine: Engine, num: int) -> Iterator[range]:
 def _probe_greedy(
     probed: ProbedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> tuple[GreedyTally, list[TapedRequest]]:
-    """Compare greedy text with plain decoding and with replays."""
     engine, draft = probed.engine, probed.reference
     plain = engine.with_draft(None)
     greedy = [replace(asked, temperature=0.0) for asked in params]
@@ -505,7 +503,6 @@ def _probe_sampled(
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
 ) -> SampledTally:
-    """Compare sampled text with the distributions that it should be drawn from."""
     engine, draft = probed.engine, probed.reference
     tally = SampledTally(Transform(config.seed))
     for group in groups(engine, len(prompts)):

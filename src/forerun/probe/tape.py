@@ -244,13 +244,13 @@ def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
     for step in request.steps:
         if step.num_drafted:
             found.append((before, step))
-            before = _kind_of(step)
+            before = _outcome(step)
         elif before not in STARTS:
             before = "pause"
     return found
 
 
-def _kind_of(step: TapedStep) -> str:
+def _outcome(step: TapedStep) -> str:
     accepted = step.record.num_accepted
     return "none" if not accepted else "full" if accepted == step.num_drafted else "partial"
 
@@ -351,7 +351,7 @@ def replay(
     ids, num_prompt = request.ids, request.num_prompt
     if target.store.feature_layers:
         target.store.keep_features(())  # an engine over this target asks for them again
-    rows = _histories_of(request, target.vocab_size, eos_token_ids)
+    rows = _row_histories(request, target.vocab_size, eos_token_ids)
     target_logits = torch.cat([*logits_of(target, ids, num_prompt - 1)]).float()
     target_probs = probs_of_rows(target_logits, request.params, rows)
     draft_logits, draft_probs, near_probs = target_logits[:0], target_probs[:0], None
@@ -387,7 +387,7 @@ def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tens
     return torch.cat(found).float() if found else torch.empty(0, model.vocab_size)
 
 
-def _histories_of(
+def _row_histories(
     request: TapedRequest, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> list[RowHistory]:
     """Return the state of the logits processors before each output token; empty if unused."""

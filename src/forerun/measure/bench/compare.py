@@ -114,7 +114,6 @@ def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
 def run_blocks(
     arms: Sequence[BenchArm], batches: Iterable[Batch], clock: Callable[[], float]
 ) -> Iterator[Block]:
-    """Measure every arm on every batch, and yield one block of measurements per batch."""
     for index, batch in enumerate(batches):
         shift = index % len(arms)
         order = [*arms[shift:], *arms[:shift]]

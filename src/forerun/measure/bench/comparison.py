@@ -407,7 +407,6 @@ class Demo:
         return check_exactness(plain, speculative, self.prompts[: config.num_exact], cases)
 
     def _choose_k(self, arms: DemoArms) -> list[BenchArm]:
-        """Return the fastest K of every draft, by prompts that are not scored afterwards."""
         seconds = self._left_s * CALIBRATION_SHARE
         candidates = [arm for group in arms.drafts for arm in group]
         params = self._greedy_within(seconds, candidates, num_blocks=CALIBRATION_BLOCKS)
@@ -433,7 +432,6 @@ class Demo:
             raise InvalidRequest(LOOPS)
 
     def _compare_edits(self, arms: Sequence[BenchArm]) -> None:
-        """Compare drafts that copy from the prompt on prompts that ask for an edit."""
         seconds = self._left_s * EDITS_SHARE
         params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
         prompts = scouted(arms[0].engine, self.edits, params)
