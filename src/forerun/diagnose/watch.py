@@ -19,7 +19,7 @@ from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import (
     CYCLE_SECONDS,
-    DRAFTED_PER_POSITION,
+    POSITIONS,
     Metrics,
     metrics_of,
 )
@@ -219,7 +219,7 @@ def _add_growth(
 def _acceptance_changes(series: dict[str, Cusum], grown: Metrics, at_s: float) -> list[ChangePoint]:
     tally = metrics_of(grown)
     if drafts := tally.counts.get("num_drafts"):
-        known = DRAFTED_PER_POSITION & grown.positions.keys()
+        known = [name for name in grown.positions if POSITIONS.get(name) == "drafted"]
         drafted = grown.positions[min(known)] if known else {}
         return [
             change
