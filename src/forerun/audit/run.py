@@ -19,6 +19,7 @@ Report = Callable[[str, float], None]
 
 _MOST_FAILURES = 5
 """In a row, after which the server counts as gone."""
+_GRAMMARS_BY_CHANCE = 3
 _GREEDY_TIMES, _SAMPLED_TIMES = 1, 2
 """How often a prompt is asked in a row: a second answer must not repeat the first."""
 
@@ -74,6 +75,7 @@ class Audit:
         self.progress = Progress()
         self._num_asked: Counter[tuple[Arm, str]] = Counter()
         self._num_failures = 0
+        self._num_grammars = 0
         self._confirmed: list[tuple[Arm, Kind]] = []
         self._texts: list[tuple[Question, AuditAnswer]] = []
 
@@ -115,12 +117,28 @@ class Audit:
         self._num_failures = self._num_failures + 1 if failed else 0
         if answer.token_ids is None and answer.problem is None:
             progress.num_without_ids += 1
-        self.ledger.add(question, answer)
+        if self._is_judged(question, answer):
+            self.ledger.add(question, answer)
         if question.arm == "served":
             self._texts.append((question, answer))
             progress.peak_log_e = max(progress.peak_log_e, self.ledger.log_e)
             if progress.alarm_tokens is None and progress.peak_log_e >= self.alarm_log_e:
                 progress.alarm_tokens = progress.spent.num_tokens
+
+    def _is_judged(self, question: Question, answer: AuditAnswer) -> bool:
+        """Leave out grammars of a server that ignores the field, as its first tokens show.
+
+        No draft precedes a first token. A few may follow the grammar by chance.
+        """
+        is_known = self.endpoint.control == "off"  # forerun
+        if is_known or not self.ledger.kinds[question.kind].has_grammar or not answer.text:
+            return True
+        if not answer.text[0].isdigit():
+            self.progress.dropped.setdefault(question.kind, "the server does not apply grammars")
+        self._num_grammars += 1
+        return (
+            question.kind not in self.progress.dropped and self._num_grammars > _GRAMMARS_BY_CHANCE
+        )
 
     def share_without_ids(self, kind: str) -> float:
         """Return the share of the served answers of a kind whose tokens are not known."""

@@ -89,7 +89,7 @@ def judge(audit: Audit) -> AuditVerdict:
 def _notes(audit: Audit) -> tuple[str, ...]:
     progress, found = audit.progress, []
     found += [
-        f"requests of the kind {k!r} are refused: {why}" for k, why in progress.dropped.items()
+        f"requests of the kind {k!r} are left out: {why}" for k, why in progress.dropped.items()
     ]
     found += [f"{num} answers failed: {why}" for why, num in progress.problems.most_common(3)]
     if progress.num_without_ids:

@@ -170,6 +170,39 @@ def test_a_refused_kind_is_left_out():
     assert "no such field" in " ".join(judge(audit).notes)
 
 
+@pytest.mark.parametrize("texts", [["x"], ["123", "0", "x"]])
+def test_a_server_that_ignores_grammars_is_not_at_fault(texts):
+    """Servers ignore fields that they do not know, and a text may begin rightly by chance."""
+    asked = []
+
+    def ignore(number, question, answer):
+        if question.kind != "grammar":
+            return answer
+        asked.append(number)
+        text = texts[min(len(asked), len(texts)) - 1]
+        return replace_answer(answer, text=text, token_ids=None)
+
+    stream = Stream(change=ignore)
+    stream.control = "first tokens"
+    audit = audit_of(stream, kinds=(KINDS[0], KINDS[4]))
+    audit.run(silent)
+    assert judge(audit).status == "no_deviation"
+    assert "does not apply grammars" in " ".join(judge(audit).notes)
+    assert len(asked) <= len(texts) + 1
+
+
+def test_a_fault_of_the_grammar_is_found_where_first_tokens_follow_it():
+    def broken(number, question, answer):
+        is_grammar = question.kind == "grammar"
+        return replace_answer(answer, text="123+", token_ids=None) if is_grammar else answer
+
+    stream = Stream(change=broken)
+    stream.control = "first tokens"
+    audit = audit_of(stream, kinds=(KINDS[0], KINDS[4]), tokens=8000)
+    audit.run(silent)
+    assert audit.progress.alarm_tokens is not None
+
+
 def test_log_probabilities_of_the_server_itself_serve_as_reference():
     audit = audit_of(Stream(logprobs=True), reference=ReportedLogprobs())
     audit.run(silent)
