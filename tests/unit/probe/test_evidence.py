@@ -16,6 +16,7 @@ from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.run import ProbedEngine, drafting_for_itself, probe_engine
+from forerun.probe.tape import run_taped
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
 
@@ -243,3 +244,19 @@ def test_a_probe_leaves_later_texts_unchanged():
     after = engine.generate(PROMPTS[:3], params)
     assert [o.token_ids for o in before] == [o.token_ids for o in after]
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampled_drafts_keep_their_distributions(temperature, monkeypatch):
+    """Steps computed ahead have none, and are not used where an observer wants logits."""
+    engine, seen = of(DraftModel), []
+    generate = engine.generate
+
+    def watched(*arguments):
+        seen.append(engine.observers[-1].wants_logits)
+        return generate(*arguments)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
+    run_taped(engine, PROMPTS[:1], [params])
+    assert seen == [temperature > 0.0]
