@@ -88,8 +88,8 @@ class Failing(SuffixDrafter):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("call", ["propose", "observe"])
 def test_the_others_go_on_where_one_fails(call, batch, caplog):
-    target = tiny.tabular(0, vocab_size=300)
-    draft = tiny.drafting(tiny.tabular(0, vocab_size=300))
+    target = tiny.tabular(0, vocab_size=300, order=1)
+    draft = tiny.drafting(tiny.tabular(0, vocab_size=300, order=1))
     drafters = {"suffix": Failing(call), "draft_model": draft}
     engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
     records: list[StepRecord] = []
@@ -133,8 +133,11 @@ def test_a_pause_of_one_is_no_pause_of_all():
         def propose(self, requests, plans):
             return [Pause(num_tokens=50) for _ in requests]
 
-    target = tiny.tabular(0, vocab_size=300)
-    drafters = {"suffix": Resting(), "draft_model": tiny.drafting(tiny.tabular(0, vocab_size=300))}
+    target = tiny.tabular(0, vocab_size=300, order=1)
+    drafters = {
+        "suffix": Resting(),
+        "draft_model": tiny.drafting(tiny.tabular(0, vocab_size=300, order=1)),
+    }
     engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
     records: list[StepRecord] = []
     engine.observers[:] = [EmittedRecords(records.append)]
@@ -143,7 +146,7 @@ def test_a_pause_of_one_is_no_pause_of_all():
 
 
 def test_a_plan_for_nobody_leaves_plain_decoding():
-    target = tiny.tabular(0, vocab_size=300)
+    target = tiny.tabular(0, vocab_size=300, order=1)
     several = SeveralDrafters({"suffix": SuffixDrafter()})
     engine = tiny.engine_over(target, several, controller=Turns(("missing",)))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -153,8 +156,8 @@ def test_a_plan_for_nobody_leaves_plain_decoding():
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_drafter_that_cannot_forget_does_not_keep_the_others_from_it(first):
-    target = tiny.tabular(0, vocab_size=300)
-    draft = tiny.drafting(tiny.tabular(0, vocab_size=300))
+    target = tiny.tabular(0, vocab_size=300, order=1)
+    draft = tiny.drafting(tiny.tabular(0, vocab_size=300, order=1))
     named = [("suffix", RaisesInForget(SuffixDrafter())), ("draft_model", draft)]
     drafters = dict(named if first else reversed(named))
     engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
@@ -163,7 +166,7 @@ def test_a_drafter_that_cannot_forget_does_not_keep_the_others_from_it(first):
 
 
 def test_no_drafts_are_refused():
-    engine = tiny.engine_over(tiny.tabular(0, vocab_size=300))
+    engine = tiny.engine_over(tiny.tabular(0, vocab_size=300, order=1))
     with pytest.raises(InvalidRequest, match="list of drafts is empty"):
         engine.with_draft([])
 

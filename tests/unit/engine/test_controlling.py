@@ -114,8 +114,8 @@ class Listening:
 def listening(target, draft):
     controller = Listening()
     engine = tiny.engine_over(
-        tiny.tabular(0, vocab_size=300),
-        tiny.drafting(tiny.tabular(0, vocab_size=300)),
+        tiny.tabular(0, vocab_size=300, order=1),
+        tiny.drafting(tiny.tabular(0, vocab_size=300, order=1)),
         controller=controller,
     )
     return engine, controller
