@@ -297,7 +297,7 @@ class GoodputController:
         if self._plain_left > 0:
             active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
         elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
-            until_probe = math.ceil(self._probe_loss / config.probe_share)
+            until_probe = max(0, math.ceil(self._probe_loss / config.probe_share))
             active.steps_left = active.reuse if drafts else until_probe or MOST_REST + 1
         return active
 

@@ -223,7 +223,7 @@ class Stepper:
         if self.resting is None or len(asked) < len(entries):
             return
         if not any(entry.plan.num_speculative_tokens for entry in entries):
-            self._rest_left = self.resting.rest()
+            self._rest_left = max(0, self.resting.rest())
             self._rest_of = [entry.sequence for entry in entries]
 
     def _continues_rest(self, entries: Seq[ScheduledSequence]) -> bool:

@@ -162,3 +162,24 @@ def test_the_output_to_come_is_that_of_requests_that_have_ended():
     fresh = replace(state, request_id="fresh")
     assert estimates.num_expected(fresh) == pytest.approx(20.0, abs=15.0)
     assert estimates.num_expected(replace(fresh, num_committed=400)) == 300.0
+
+
+def test_probes_that_gained_do_not_make_a_rest_negative():
+    """What probes gained is kept; where no probe may read, the next rest is a whole one."""
+    fitted = GoodputController({"d": None}, 4, traits=READS)
+    ours = World(
+        lambda *_: 0.5,
+        {"d": table(draft=0.1)},
+        seed=1,
+        rests=True,
+        read_s=1e-4,
+        num_output=300,
+        noise=0.1,
+    )
+    for number in range(10):
+        name = f"r{number}"
+        ours.names, ours.lengths, ours.rest_left = (name,), {name: 100}, 0
+        while ours.lengths[name] < 400:
+            ours.step(fitted)
+            assert ours.rest_left >= 0
+            assert fitted.num_held() >= 0
