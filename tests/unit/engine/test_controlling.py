@@ -156,7 +156,7 @@ class Resting(Listening):
         return self.num_steps
 
 
-@pytest.mark.parametrize(("num_rest", "num_asked"), [(0, 12), (3, 3), (100, 1)])
+@pytest.mark.parametrize(("num_rest", "num_asked"), [(-2, 12), (0, 12), (3, 3), (100, 1)])
 def test_a_controller_that_rests_is_neither_asked_nor_told(target, num_rest, num_asked):
     controller = Resting(num_rest)
     engine = tiny.engine_over(target, Bushy(), controller=controller)
