@@ -430,7 +430,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/quantised.jsonl"))
     parser.add_argument("--llama", type=lambda given: Path(given).resolve())
-    parser.add_argument("--scratch", type=Path, default=Path("build/quantised"))
+    parser.add_argument("--scratch", type=Path, default=Path("build/quantised").resolve())
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)

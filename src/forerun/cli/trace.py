@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.markup import escape
 from rich.table import Column, Table
@@ -15,7 +15,9 @@ from tyro.conf import Positional, arg
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidTrace
-from forerun.trace.summary import MIN_PLAIN_STEPS, GroupSummary, MeasuredCycleCost, TraceSummary
+
+if TYPE_CHECKING:
+    from forerun.trace.summary import GroupSummary, MeasuredCycleCost, TraceSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,8 @@ def drafting(summary: TraceSummary) -> Iterator[str]:
 
 def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
     """Return the cost of a step and the speedup that follows, or why there is none."""
+    from forerun.trace.summary import MIN_PLAIN_STEPS
+
     if cost is None:
         return f"unknown: fewer than {MIN_PLAIN_STEPS} plain steps to compare with"
     skipped = f", {cost.num_uncompared} steps not compared" if cost.num_uncompared else ""

@@ -233,7 +233,7 @@ class ScheduledSequence:
 
 def _logprobs_of(logits: Tensor, tokens: Seq[int], top_n: int) -> list[TokenLogprobs]:
     """Return the raw log-probability of one token per row, and of the most likely ones there."""
-    raw = raw_logprobs(logits, torch.tensor(tokens, device=logits.device), top_n)
+    raw = raw_logprobs(logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), top_n)
     tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
     return [
         TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))

@@ -128,7 +128,7 @@ class Decoder final : public AnyDecoder {
         crew_.run(1, [&](Walker& walker) {
             float* own = sums.data() + size_t(walker.thread) * num_rows * kPanel;
             walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
-                if (matrix.bits) multiply_panel(scratch_.quantised, 0, num_rows, matrix, panel, own);
+                if (matrix.bits) multiply_panel(scratch_.quantised, 0, num_rows, matrix, panel, next, own);
                 else multiply_panel(rows, width, num_rows, matrix, panel, next, own);
                 weights_.finish_logits(own, size_t(num_rows) * kPanel);
                 copy_columns(own, panel, num_rows, vocab_size, logits);

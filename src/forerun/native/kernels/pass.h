@@ -290,7 +290,7 @@ class Pass {
                   Sink&& sink) {
         float* sums = s_.sums[walker.thread].data();
         walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
-            if (matrix.bits) multiply_panel(s_.quantised, 0, num_rows, matrix, panel, sums);
+            if (matrix.bits) multiply_panel(s_.quantised, 0, num_rows, matrix, panel, next, sums);
             else multiply_panel(x, stride, num_rows, matrix, panel, next, sums);
             sink(panel, sums);
         });
@@ -427,11 +427,11 @@ class Pass {
             const Matrix& matrix = layer.experts[of.expert].*which;
             const int panel = item % num_panels, num_rows = of.last - of.first;
             const bool is_next_here = next >= 0 && next / num_panels == item / num_panels;
+            const int next_panel = is_next_here ? next % num_panels : -1;
             if (matrix.bits)
-                multiply_panel(s_.quantised, of.first, num_rows, matrix, panel, sums);
+                multiply_panel(s_.quantised, of.first, num_rows, matrix, panel, next_panel, sums);
             else
-                multiply_panel(x + of.first * stride, stride, num_rows, matrix, panel,
-                               is_next_here ? next % num_panels : -1, sums);
+                multiply_panel(x + of.first * stride, stride, num_rows, matrix, panel, next_panel, sums);
             sink(of, panel, sums);
         });
     }

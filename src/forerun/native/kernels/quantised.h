@@ -278,12 +278,13 @@ constexpr int lanes_beside(int num_rows) { return num_rows == 1 ? 4 : num_rows =
 #endif
 constexpr int kFetchBytes = 8192;  // how far ahead of the weights memory is read
 
-// Groups are of kRuns runs.
+// Groups are of kRuns runs. Where the panel ends, `next` is fetched: the panel that the thread comes to then.
 template <class Kind, int kRuns, int kRows>
 inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& matrix,
-                           const char* panel, float* sums) {
+                           const char* panel, const char* next, float* sums) {
     constexpr int kWidth = lanes_beside(kRows), kWords = kRunInputs / Kind::kInputs;
     const size_t stride = size_t(matrix.num_groups) * matrix.group, group_bytes = matrix.group_bytes();
+    const char* end = panel + matrix.num_groups * group_bytes;
     for (int i = 0; i < kRows * kPanel; i += kLanes) store(sums + i, Floats{});
     for (int group = 0; group < matrix.num_groups; ++group, panel += group_bytes) {
         const int8_t* from = x.values() + first_row * stride + size_t(group) * matrix.group;
@@ -291,8 +292,9 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
         const float* scales = x.scales() + size_t(first_row) * matrix.num_groups + group;
         const uint16_t* weight_scales =
             reinterpret_cast<const uint16_t*>(panel + group_bytes - kPanel * sizeof(uint16_t));
-        for (size_t line = 0; line < group_bytes; line += kLine)
-            __builtin_prefetch(panel + kFetchBytes + line, 0, 3);
+        const char* ahead = panel + kFetchBytes;
+        if (ahead >= end) ahead = next ? next + (ahead - end) : end - group_bytes;
+        for (size_t line = 0; line < group_bytes; line += kLine) __builtin_prefetch(ahead + line, 0, 3);
         for (int first = 0; first < kPanel; first += kWidth * kLaneOutputs) {
             Lanes products[kRows][kWidth];
             for (int run = 0; run < kRuns; ++run) {
@@ -327,7 +329,7 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
     }
 }
 
-using QuantisedTile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, float*);
+using QuantisedTile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, const char*, float*);
 
 template <class Kind, int kRuns, size_t... kIndices>
 constexpr std::array<QuantisedTile, kQuantisedTile> tiles_of(std::index_sequence<kIndices...>) {
@@ -336,7 +338,7 @@ constexpr std::array<QuantisedTile, kQuantisedTile> tiles_of(std::index_sequence
 
 // sums[row][kPanel] = x[first_row + row] . panel
 inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, const Matrix& matrix,
-                           int panel, float* sums) {
+                           int panel, int next_panel, float* sums) {
     using Rows = std::make_index_sequence<kQuantisedTile>;
     static constexpr std::array<QuantisedTile, kQuantisedTile> kTiles[2][2] = {
         {tiles_of<Int8, 1>(Rows{}), tiles_of<Int8, 2>(Rows{})},
@@ -346,8 +348,9 @@ inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, 
     for (int t = 0; t < num_tiles; ++t) {
         const int begin = int(int64_t(num_rows) * t / num_tiles);
         const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
-        tiles[end - begin - 1](x, first_row + begin, matrix,
-                               reinterpret_cast<const char*>(matrix.panel(panel)), sums + begin * kPanel);
+        const char *from = reinterpret_cast<const char*>(matrix.panel(panel)), *next = nullptr;
+        if (next_panel >= 0) next = reinterpret_cast<const char*>(matrix.panel(next_panel));
+        tiles[end - begin - 1](x, first_row + begin, matrix, from, next, sums + begin * kPanel);
     }
 }
 
