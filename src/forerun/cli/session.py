@@ -101,8 +101,9 @@ class Figures:
         counts = self.acceptance
         if counts.acceptance_length is not None:
             parts.append(f"{counts.acceptance_length:.2f} tokens per step")
-            per_position = rates(counts.acceptance_rate_per_position)
-            parts.append(f"accepted per position {per_position} of {counts.num_steps} steps")
+            often = [n for n in counts.drafted_per_position if 8 * n >= counts.num_steps]
+            accepted = rates(counts.acceptance_rate_per_position[: len(often)])
+            parts.append(f"accepted per position {accepted} of {counts.num_steps} steps")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, object]:

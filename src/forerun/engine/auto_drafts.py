@@ -134,9 +134,9 @@ def self_draft_bytes(target: str, device: str, dtype: str, config: EngineConfig)
 def proposal(num_bytes: int) -> str:
     """Return a sentence that proposes `self:int4`, whose copy of the weights has so many bytes."""
     return (
-        f"no draft is named, so decoding is plain; the draft {IN_FEWER_BITS} is expected to give "
-        f"the same text faster and needs {readable(num_bytes)} more: name it, or auto, which tries "
-        "other drafts too, or none, which decodes plainly without this message"
+        f"no draft is named, so decoding is plain; the draft {IN_FEWER_BITS} gives the same text, "
+        f"probably faster, and takes {readable(num_bytes)} of memory; the draft auto tries others "
+        "too, and none hides this message"
     )
 
 

@@ -294,7 +294,9 @@ def params_for(
     if isinstance(params, SamplingParams):
         return [params] * len(batch)
     if not isinstance(params, Seq):
-        raise InvalidRequest(f"params is {params!r}; give SamplingParams, or a list of them")
+        raise InvalidRequest(
+            f"sampling_params is {params!r}; give SamplingParams, or a list of them"
+        )
     if len(params) != len(batch):
         raise InvalidRequest(f"{len(params)} sampling parameters for {len(batch)} prompts")
     return params

@@ -52,6 +52,11 @@ Source: TypeAlias = "str | Path | PreTrainedModel"
 def as_sources(drafts: Source | Sequence[Source]) -> Sequence[Source]:
     if isinstance(drafts, Sequence) and not isinstance(drafts, str):
         return drafts
+    if isinstance(drafts, int):
+        raise InvalidRequest(
+            f"draft is {drafts!r}; give the name of a draft; num_speculative_tokens={drafts!r} is "
+            "how many tokens a step drafts"
+        )
     return [drafts]
 
 

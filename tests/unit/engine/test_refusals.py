@@ -140,7 +140,7 @@ def test_prompts_that_are_none(engine: Engine, prompts: object, message: str) ->
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"temperature": 0}, "params is {'temperature': 0}; give SamplingParams, or a list"),
+        ({"temperature": 0}, "params is {'temperature': 0}; give SamplingParams, or"),
         ([{"temperature": 0}], "the parameters are {'temperature': 0}; they must be Sampling"),
         ([RUNNING, RUNNING], "2 sampling parameters for 1 prompts"),
         (0.7, "params is 0.7"),
