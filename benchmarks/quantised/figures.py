@@ -352,7 +352,8 @@ def report(samples: Samples) -> None:
             for arm, times in arms.items():
                 peer = arms.get(arm.replace("ours", "llama.cpp"), arms["llama.cpp plain"])
                 print(f"| {arm} | {tokens_per_s(times):.1f} | {ratio(peer, times)} |")
-            report_best(arms, "ours", "llama.cpp")
+            if len(arms["ours plain"]) >= 4:
+                report_best(arms, "ours", "llama.cpp")
         else:
             base = next(iter(arms.values()))
             for arm, times in arms.items():
