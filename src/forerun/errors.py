@@ -32,8 +32,8 @@ class Range:
 
     def __str__(self) -> str:
         kind = "an integer" if self.integer else "a number"
-        low = f" {'above' if self.above_low else 'at least'} {self.low:g}"
-        high = f" and at most {self.high:g}"
+        low = f" {'above' if self.above_low else 'at least'} {self.low:.12g}"
+        high = f" and at most {self.high:.12g}"
         bounds = (low if self.low > -math.inf else "") + (high if self.high < math.inf else "")
         return kind + bounds + (" or None" if self.optional else "")
 

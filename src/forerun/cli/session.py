@@ -101,9 +101,10 @@ class Figures:
         counts = self.acceptance
         if counts.acceptance_length is not None:
             parts.append(f"{counts.acceptance_length:.2f} tokens per step")
-            often = [n for n in counts.drafted_per_position if 8 * n >= counts.num_steps]
-            accepted = rates(counts.acceptance_rate_per_position[: len(often)])
-            parts.append(f"accepted per position {accepted} of {counts.num_steps} steps")
+            drafted = counts.drafted_per_position[:4]
+            accepted = rates(counts.acceptance_rate_per_position[:4])
+            steps = " ".join(map(str, drafted))
+            parts.append(f"accepted per position {accepted} where drafted in {steps} steps")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, object]:
@@ -236,7 +237,7 @@ def load_engine(
     )
     drafts = pair.draft if AUTO in pair.draft else pair.draft_names  # what auto finds may fail
     num_bytes = 0
-    if not (pair.draft or drafts):
+    if not (pair.draft or drafts) and config.controller == "auto":
         num_bytes = self_draft_bytes(pair.target, pair.device, pair.dtype, config)
     engine = Engine.load(
         pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
@@ -245,7 +246,7 @@ def load_engine(
         if engine.drafter is None:
             raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
         return engine.with_draft(engine.drafter, costs=costs_of(engine, pair))
-    if num_bytes and uses_advice and config.controller == "auto":
+    if num_bytes and uses_advice:
         return _drafting_for_itself(engine, num_bytes)
     if num_bytes:
         logger.warning("%s", proposal(num_bytes))

@@ -228,7 +228,7 @@ class MethodChoice:
 
     def __str__(self) -> str:
         probes = f", {self.num_probes} of them probes" if self.num_probes else ""
-        text = f"{self.method} {self.num_steps} steps{probes}"
+        text = f"{self.method} {self.num_steps} step{'' if self.num_steps == 1 else 's'}{probes}"
         if self.num_drafted:
             text += f", {self.num_accepted} of {self.num_drafted} drafted tokens accepted"
         if self.tokens_per_s is None:

@@ -653,9 +653,9 @@ class Engine:
 
 def _without_target(settings: Mapping[str, object]) -> str:
     """Return the error of `Engine.load` without a target."""
-    named = ", ".join(f"{name}=..." for name in settings)
+    named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     return 'Engine.load needs a target as its first argument, as in Engine.load("zoo:code-40m")' + (
-        f"; it was given {named} alone" if named else ""
+        f"; it was given {named}" if named else ""
     )
 
 

@@ -49,13 +49,13 @@ Source: TypeAlias = "str | Path | PreTrainedModel"
 """A folder, a name on the hub or of the zoo, or a model that transformers has loaded."""
 
 
-def as_sources(drafts: Source | Sequence[Source]) -> Sequence[Source]:
+def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
     if isinstance(drafts, Sequence) and not isinstance(drafts, str):
         return drafts
     if isinstance(drafts, int):
         raise InvalidRequest(
-            f"draft is {drafts!r}; give the name of a draft; num_speculative_tokens={drafts!r} is "
-            "how many tokens a step drafts"
+            f"draft is {drafts!r}; give the name of a draft; how many tokens a step drafts is "
+            "num_speculative_tokens"
         )
     return [drafts]
 

@@ -240,11 +240,9 @@ class SamplingParams:
         allowed_token_ids: only these ids; None allows all.
         bad_token_ids: never these ids.
         seed: makes the output reproducible; None takes fresh noise.
-        max_tokens: most output tokens. None goes to the end of the context: a default such as 16,
-            as in vLLM, would cut most texts in the middle, and `max_context` bounds them anyway.
+        max_tokens: most output tokens; None goes to the end of the context.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
-        stop: strings that end the text (a single string is taken as a tuple of one); at most 64 of
-            at most 1,024 characters.
+        stop: strings that end the text, or one such string; at most 64 of at most 1,024 characters.
         include_stop_str_in_output: leave the stop string, or the stop token's text, in the text.
         stop_token_ids: ids that end the text.
         ignore_eos: go on after an end-of-sequence token.

@@ -11,6 +11,7 @@ from tests.automaton import Automaton
 
 from forerun.control.named import FixedController
 from forerun.engine.engine import Engine
+from forerun.engine.loading import as_sources
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -221,3 +222,8 @@ def test_unknown_arguments_are_refused_with_where_they_belong(arguments, message
         engine.generate("x", **arguments)
     with pytest.raises(InvalidRequest, match="is called num_speculative_tokens here"):
         engine.with_draft(None, k=3)
+
+
+def test_a_number_of_tokens_is_no_draft() -> None:
+    with pytest.raises(InvalidRequest, match=r"draft is 4; .* is num_speculative_tokens"):
+        as_sources(4)
