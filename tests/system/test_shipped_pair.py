@@ -17,7 +17,7 @@ from forerun.models.draft_card import identify, read_card
 from forerun.sampling.config import SamplingParams
 
 MEBIBYTE = 2**20
-CONFIG = EngineConfig(num_speculative_tokens=4, max_batch=4)
+CONFIG = EngineConfig(num_speculative_tokens=4, max_batch=4, controller="fixed")
 CASES = {
     "greedy": SamplingParams(temperature=0, max_tokens=40),
     "seeded": SamplingParams(temperature=1, seed=11, max_tokens=40),
