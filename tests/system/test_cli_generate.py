@@ -71,7 +71,7 @@ def test_a_warning_comes_after_the_text_that_is_streamed(run, monkeypatch):
 
 
 def test_speculation_does_not_change_greedy_text(run):
-    speculative = json.loads(run("def f", *GREEDY, "--json")[1])
+    speculative = json.loads(run("def f", *GREEDY, "--controller", "fixed", "--json")[1])
     plain = json.loads(run("def f", *GREEDY, "--json", draft="none")[1])
     assert speculative["token_ids"] == plain["token_ids"]
     assert speculative["figures"]["num_accepted"] > 0
