@@ -33,7 +33,13 @@ HOSTILE = (
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A server over the shipped pair, on a free port of this machine."""
-    engine = Engine.load("zoo:code-11m", draft="zoo:code-2m", dtype="float32", max_batch=4)
+    engine = Engine.load(
+        "zoo:code-11m",
+        draft="zoo:code-2m",
+        dtype="float32",
+        max_batch=4,
+        num_speculative_tokens=4,  # "auto" drafts as the times of the machine tell it
+    )
     engine.tokenizer.use_chat_template("{{ messages | map(attribute='content') | join('\\n') }}")
     app = create_app(AsyncEngine(engine), "zoo:code-11m")
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
@@ -345,7 +351,10 @@ def test_contrast_suffices_in_both_colours(page, address, scheme):
     ask(page, "class Node:", max_tokens=32)
     shown(page, ".turn .note").to_contain_text("32 tokens in")
     go_to(page, "requests")
-    page.locator(".head").first.click()
+    newest = page.locator("tr.request").first
+    playwright.expect(newest.locator("td").nth(4)).to_have_text("32")
+    playwright.expect(newest.locator(".head")).to_have_text("class Node:")
+    newest.locator(".head").click()
     shown(page, "tr.detail .origin.accepted >> nth=0").to_be_attached()
     assert page.evaluate("() => document.documentElement.dataset.theme") == scheme
     for name in ("live", "chat", "requests", "diagnosis"):
