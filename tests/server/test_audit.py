@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 from tests.lab.audited import Rule, plant
 from tests.server.conftest import serving
@@ -283,6 +284,30 @@ def test_the_count_must_fit_the_events_of_a_text_that_has_ended(owner, num_count
     events = [event("a", 7), event("b"), event("ab"), ended(num_counted, finish)]
     answer = asked(lambda _: stream(*events), ids_by_text=TEXTS, owner=owner)
     assert answer.token_ids == ((7, 8, 9) if owner in owners else None)
+
+
+@pytest.mark.parametrize("owner", ["llamacpp", "vllm", "sglang", "another"])
+def test_a_servers_own_filters_are_switched_off(owner):
+    bodies: list[dict[str, object]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return stream(chunk(1))
+
+    asked(answer, msgspec.structs.replace(QUESTION, kind="filtered"), owner=owner)
+    assert all((body["temperature"], body["top_p"]) == (0.8, 0.9) for body in bodies)
+    unfiltered = {"llamacpp": 0, "vllm": -1, "sglang": -1}
+    assert all(body.get("top_k") == unfiltered.get(owner) for body in bodies)
+    assert all(body.get("min_p") == (0.0 if owner in unfiltered else None) for body in bodies)
+    order = ["penalties", "temperature", "top_p"] if owner == "llamacpp" else None
+    assert all(body.get("samplers") == order for body in bodies)
+
+
+@pytest.mark.parametrize(("owner", "is_asked"), [("llamacpp", False), ("another", True)])
+def test_penalties_are_not_judged_where_they_count_the_prompt(owner, is_asked):
+    question = msgspec.structs.replace(QUESTION, kind="penalised")
+    answer = asked(lambda _: stream(chunk(1)), question, owner=owner)
+    assert (answer.num_requests, answer.is_refused) == ((1, False) if is_asked else (0, True))
 
 
 def test_log_probabilities_of_a_part_of_the_tokens_are_not_taken_for_all():

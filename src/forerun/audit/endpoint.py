@@ -19,6 +19,23 @@ from forerun.errors import InvalidRequest, ServerUnavailable
 NUM_TOP = 20
 MOST_REQUESTS = len(ID_FLAGS)
 """Requests that one question can take: a strict server refuses flags that it does not know."""
+_UNFILTERED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_FIELDS: Mapping[str | None, Mapping[str, object]] = {
+    "llamacpp": {
+        "top_k": 0,
+        "min_p": 0.0,
+        "repeat_penalty": 1.0,
+        "repeat_last_n": 1 << 16,
+        "samplers": ["penalties", "temperature", "top_p"],
+    },
+    "vllm": _UNFILTERED,
+    "sglang": _UNFILTERED,
+}
+"""By kind of server, fields that switch off what it applies to requests that do not ask for it.
+
+llama.cpp has top_k 40 and min_p .05, and filters before it divides by the temperature unless a
+request orders its samplers; vLLM and SGLang take defaults from the model's generation_config.json.
+"""
 
 
 @runtime_checkable
@@ -76,7 +93,7 @@ class HttpEndpoint:
             self.close()
             raise
         self._models = {arm: card.id for arm, card in cards.items()}
-        self._counts_end = {arm: card.owned_by == "llamacpp" for arm, card in cards.items()}
+        self._owners = {arm: card.owned_by for arm, card in cards.items()}
         off = "first tokens" if cards["served"].drafters is None else "off"  # forerun can switch
         self.control = "server" if "control" in self._clients else off
         self._executor = ThreadPoolExecutor(num_clients)
@@ -100,7 +117,11 @@ class HttpEndpoint:
 
     def _answer(self, question: Question, kind: Kind) -> AuditAnswer:
         arm = question.arm if question.arm in self._clients else "served"
+        if kind.frequency_penalty and self._owners[arm] == "llamacpp":
+            why = "llama.cpp penalises the prompt's tokens too"
+            return AuditAnswer(num_charged=0, problem=why, is_refused=True)
         fields: dict[str, object] = {
+            **NEUTRAL_FIELDS.get(self._owners[arm], {}),
             **kind.fields,
             "model": self._models[arm],
             "max_tokens": question.num_tokens,
@@ -122,7 +143,8 @@ class HttpEndpoint:
             problem, is_refused = str(error), True
         except ServerUnavailable as error:
             problem = str(error)
-        ids = _ids_of(events, self._ids_by_text, counts_end=self._counts_end[arm])
+        counts_end = self._owners[arm] == "llamacpp"
+        ids = _ids_of(events, self._ids_by_text, counts_end=counts_end)
         return _answer_of(question, events, ids, problem, is_refused)
 
 
