@@ -257,3 +257,15 @@ def test_kernels_propose_what_a_slow_loop_computes(network, changes, params):
     if params is not FREE:
         plain = tiny.engine_over(target).generate(PROMPTS, params)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_kernels_pack_a_head_of_another_dtype_as_their_own(network, head_dtype, target_dtype):
+    target = natives.native_model(network, dtype=target_dtype)
+    head = heads.eagle3_head(target).to(head_dtype)
+    model = NativeEagle3Model(head, target)
+    features = torch.randn(3, len(heads.LAYERS), target.hidden_size, dtype=torch.float32)
+    packed = head.fc.weight.to(target_dtype).float()
+    expected = features.to(target_dtype).float().flatten(1) @ packed.T
+    torch.testing.assert_close(model.fuse(features.to(target_dtype)), expected, atol=1e-4, rtol=1e-4)

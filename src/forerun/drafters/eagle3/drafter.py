@@ -464,7 +464,7 @@ def _empty_weights(
     )
     kernels = target.weights.kernels
     handle = new_decoder(decoder, target.dtype, kernels, flags)
-    return PackedWeights(kernels, handle, head.config.norm_eps)
+    return PackedWeights(kernels, handle, head.config.norm_eps, target.dtype)
 
 
 def _layer_of(head: Eagle3Head) -> LayerWeights:

@@ -300,7 +300,7 @@ def build_native_model(
     num_layers = decoder.architecture.num_layers
     formats = blocks.formats if stored else matrix_formats(stored_as, num_layers)
     handle = new_decoder(decoder, geometry.dtype, kernels, formats=formats)
-    weights = PackedWeights(kernels, handle, decoder.norm_eps)
+    weights = PackedWeights(kernels, handle, decoder.norm_eps, geometry.dtype)
 
     shapes = parameter_shapes(decoder)
 

@@ -27,11 +27,12 @@ class PackedWeights:
         kernels: Kernels,
         handle: int,
         norm_eps: float,
+        dtype: torch.dtype,
         *,
         embedding_of: PackedWeights | None = None,
     ) -> None:
         self.embedding_of = embedding_of  # kept alive, since the kernels read it
-        self.norm_eps = norm_eps
+        self.norm_eps, self.dtype = norm_eps, dtype
         self.kernels = kernels
         self.handle = handle
         self.layer_sizes: list[int] = []
@@ -54,7 +55,9 @@ class PackedWeights:
         handle = self.kernels.library.forerun_decoder_requantised(self.handle, address)
         if not handle:
             raise NotEnoughMemory(f"no memory for another copy of the weights in {weights}")
-        made = PackedWeights(self.kernels, handle, self.norm_eps, embedding_of=self)
+        made = PackedWeights(
+            self.kernels, handle, self.norm_eps, self.dtype, embedding_of=self
+        )
         made.layer_sizes, made.last_norm = self.layer_sizes, self.last_norm
         return made
 
@@ -69,8 +72,8 @@ class PackedWeights:
     def put_matrix(
         self, kind: MatrixKind, layer: int, matrix: Tensor, expert: int | None = None
     ) -> int:
-        """Pack a matrix, of an expert or of all rows; returns its number of elements."""
-        values = matrix.contiguous()
+        """Pack a matrix, of an expert or of all rows, as `dtype`; returns its number of elements."""
+        values = matrix.to(self.dtype).contiguous()
         self.kernels.library.forerun_decoder_put_matrix(
             self.handle, kind, layer, -1 if expert is None else expert, values.data_ptr()
         )
@@ -87,8 +90,8 @@ class PackedWeights:
     def times_head(
         self, rows: Float[Tensor, "rows width"], num_outputs: int
     ) -> Float32[Tensor, "rows num_outputs"]:
-        """Multiply rows, in the dtype of the weights, with the output matrix (NotEnoughMemory)."""
-        rows = rows.contiguous()
+        """Multiply rows with the output matrix (NotEnoughMemory)."""
+        rows = rows.to(self.dtype).contiguous()
         products = torch.empty((len(rows), num_outputs))
         if not self.kernels.library.forerun_decoder_head(
             self.handle, rows.data_ptr(), len(rows), products.data_ptr()
