@@ -242,6 +242,8 @@ def check_regular(path: Path) -> None:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         raise unreadable(str(path), error) from error
+    if stat.S_ISDIR(mode):
+        raise UnreadableInput(f"{path} is a folder; name a file in it")
     if not stat.S_ISREG(mode):
         raise UnreadableInput(f"{path} is not a regular file; copy what it holds to one")
 

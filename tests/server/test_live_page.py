@@ -12,6 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
+from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.thread import AsyncEngine
 from forerun.server.app import create_app
@@ -33,13 +34,9 @@ HOSTILE = (
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A server over the shipped pair, on a free port of this machine."""
-    engine = Engine.load(
-        "zoo:code-11m",
-        draft="zoo:code-2m",
-        dtype="float32",
-        max_batch=4,
-        num_speculative_tokens=4,  # "auto" drafts as the times of the machine tell it
-    )
+    # "auto" drafts only where that pays by the times of the machine.
+    config = EngineConfig(max_batch=4, controller="fixed", num_speculative_tokens=4)
+    engine = Engine.load("zoo:code-11m", draft="zoo:code-2m", dtype="float32", config=config)
     engine.tokenizer.use_chat_template("{{ messages | map(attribute='content') | join('\\n') }}")
     app = create_app(AsyncEngine(engine), "zoo:code-11m")
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))

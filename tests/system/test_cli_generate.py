@@ -131,10 +131,18 @@ def test_log_probabilities_are_printed_as_a_table_below_the_text(run):
     assert all(figures[0] == figures[1] for figures in rows)  # greedy: the likeliest was chosen
 
 
-@pytest.mark.parametrize(("k", "is_cut"), [("7", False), ("8", True)])
-def test_a_k_that_max_tokens_cuts_is_reported(run, k, is_cut):
-    code, _, err = run("def f", "--temperature", "0", "--max-tokens", "8", "--k", k)
-    notice = "K=8: a step drafts at most 7 tokens, because --max-tokens is 8"
+@pytest.mark.parametrize(
+    ("flags", "is_cut"),
+    [
+        (("--k", "7"), False),
+        (("--k", "9"), True),
+        ((), False),  # "auto" chooses
+        (("--controller", "fixed", "--k", "8"), True),
+    ],
+)
+def test_a_k_that_max_tokens_cuts_is_reported(run, flags, is_cut):
+    code, _, err = run("def f", "--temperature", "0", "--max-tokens", "8", *flags)
+    notice = "a step drafts at most 7 tokens, because --max-tokens is 8"
     assert code == 0 and (notice in err) == is_cut
     assert ("drafts at most" in err) == is_cut
 

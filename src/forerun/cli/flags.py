@@ -167,16 +167,16 @@ class PairFlags(TargetFlags):
     """Target and drafts, their runner and resources, and how many tokens are drafted."""
 
     draft: UseAppendAction[tuple[str, ...]] = ()
-    """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
-    "recycling", which proposes what the target ranked highest after the same token before;
-    "self:N", the target's first N layers; "self:int4" or "self:int8", the target in fewer bits;
-    "mtp", the multi-token-prediction module that ships with some targets; "none" for plain
-    decoding; "auto" for "suffix", on a CPU "self:int4" if the target is large enough, and the
-    shipped draft, or for a target that is not shipped its MTP module or a draft model from the
-    local Hugging Face cache whose tokenizer fits.
-    Default: the shipped draft for a shipped target. For other targets for which "self:int4" is
-    expected to pay, `forerun serve` uses it and `forerun generate` proposes it.
-    With several drafts the controller chooses one at every step; --tree merges them."""
+    """Draft model (folder, hub name or zoo: name), or one of:
+    "suffix" copies from the text so far;
+    "recycling" proposes what the target ranked highest after the same token before;
+    "self:N" is the target's first N layers, "self:int4" and "self:int8" the target in fewer bits;
+    "mtp" is the multi-token-prediction module that some targets ship with;
+    "auto" tries the drafts at hand, see docs/choosing.md;
+    "none" decodes plainly.
+    Several may be given: the controller chooses one at every step, and --tree merges them.
+    Default: the shipped draft of a shipped target. For another target `forerun serve` takes
+    "self:int4" if that is expected to pay, and `forerun generate` proposes it."""
     k: LookAhead = EngineConfig().num_speculative_tokens
     """K: most tokens drafted per step; 0 decodes plainly."""
     tree: str | None = None

@@ -209,7 +209,8 @@ def load_engine(
             otherwise a notice proposes it.
     """
     drafts_chains = bool(pair.draft_names) and pair.tree is None
-    if drafts_chains and max_tokens is not None and pair.k >= max_tokens > 1:
+    is_chosen = pair.controller == "fixed" or pair.k != EngineConfig().num_speculative_tokens
+    if is_chosen and drafts_chains and max_tokens is not None and pair.k >= max_tokens > 1:
         logger.warning(
             "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
             *(pair.k, max_tokens - 1, max_tokens),
@@ -239,9 +240,10 @@ def load_engine(
     num_bytes = 0
     if not (pair.draft or drafts) and config.controller == "auto":
         num_bytes = self_draft_bytes(pair.target, pair.device, pair.dtype, config)
-    engine = Engine.load(
-        pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
-    )
+    with SafeConsole(stderr=True).status(f"Loading {pair.target}"):
+        engine = Engine.load(
+            pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
+        )
     if pair.profile:
         if engine.drafter is None:
             raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")

@@ -65,10 +65,16 @@ class WatchOptions:
 def run(options: WatchOptions) -> int:
     """Read, report and remember until interrupted."""
     options.check()
+    is_first = not options.state.exists()
     state = load_state(options)
+    if not options.once:
+        _say(options, f"watching {options.source} every {options.interval_s:g} s")
     while True:
         found = _read_once(options, state)
         if options.once:
+            if not found:
+                kept = "first reading, kept in" if is_first else "no change since the readings in"
+                _say(options, f"{kept} {options.state}")
             return Exit.PROBLEM if found else Exit.GOOD
         time.sleep(options.interval_s)
 

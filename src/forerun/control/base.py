@@ -233,7 +233,12 @@ class MethodChoice:
             text += f", {self.num_accepted} of {self.num_drafted} drafted tokens accepted"
         if self.tokens_per_s is None:
             return text
-        drafts = "" if self.method == "plain" else f" drafting {self.shape}"
+        if self.method == "plain":
+            drafts = ""
+        elif self.shape == "nothing":
+            drafts = ", no draft is expected to be faster than a plain step"
+        else:
+            drafts = f" drafting {self.shape}"
         return f"{text}, {self.tokens_per_s:.0f} tokens/s expected{drafts}"
 
 

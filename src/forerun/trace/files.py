@@ -322,4 +322,7 @@ def read_trace(path: Path) -> Iterator[Item]:
     except UnreadableInput as error:
         raise InvalidTrace(f"the trace {error}") from error
     if not num_records:
-        raise InvalidTrace(f"{path} holds no record of a trace: {first_damage or 'it is empty'}")
+        raise InvalidTrace(
+            f"{path} holds no record of a trace: {first_damage or 'it is empty'}; logs and pages "
+            "of metrics are read by forerun diagnose"
+        )

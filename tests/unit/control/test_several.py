@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.simulated import CAPACITY, Tables, World, table
 
@@ -81,6 +83,10 @@ def test_the_report_counts_every_step_and_expects_most_of_what_is_used():
     assert found["plain"].tokens_per_s == pytest.approx(100.0, rel=0.1)
     assert found["cheap"].num_probes > 0
     assert described([*found.values()])[0].startswith("chosen: usual ")
+    slow = replace(found["usual"], shape="nothing", tokens_per_s=90.0)
+    assert str(slow).endswith(
+        "90 tokens/s expected, no draft is expected to be faster than a plain step"
+    )
 
 
 def test_a_report_before_the_first_step_is_empty_of_figures():

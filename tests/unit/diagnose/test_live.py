@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
@@ -146,7 +145,7 @@ SLOW = "takes more than 30 s to answer"
         ([OK, *[b"X: y\r\n"] * 99], SLOW),
         ([b"HTTP/1.1 100 Continue\r\n\r\n"] * 99, SLOW),
         ([CHUNKED, *[b"X"] * 99], SLOW),
-        ([OK + b"Content-Length: 2\r\n\r\nhi"], None),
+        ([OK + b"Content-Length: 2\r\n\r\nhi"], "holds no metric of an engine"),
     ],
     ids="huge pieces trailers slow status header headers continue trailer whole".split(),
 )
@@ -154,6 +153,5 @@ def test_a_page_is_limited_however_it_arrives(pieces, message, monkeypatch):
     Replayed(monkeypatch, lambda: pieces)
     monkeypatch.setattr(sources, "MAX_PAGE_BYTES", 1 << 18)
     monkeypatch.setattr(sources, "TIMEOUT_S", 30.0)
-    outcome = nullcontext() if message is None else pytest.raises(InvalidRequest, match=message)
-    with outcome:
+    with pytest.raises(InvalidRequest, match=message):
         sources.page_of("http://127.0.0.1:1/metrics")

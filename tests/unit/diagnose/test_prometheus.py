@@ -99,6 +99,16 @@ def test_values_that_are_none_count_nothing(value: str):
     assert "num_drafts" not in found
 
 
+@pytest.mark.parametrize("prefix", ["vllm", "sglang"])
+@pytest.mark.parametrize(("num_tokens", "is_absent"), [(0, False), (5000, True)])
+def test_an_idle_server_is_not_one_that_drafts_nothing(prefix, num_tokens, is_absent):
+    found = read(
+        f"{prefix}:generation_tokens_total {num_tokens}\n"
+        "vllm:spec_decode_num_drafts_total 0\nvllm:spec_decode_num_draft_tokens_total 0\n"
+    )
+    assert ("drafts_absent" in found) == is_absent
+
+
 def test_own_metrics_are_read_with_the_times_of_steps():
     found = read(
         "vllm:spec_decode_num_drafts_total 100\nvllm:spec_decode_num_draft_tokens_total 400\n"

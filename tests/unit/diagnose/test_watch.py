@@ -248,6 +248,15 @@ def test_a_strange_state_is_refused(tmp_path, capsys, content):
     assert state.read_text() == content
 
 
+def test_a_reading_without_a_change_says_so(tmp_path, capsys):
+    page = tmp_path / "page.prom"
+    page.write_text(Server().page)
+    arguments = ["watch", str(page), "--state", str(tmp_path / "state.json"), "--once"]
+    for words in ("first reading, kept in", "no change since the readings in"):
+        assert main(arguments) == 0
+        assert words in capsys.readouterr().out
+
+
 def test_a_page_that_cannot_be_read_ends_the_first_reading(tmp_path, capsys):
     state = str(tmp_path / "state.json")
     assert main(["watch", str(tmp_path / "none.prom"), "--state", state, "--once"]) == 2

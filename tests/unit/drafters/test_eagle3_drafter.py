@@ -268,4 +268,6 @@ def test_kernels_pack_a_head_of_another_dtype_as_their_own(network, head_dtype, 
     features = torch.randn(3, len(heads.LAYERS), target.hidden_size, dtype=torch.float32)
     packed = head.fc.weight.to(target_dtype).float()
     expected = features.to(target_dtype).float().flatten(1) @ packed.T
-    torch.testing.assert_close(model.fuse(features.to(target_dtype)), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        model.fuse(features.to(target_dtype)), expected, atol=1e-4, rtol=1e-4
+    )

@@ -297,7 +297,7 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path, content):
 
 
 def test_a_folder_that_is_no_trace_is_refused(tmp_path):
-    with pytest.raises(InvalidTrace, match="is not a regular file"):
+    with pytest.raises(InvalidTrace, match="is a folder; name a file in it"):
         list(read_trace(tmp_path))
 
 

@@ -126,6 +126,9 @@ class PrometheusText(LineReader):
                 self.kind = NAMES[prefix]
 
 
+OUTPUT_TOKENS = {"vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted"}
+
+
 def metrics_of(metrics: Metrics) -> Tally:
     """Convert counters, positions, gauges and ratios to facts."""
     tally = Tally()
@@ -141,6 +144,10 @@ def metrics_of(metrics: Metrics) -> Tally:
         if over in totals and (below := positive(totals, under)) is not None:
             tally.set_fact(fact, totals[over] / below)
     _add_positions(tally, metrics)
+    drafts = [tally.counts[fact] for fact in ("num_drafts", "num_drafted") if fact in tally.counts]
+    if drafts and not any(drafts):
+        for name in totals.keys() & OUTPUT_TOKENS:  # every token took a plain step
+            tally.count("num_steps", totals[name])
     _add_sglang(tally, totals)
     _add_own(tally, totals)
     add_cycles(tally, totals)

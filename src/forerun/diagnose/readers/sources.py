@@ -43,7 +43,12 @@ from forerun.diagnose.readers.engine_logs import (
     matched_number,
     num_draft_tokens_of,
 )
-from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line, metrics_of
+from forerun.diagnose.readers.prometheus import (
+    OUTPUT_TOKENS,
+    PrometheusText,
+    is_metric_line,
+    metrics_of,
+)
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
@@ -547,14 +552,11 @@ def read_live(
     if tally.is_empty:
         raise InvalidRequest(f"{url} holds no metric of an engine that is known")
     tally.add_to(evidence, source)
-    for name in TOKENS:
+    for name in OUTPUT_TOKENS:
         tokens = second.metrics.totals.get(name, 0.0) - first.metrics.totals.get(name, 0.0)
         if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:
             evidence.note("tokens_per_s", tokens / seconds, source)
     return evidence
-
-
-TOKENS = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted")
 
 
 def page_of(url: str) -> PrometheusText:
@@ -566,6 +568,9 @@ def page_of(url: str) -> PrometheusText:
     page = PrometheusText()
     for line in body.decode("utf-8", errors="replace").splitlines():
         page.read(line)
+    if not page.metrics.totals:
+        hint = "" if url.endswith("/metrics") else f"; try {url.rstrip('/')}/metrics"
+        raise InvalidRequest(f"{url} holds no metric of an engine that is known{hint}")
     page.close()
     return page
 

@@ -55,9 +55,7 @@ class PackedWeights:
         handle = self.kernels.library.forerun_decoder_requantised(self.handle, address)
         if not handle:
             raise NotEnoughMemory(f"no memory for another copy of the weights in {weights}")
-        made = PackedWeights(
-            self.kernels, handle, self.norm_eps, self.dtype, embedding_of=self
-        )
+        made = PackedWeights(self.kernels, handle, self.norm_eps, self.dtype, embedding_of=self)
         made.layer_sizes, made.last_norm = self.layer_sizes, self.last_norm
         return made
 
@@ -72,7 +70,7 @@ class PackedWeights:
     def put_matrix(
         self, kind: MatrixKind, layer: int, matrix: Tensor, expert: int | None = None
     ) -> int:
-        """Pack a matrix, of an expert or of all rows, as `dtype`; returns its number of elements."""
+        """Pack a matrix, of an expert or of all rows; returns its number of elements."""
         values = matrix.to(self.dtype).contiguous()
         self.kernels.library.forerun_decoder_put_matrix(
             self.handle, kind, layer, -1 if expert is None else expert, values.data_ptr()
