@@ -50,9 +50,9 @@ class GoodputConfig:
     memory: float = 0.99
     assumed_row: float = 0.05
     assumed_level: float = 0.1
-    cost_strength: float = 10.0
+    cost_strength: float = 2.0
     largest_ratio: float = 2.0
-    first_plain: int = 3
+    first_plain: int = 6
     num_cold: int = 4
     reuse: int = 8
     probe_share: float = 0.006

@@ -58,6 +58,8 @@ NEAR_SHARE = 0.95
 """Share of the speed of the best chains above which trees are compared at every decision."""
 TREES_EVERY = 8
 """Decisions of which one compares them where they are slower than that and no profile is there."""
+LEAST_GAIN = 0.05
+"""Of drafts over plain steps, that repeated measurements of plain steps are taken to lose."""
 UNLIMITED = 1 << 20
 """More tokens than a draft can have."""
 Times = Mapping[str, StepTimes]
@@ -136,12 +138,11 @@ class GoodputController:
         self._will_rest = 0  # the same after it
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
-        self._reading_left = 0.0  # plain steps that unproven reading may take
+        self._reading_left = 0.0  # plain steps of one request that unproven reading may take
         self._num_probes = 0
         self._has_profile = any(source is not None for source in costs.values())
         self._num_decided = self._next_trees = 0
-        first_gap = self._plain_gap - self.config.num_cold
-        self._since_plain: defaultdict[int, float] = defaultdict(lambda: first_gap)
+        self._since_plain: defaultdict[int, float] = defaultdict(lambda: math.inf)
         self._plain_left = 0
         self._num_plain = self.config.num_cold
         self._is_logged = False
@@ -292,7 +293,7 @@ class GoodputController:
             self._since_plain[bucket], self._plain_left = 0.0, config.first_plain
         elif not drafts:
             self._plain_left = 0
-        elif self._since_plain[bucket] >= self._plain_gap:
+        elif self._since_plain[bucket] >= self._plain_gap(active, times):
             self._since_plain[bucket], self._plain_left = 0.0, self._plain_run
         if self._plain_left > 0:
             active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
@@ -340,8 +341,10 @@ class GoodputController:
         if num_unread < LEAST_READ:
             return True
         steps = batch * num_unread * own.read_s / own.plain_s
-        if curve is None or not self._is_known(state, method):
+        if curve is None:
             return steps <= self._reading_left
+        if not self._is_known(state, method):
+            return batch * steps <= self._reading_left  # the others of the batch read as much
         values = zip(*chain_values(curve, own, batch), strict=True)
         saved = 1.0 - min([step_s / tokens for tokens, step_s in values]) / own.plain_s
         return steps < saved * self.acceptance.num_expected(state)
@@ -350,9 +353,15 @@ class GoodputController:
     def _plain_run(self) -> int:
         return max(1, 2 * self.config.num_cold)
 
-    @property
-    def _plain_gap(self) -> float:
-        return self._plain_run / self.config.probe_share
+    def _plain_gap(self, active: ActivePlan, times: Times) -> float:
+        """Return after how many steps that draft the cost of plain ones is measured again.
+
+        Plain steps lose what drafts gain, so where that is little they may be frequent: it is
+        there that their cost decides.
+        """
+        plain_s = times[self.methods[0]].plain_s
+        gain = active.allocation.tokens_per_s * plain_s / len(active.states) - 1.0
+        return self._plain_run * max(LEAST_GAIN, gain) / self.config.probe_share
 
     def _probe(
         self, active: ActivePlan, states: Sequence[RequestState], times: Times, room: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from tests.simulated import CAPACITY, Tables, World, table
@@ -67,10 +68,13 @@ def test_another_drafter_is_chosen_where_the_text_changes():
     def acceptance(method, _, step):
         return 0.85 if (method == "usual") == (step < 500) else 0.1
 
-    ours, rate = chosen(acceptance, 0, has_profile=False)
-    assert rate >= 1.05 * best_of_all(acceptance)
-    steps = {choice.method: choice.num_steps for choice in ours.choices()}
-    assert min(steps["usual"], steps["cheap"]) > 300
+    rates = []
+    for seed in range(5):
+        ours, rate = chosen(acceptance, seed, has_profile=False)
+        rates.append(rate)
+        steps = {choice.method: choice.num_steps for choice in ours.choices()}
+        assert min(steps["usual"], steps["cheap"]) > 250
+    assert fmean(rates) >= 1.05 * best_of_all(acceptance)
 
 
 def test_the_report_counts_every_step_and_expects_most_of_what_is_used():
