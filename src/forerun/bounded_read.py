@@ -249,7 +249,7 @@ def check_regular(path: Path) -> None:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """UTF-8 text without a byte order mark."""
+    """Decode UTF-8, without its byte order mark; raises UnreadableInput that names the source."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -117,7 +117,7 @@ def chunked_loss(
 def chunked_acceptance(
     rows: LearnedRows, head: DraftHead, *, temperature: float
 ) -> Float32[Tensor, " rows"]:
-    """Return alpha of every row under the deployed rule, without a gradient."""
+    """Return the acceptance probability of every row at a temperature, without a gradient."""
     if rows.teacher is None:
         raise ValueError("acceptance needs a teacher, and there is none")
     dtype = _product_dtype(rows.hidden)

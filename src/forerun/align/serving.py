@@ -200,7 +200,7 @@ SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
 
 
 def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
-    """Return the settings of those of the engines that support the method."""
+    """Return the settings of each engine that supports the method; others are left out."""
     known = [engine for engine in dict.fromkeys(engines) if engine in SUPPORTED[serving.method]]
     return [ENGINES[engine](serving) for engine in known]
 

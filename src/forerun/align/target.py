@@ -137,7 +137,7 @@ class TargetModel:
 
 
 def adopt_target(model: Any) -> TargetModel:
-    """Freeze a transformers model and use it as a teacher's target."""
+    """Return a transformers model, frozen, as the target of a teacher."""
     model.eval().requires_grad_(False)
     settings: Mapping[str, Any] = model.config.to_dict()
     architecture = read_architecture(type(model).__name__, settings)

@@ -137,16 +137,16 @@ def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
 
 Columns = Mapping[str, Tensor]
 MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows states hidden"]], Columns]
-"""What is kept of a sample, from the target's states at its learned rows (`TargetModel.states`)."""
+"""Returns what is cached of a sample, from the target's states at the rows that are learned."""
 
 
 class TargetCache:
-    """What the target computes for samples, on disk.
+    """Cache on disk of what the target computes for samples, one file per sample.
 
     Args:
-        kind: begins the name of the folder.
-        settings: that decide the content beside target, tokenizer, template and text.
-        layers: of the target whose inputs are read beside the last hidden states.
+        kind: first part of the folder's name.
+        settings: settings that decide the content, beside target, tokenizer, template and text.
+        layers: layers of the target whose inputs are cached beside the last hidden states.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class TargetCache:
         self._files: dict[str, Path] = {}
 
     def read(self, sample: Sample) -> dict[str, Tensor]:
-        """Return what is kept of a sample that the cache was filled with."""
+        """Return the cached tensors of a sample by name; `fill` must have stored them."""
         path = self._files.get(hash_sample(sample))
         if path is None:
             raise InvalidCache(f"{self.folder} has no rows of a sample that was not prepared")

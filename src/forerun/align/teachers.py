@@ -264,9 +264,10 @@ def _rows_of_states(
 
 
 class CachedStates:
-    """Teacher over cached hidden states; see `Teacher` and `make_teacher`.
+    """Teacher that computes the target's distributions from hidden states cached on disk.
 
-    Without layers only the states of learned rows are cached, otherwise those of all rows.
+    Without layers only the states of learned rows are cached, otherwise those of all rows. See
+    `Teacher` and `make_teacher`.
     """
 
     def __init__(self, cache: TargetCache, layers: tuple[int, ...] | None) -> None:

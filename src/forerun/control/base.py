@@ -198,7 +198,7 @@ class RestingController(Controller, Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class MethodChoice:
-    """The steps that one way of decoding was chosen for, and its expected speed at the end.
+    """How often a controller chose one drafter or plain decoding, and the speed it expects of it.
 
     Attributes:
         num_steps: steps of single requests that it was planned for, probes included; plain steps

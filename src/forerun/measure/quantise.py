@@ -1,4 +1,4 @@
-"""Writes a model with matrices of 8 or 4 bits, and measures what that costs in bits per byte."""
+"""Writes a model with matrices of 8 or 4 bits, and measures its loss in bits per byte."""
 
 from __future__ import annotations
 

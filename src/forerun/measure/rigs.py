@@ -173,7 +173,7 @@ Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
 
 @runtime_checkable
 class Rig(Protocol):
-    """Interface of measurements of several cells with the same models and sequences."""
+    """Interface of what measures cells, each a quantity at one size, with the same models."""
 
     @property
     def cells(self) -> Sequence[ProfileCell]:
@@ -699,7 +699,7 @@ Estimates = Mapping[ProfileCell, Interval]
 
 
 def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
-    """Return the cost table of greedy or of sampled decoding from measured cells.
+    """Return the cost table of greedy or of sampled decoding from measured durations.
 
     A plain step is measured whole at the shortest context; at others it grows as its pass does. Of
     a speculative step, what is beyond its passes measured alone (the engine's own work, and passes

@@ -203,7 +203,7 @@ class AttentionPass:
         return self.store.geometry.num_kv_heads
 
     def widened(self, heads: Tensor) -> Tensor:
-        """Fill heads up with zeros to the one width that the store has."""
+        """Pad heads with zeros to the width of heads in the KV store."""
         missing = self.store.geometry.head_dim - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 

@@ -232,7 +232,7 @@ def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) 
 
 
 def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the options with which transformers reads a model's other files."""
+    """Return the folder and the options for transformers' `from_pretrained`; it fetches nothing."""
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if folder.is_file():
         return folder.parent, options | {"gguf_file": folder.name}

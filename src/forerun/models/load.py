@@ -280,7 +280,7 @@ class ModelFiles:
 
 
 def kept_bytes(packed: GGUFFile | QuantisedFolder, element_bytes: int, *, is_tied: bool) -> int:
-    """Return the bytes of the weights where blocks are kept and the rest is dequantised."""
+    """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():
         bits, num_weights = packed.bits(name), math.prod(shape)

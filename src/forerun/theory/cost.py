@@ -291,7 +291,7 @@ class CostTable:
         return spent_s / self.plain_step_s(context, batch)
 
     def cycle_cost(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Return kappa = K c + v(K + 1) + o(K), or 1 for K = 0, which is plain decoding."""
+        """Return the cost of a cycle in plain steps: kappa = K c + v(K + 1) + o(K), 1 for K = 0."""
         if num_speculative_tokens == 0:
             return 1.0
         return cycle_cost(

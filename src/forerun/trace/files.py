@@ -60,9 +60,9 @@ MAX_NODES = 4096
 MAX_COUNT = 1 << 53
 """Larger integers have no exact float."""
 MAX_SECONDS = 1e12
-"""Of durations and clocks: 30,000 years."""
+"""Largest duration or clock reading of a record, 30,000 years."""
 MAX_PROB = 1.0 + 1e-3
-"""Of sums in fp32 over a vocabulary."""
+"""Rounding that probabilities summed in fp32 over a vocabulary may have."""
 DURATIONS = ("draft_s", "verify_s", "other_s")
 _MOST: Mapping[str, float] = {
     **dict.fromkeys(("k_budget", "num_drafted", "depth_drafted", "num_accepted"), MAX_NODES),
@@ -106,16 +106,18 @@ DECODER = msgspec.json.Decoder(Record)
 MAX_LINE_BYTES = 1 << 22
 """No record is as long; a damaged file need not have any line ends, and memory is finite."""
 MAX_SKIPPED_BYTES = 1 << 28
-"""Of a line that is too long; where it goes on, the rest of the file is not read."""
+"""Most bytes that are skipped to find the end of a line that is too long. If it has not ended by
+then, the rest of the file is not read."""
 MAX_DAMAGED = 500_000
-"""Parts of a file that cannot be read; what follows them is not read."""
+"""Most damaged parts of a file; what follows the last of them is not read."""
 
 
 class JsonLines:
-    """Writes records as JSON lines.
+    """Writes records to a file as JSON lines.
 
     Attributes:
-        num_buffered: records after which a `TraceWriter` writes, or seconds: `buffered_s`.
+        num_buffered: number of records from which on a `TraceWriter` writes them.
+        buffered_s: seconds after which it writes them even if they are fewer.
     """
 
     num_buffered = 256
@@ -168,7 +170,7 @@ def _skip_line(file: BufferedReader) -> tuple[int, bool]:
 
 
 def unread(where: str) -> Damage:
-    """Return the damage of a file that goes on without line ends."""
+    """Return the `Damage` that stands for the rest of a file, in which no line ends."""
     what = f"no line ends within {MAX_SKIPPED_BYTES} bytes; the rest of the file was not read"
     return Damage(where=where, what=what)
 

@@ -47,10 +47,11 @@ MIN_PLAIN_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCycleCost:
-    """kappa over the drafting steps for which plain steps at the same batch size exist.
+    """Mean cost of drafting steps in plain steps of the same batch size (kappa).
 
     Attributes:
-        num_uncompared: drafting steps in cycles of a size no plain step had.
+        num_steps: drafting steps that are compared.
+        num_uncompared: drafting steps left out, because no plain step had their batch size.
     """
 
     estimate: float
@@ -60,7 +61,7 @@ class MeasuredCycleCost:
 
 @dataclass(slots=True, kw_only=True)
 class Seconds:
-    """Cycles, their steps, and their seconds of drafting, of the target pass and of the rest."""
+    """Numbers of cycles and of their steps, and the sums of their durations in seconds."""
 
     num_cycles: int = 0
     num_steps: int = 0
@@ -116,7 +117,7 @@ def merged(parts: Iterable[Seconds]) -> Seconds:
 
 @dataclass(slots=True)
 class CyclesByKind:
-    """Cycles by kind and by how many requests shared them: a step costs more where there are more.
+    """Durations of cycles by kind and batch size: a cycle with more requests takes longer.
 
     The cycles of a group of requests are counted once for each of its steps in them.
     """

@@ -41,11 +41,15 @@ MIN_NEIGHBOURS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StretchCounts:
-    """Drafting steps counted by stretch of a request and by value of one property of the steps.
+    """Counts of drafting steps by stretch, a run of one request's steps, and by one property.
 
     Attributes:
-        total: sum over them of the share of their draft that the verifier expected to accept.
-        squares: sum of its squares.
+        stretch: index of the stretch.
+        place: value of the property.
+        num_steps: drafting steps with that value in that stretch.
+        num_first: those of them whose first draft token was accepted.
+        total: sum over these steps of the share of the draft that the verifier expected to accept.
+        squares: sum of the squares of these shares.
     """
 
     stretch: Ints
