@@ -292,7 +292,7 @@ class ColumnAttention:
 
 
 LEAST_GOLDEN, MOST_GOLDEN = 8, 12
-"""Tokens of the text of golden rows."""
+"""Least and most tokens of the text whose outputs are stored as golden rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

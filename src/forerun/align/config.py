@@ -20,16 +20,17 @@ Method = Literal["draft_model", "eagle3", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
 
 LEFT_OUT = ("out", "engine", "export", "push_to_hub")
-"""Settings that decide where and how fast things happen, and not what is learned."""
+"""Settings that do not change the trained draft, only where and how fast it is made."""
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
-"""May change between a run and its continuation: the steps stay what they are."""
+"""Training settings that may differ when a run is resumed, because they change no step."""
 LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")
-"""Linear in the target's probabilities: tokens sampled from it estimate the loss without bias."""
+"""Losses linear in the target's probabilities: tokens sampled from it estimate them without
+bias."""
 _PARTIAL: Mapping[TeacherKind, str] = {
     "sampled": "ids drawn from the target are unbiased only in",
     "top-k": "a truncated distribution biases all but",
 }
-"""Teachers that have a part of a distribution, unless it is greedy."""
+"""Why teachers that hold only a part of a sampled distribution suit few objectives, by teacher."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),

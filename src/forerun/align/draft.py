@@ -246,7 +246,8 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 ALPHA_FLOOR = 1e-6
-"""Acceptance counts as no less, so that a hopeless window still has shares: all of it its first."""
+"""Lower bound on acceptance probabilities, so that the weights of a window without any acceptance
+are defined."""
 
 
 @torch.no_grad()
@@ -350,7 +351,7 @@ TARGET_FILES = (
 )
 TOKEN_SETTINGS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 ATTENTION = "sdpa"
-"""Implementation of transformers that is trained with."""
+"""Attention implementation of transformers used in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -228,7 +228,7 @@ def _card_figures(judged: DraftFigures) -> CardFigures:
 
 
 DRAFT_COLOURS = (BASELINE, *COLOURS)
-"""The first is what there was before."""
+"""Colours of the drafts in a plot: first the draft before alignment, then those after it."""
 MAX_COLUMNS = 4
 
 

@@ -59,8 +59,8 @@ from forerun.theory.cost import CostTable
 logger = logging.getLogger("forerun.align")
 
 CostsOf = Callable[[Path, float, str], CostTable | None]
-"""What a draft folder costs beside the target, at a temperature; None where that is not known. The
-hash of the target's weights comes along, for they take long to read."""
+"""Returns the cost table of a draft folder at a temperature, or None if it is not known. The last
+argument is the hash of the target's weights, which takes long to compute."""
 
 
 def align(

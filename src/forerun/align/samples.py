@@ -106,7 +106,7 @@ def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
 COVERED = 0.995
 """Share of the learned tokens that a vocabulary covers if no size is given."""
 MULTIPLE = 128
-"""A size that is chosen here is a multiple of it, which products of matrices take well."""
+"""Chosen vocabulary sizes are multiples of this, for which matrix products are fast."""
 MOST = 32_000
 
 

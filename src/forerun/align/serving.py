@@ -33,8 +33,8 @@ from forerun.theory.intervals import Interval
 ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 )
-"""Written to the draft's generation_config.json: exactly K tokens at every step. By default
-transformers drafts 20 tokens and stops early where the draft is not sure."""
+"""Settings for the draft's generation_config.json that make transformers draft K tokens at every
+step. By default it drafts 20 and stops early where the draft's confidence is low."""
 SERVING_FOLDER = "serving"
 RAW_FOLDER = "sglang"
 """Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""

@@ -51,7 +51,7 @@ ROWS, HEAD, SUFFIX = "rows", "head", ".safetensors"
 MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
 SHARDED = "sharded"
-"""As a device: the target is spread over all GPUs there are, for it is larger than one."""
+"""Value of `device` that spreads a target too large for one GPU over all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,9 +52,9 @@ from forerun.trace.files import Damage, read_trace
 
 FORMAT = 2
 FREE = ("n", "logprobs")
-"""Parameters that decide nothing: every response is a single sample."""
+"""Sampling parameters that do not change a response, since each is one sample."""
 DEFAULTS = SamplingParams()
-"""Left out of an origin, so that a new parameter does not make an old origin another one."""
+"""Values that an origin leaves out, so that its hash stays the same when a parameter is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,8 @@ class Response:
 class ResponseStore:
     """File of the responses of one origin, named by the hash of that origin.
 
-    Lines are written whole, so a killed process loses at most the one it was writing; the next
-    line that is written replaces what is left of it. One process at a time writes, see `writing`.
+    A killed process loses at most the line that it was writing; the next line replaces what is left
+    of it. One process at a time writes, see `writing`.
     """
 
     def __init__(self, folder: Path, origin: ResponseOrigin) -> None:
@@ -117,8 +117,7 @@ class ResponseStore:
         self.path = folder / f"{origin.source}-{hash_of(origin.header.encode())}.jsonl"
         self._lock = lock_for(self.path)
         self._responses: dict[str, Response] = {}
-        self._num_bytes = 0
-        """Of the whole lines in the file."""
+        self._num_bytes = 0  # size of the file without an incomplete last line
         self._load()
 
     def __len__(self) -> int:
@@ -163,7 +162,7 @@ class ResponseStore:
         return self._responses.get(prompt_hash)
 
     def _append(self, line: str) -> None:
-        """Write a line behind the whole ones; if that fails, the file ends with these."""
+        """Append a line after the last complete one; a line that fails to be written is removed."""
         with self.path.open("ab", buffering=0) as file:
             file.truncate(self._num_bytes)
             remaining = memoryview(line.encode() + b"\n")
@@ -177,7 +176,7 @@ class ResponseStore:
         self._num_bytes = num_bytes
 
     def _load(self) -> None:
-        """Read the whole lines of the file."""
+        """Read the responses in the complete lines of the file."""
         self._responses = {}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +289,7 @@ def draft_writer(
 
 _FINISH_REASONS = ("stop", "length")
 _MAX_TOKEN_CHARACTERS = 1024
-"""Of one token, generously: the longest in use are runs of some hundred spaces."""
+"""Most characters that one token may stand for; the longest in use are some hundred spaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -504,7 +503,8 @@ def build_replay_sample(
 
 
 NUM_LOGPROBS = 20
-"""Asked of a server that teaches: the most the protocol of OpenAI allows."""
+"""Log-probabilities per token that a teaching server is asked for: the most that OpenAI's API
+allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

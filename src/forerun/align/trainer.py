@@ -40,7 +40,7 @@ from forerun.errors import InvalidCheckpoint, TrainingDiverged
 from forerun.models.tensor_files import writing_tensors
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and compilation put into the names of parameters."""
+"""Prefixes that activation checkpointing and compilation add to the names of parameters."""
 
 
 def _named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -377,7 +377,7 @@ def decisive(config: TrainingConfig) -> dict[str, str]:
 
 
 FINAL_SHARE = 0.1
-"""What is left of the peak at the end."""
+"""Learning rate at the last step, as a share of the peak."""
 BETAS = (0.9, 0.95)
 
 

@@ -132,10 +132,10 @@ class Workspace:
 
     Attributes:
         draft: the best draft so far, in Hugging Face format.
-        responses: those of target and draft, one file per origin.
+        responses: folder of responses of target and draft, one file per origin.
         training: folder of the checkpoint.
-        metrics: those of every optimiser step, as JSON lines.
-        judgements: of the draft during training, as JSON lines.
+        metrics: file of the metrics of every optimiser step, as JSON lines.
+        judgements: file of the judgements of the draft during training, as JSON lines.
         manifest: file of the settings, and of all inputs that decide the result (`IDENTITY`).
     """
 
@@ -211,7 +211,7 @@ GONE: Mapping[str, Mapping[str, int]] = {
     "data": {"samples_per_prompt": 1},
     "training": {"lora_rank": 0},
 }
-"""Settings of earlier versions that are ignored where they had these defaults."""
+"""Removed settings, by stage; files with any other value than these defaults are refused."""
 
 
 def settings_of(config: AlignConfig) -> dict[str, Any]:
@@ -259,7 +259,7 @@ FREE = {
     "training": FREE_TRAINING_SETTINGS,
     "evaluation": (),
 }
-"""By stage, settings that do not change the result, or whose effect a hash covers."""
+"""Settings, by stage, that do not change the result, or whose effect a hash covers."""
 OF_THE_TEACHER = "teacher."
 
 
@@ -417,9 +417,9 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 MEMORY = 0.9
-"""Shown figures are running means that forget a tenth per step: single steps are noisy."""
+"""Weight of earlier steps in the running means that the progress bar shows."""
 OnProgress = Callable[[int, int], None]
-"""Told how many are done, and of how many, whenever that changes."""
+"""Called with the number of items done and the number of all items, whenever the first grows."""
 
 
 class Phases:
