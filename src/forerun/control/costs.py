@@ -22,7 +22,7 @@ from forerun.theory.cost import CostTable
 from forerun.theory.record import StepRecord
 
 LEAST_READ = 16
-"""Tokens from which on the time of reading them shows beside that of a draft or a step."""
+"""Least number of tokens whose reading time is told from the time of a draft or a step."""
 
 
 @runtime_checkable

@@ -49,17 +49,19 @@ logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
 MOST_DOUBLED = 3
-"""Lost probes in a row that double what the next one is charged with at most."""
+"""How often the limit on the charge of a probe doubles at most, once per lost probe."""
 MOST_REST = 15
-"""Plain steps in a row without a record; the others keep the costs of plain steps up to date."""
+"""Most consecutive plain steps for which the engine builds no records; the records of the others
+keep the costs of plain steps up to date."""
 LOGGED_AFTER = 30
-"""Plain steps in a row after which the log says that drafting was stopped."""
+"""Consecutive plain steps after which the log reports that drafting was stopped."""
 NEAR_SHARE = 0.95
-"""Share of the speed of the best chains above which trees are compared at every decision."""
+"""Trees are compared at every decision if their speed exceeds this share of that of the best
+chains, or if there is a profile."""
 TREES_EVERY = 8
-"""Decisions of which one compares them where they are slower than that and no profile is there."""
+"""Otherwise trees are compared at every n-th decision, with this n."""
 LEAST_GAIN = 0.05
-"""Of drafts over plain steps, that repeated measurements of plain steps are taken to lose."""
+"""Least gain of drafts over plain steps that is assumed to be lost while plain steps are measured."""
 UNLIMITED = 1 << 20
 """More tokens than a draft can have."""
 Times = Mapping[str, StepTimes]
@@ -238,8 +240,9 @@ class GoodputController:
         """
         first, allocation = records[0], active.allocation
         took_s = first.draft_s + first.verify_s + first.other_s
-        # A drafter that is off has a long text to read first. That is charged more fully where
-        # more than two probes have lost: rare probes find late that drafting pays again.
+        # A drafter that was off reads a long text first. Charged in full, that would make probes so
+        # rare that they find late that drafting pays again. So the charge has a limit, which
+        # doubles with each probe lost after the second.
         most = self.config.largest_ratio * 2.0 ** min(max(0, self._num_lost - 2), MOST_DOUBLED)
         took = min(most, took_s / allocation.step_s)
         gained = sum(r.num_accepted for r in records if r.request_id == active.names[at])
@@ -487,7 +490,7 @@ class GoodputController:
 
 @cache
 def _chain(method: str, num_tokens: int) -> Plan:
-    """Return the same plan every time, which is also compared faster."""
+    """Return the same object for the same plan, which makes comparisons fast."""
     return Plan.chain(method, num_tokens)
 
 
