@@ -22,33 +22,33 @@ from forerun.theory.record import Json
 
 MAX_ANSWERS = 30
 MAX_UNKNOWN = 10
-"""Answers in a row that were "unknown", after which nothing more is asked."""
+"""Number of consecutive answers "unknown" after which nothing more is asked."""
 MAX_ITEMS = 5
-"""Observations that are asked about at once."""
+"""Most observations that one question asks about."""
 SURE = 0.95
 """Probability of the first cause from which on nothing more is asked: benchmarks/real-cases says
 how often it is right there."""
 _BASE_RATE = 0.08
-"""Probability of an observation under a cause that says nothing about it."""
+"""Probability of an observation under a cause that neither supports nor contradicts it."""
 _MINUTES_TO_ANSWER = 20.0
-"""What one more question costs, beside the experiment that answers it."""
+"""Cost of one more question, in minutes, beside the experiment that answers it."""
 _KNOWN_INSIDE = 0.4
-"""How often an observation inside the engine can be answered, relative to others."""
+"""Probability that an operator can answer a question about the inside of an engine."""
 _OPENING = (
     *("acceptance_low", "slower_than_plain", "no_gain", "output_differs", "output_corrupt"),
     "tools_disagree",
 )
-"""What is asked first where nothing is known of what the complaint is about."""
+"""Observations that are asked about first if the complaint names no topic."""
 _LEAST = 0.005
-"""Nats of information below which a question is not worth asking."""
+"""Expected information, in nats, below which no question is asked."""
 _UNSHOWN = 1.5
-"""Nats by which a cause counts less if it explains nothing of what is complained about."""
+"""Log-probability, in nats, that a cause loses if it explains no topic of the complaint."""
 _SHOWS = 1.0
-"""Least weight, in nats, with which a cause explains an observation."""
+"""Least weight, in nats, of an observation that a cause is said to explain."""
 _TOGETHER = 3
-"""Observations that are looked at together when asking may end."""
+"""Number of open observations whose joint answers decide whether asking ends."""
 _LEAST_CHANGE = 0.02
-"""Probability that these change the first cause, below which asking ends."""
+"""Asking ends if their answers change the likeliest cause with less than this probability."""
 _WORDS: Mapping[object, bool | None] = {
     **dict.fromkeys(("y", "yes", "true", True), True),
     **dict.fromkeys(("n", "no", "false", False), False),
@@ -189,12 +189,12 @@ _MOVES: Mapping[str, Mapping[str, float]] = {
     for fact in FACTS.values()
     if fact.type == "flag"
 }
-"""By observation and cause: by how much a yes, in place of a no, speaks for the cause, in nats."""
+"""Log-likelihood ratio of yes over no, in nats, by observation and cause."""
 _TOPICS = {
     topic: tuple(kind.name for kind in GROUPS[topic] if kind.type == "flag")
     for topic in ("acceptance", "output", "cost")
 }
-"""What complaints are about, with the observations that tell so."""
+"""Topics of complaints, with the observations that belong to each."""
 _SHOWN_IN = {
     label: {
         topic
@@ -203,7 +203,7 @@ _SHOWN_IN = {
     }
     for label in CAUSES
 }
-"""By cause: the topics that observations which speak for it belong to."""
+"""Topics, by cause, of the observations that the cause explains."""
 _GROUP_OF = {kind.name: name for name, group in GROUPS.items() for kind in group}
 _ASKED = tuple(
     name for name, moves in _MOVES.items() if name != "symptom_seen" and set(moves) - {"healthy"}
@@ -211,9 +211,9 @@ _ASKED = tuple(
 
 
 def _probabilities(evidence: Evidence) -> dict[str, float]:
-    """Return the probability of every cause; the rest to 1 is that of causes not listed.
+    """Return the probability of every cause; what is missing to 1 is that of unlisted causes.
 
-    Other than scores, these do not cut the share of a cause that nothing speaks for yet.
+    Unlike scores, they do not lower the share of a cause for which there is no evidence yet.
     """
     complaint = _topics_of(evidence)
     logs = {}

@@ -193,7 +193,7 @@ Effect = Literal[
     "all_accepted",
     "none",
 ]
-"""What a remedy does to the step, as far as speed goes."""
+"""Effect of a remedy on tokens per step or on the cost of a step."""
 
 TYPICAL_DRAFT_COST = {"ngram": 0.005, "eagle": 0.05, "mtp": 0.06, "block": 0.03}
 DEFAULT_DRAFT_COST = 0.1

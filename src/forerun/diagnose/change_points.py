@@ -22,7 +22,7 @@ _ALARM = 12.0
 _MOST = 5.0
 """Deviation that one batch counts for at most, in spreads."""
 _LEAST_SPREAD = 0.005
-"""Of a share, or of the logarithm of a figure: less is never called a change."""
+"""Least spread, of a share or of the logarithm of a figure, that deviations are divided by."""
 MIN_DRAFTS = 500
 """Drafts of a batch, from which acceptance is judged."""
 MAX_WATCHED = 8
@@ -50,7 +50,7 @@ class ChangePoint(Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What changed, in one sentence without the time."""
+        """The change in one sentence, without its time."""
         verb = "fell" if self.now < self.before else "rose"
         return f"{self.series} {verb} from {self.before:.3g} to {self.now:.3g}"
 

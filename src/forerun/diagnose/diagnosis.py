@@ -418,7 +418,7 @@ class ScoredCause:
 
     @property
     def penalty(self) -> float:
-        """What a cause loses, in nats, for having little or hardly any evidence in its favour."""
+        """Nats subtracted from the score of a cause with little evidence in its favour."""
         return 0.0 if self.is_supported else 6.0 if self.reaches(MIN_ALSO) else 12.0
 
     def reaches(self, support: float) -> bool:

@@ -64,9 +64,9 @@ Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 COUNTS = frozenset(
     {"num_drafts", "num_drafted", "num_accepted", "accepted_per_position", "drafted_per_position"}
 )
-"""Counts that belong together: those of two sources make no rate."""
+"""Counts of which rates are computed, so all of them must come from one source."""
 MAX_WORD = 200
-"""Characters of the longest word."""
+"""Most characters of a fact that is a word."""
 MAX_NUMBER = 1e15
 """Largest number of a fact without a limit of its own: counts are exact up to here."""
 MAX_SIMILAR = 8
@@ -506,10 +506,10 @@ def _add_linearity(evidence: Evidence) -> None:
 
 
 FREE_ROWS = 128.0
-"""Where passes of usual accelerators turn from waiting for weights to computing; some hundred."""
+"""Rows up to which a pass of an accelerator is limited by reading weights, not by computing."""
 FREE_ROWS_CPU = 16.0
 MIN_GROWTH = 0.05
-"""Of a pass: less is not told from nothing."""
+"""Least relative growth of a pass's time that is told from measurement noise."""
 
 
 def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
@@ -531,7 +531,7 @@ def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
 
 
 RATIOS: Sequence[tuple[str, str, str]] = load_table("derived")["ratio"]
-"""Name, over, under."""
+"""Facts that are ratios of two figures: name, numerator, denominator."""
 
 
 def add_ratios(evidence: Evidence) -> None:

@@ -48,27 +48,25 @@ _PROMPTS = (
 )
 _GAUGE = "sglang:spec_accept_length"
 _GAUGE_POLLS = 6.0
-_LINES = 256
-"""Of a trace, that are added at once: fewer drafts than a batch, so that a long trace has many."""
-_LAST_BYTES = 4096
-"""Of what was read of a trace, by which it is known again."""
+_LINES = 256  # of a trace, counted together; few, so that a long trace fills many CUSUM batches
+_LAST_BYTES = 4096  # hashed at the end of what was read, to notice that a trace was replaced
 TIME_PER_TOKEN = "time per output token (s)"
 TIME_OVER_TARGET = "time per output token (s), against its target,"
 PROMPT_TOKENS = "prompt tokens per request"
 
 
 class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
-    """All that a watch remembers; it survives restarts of the watch and of what it watches.
+    """The saved state of a watch, which continues after restarts of the watch or of the server.
 
     Attributes:
         source: what is watched; a state belongs to one source.
-        last: counters at the latest reading; a counter that has become smaller began anew.
+        last: counters at the latest reading; a counter that is smaller at the next was reset.
         usual: counts since the watch began or the latest change, without those of `recent`.
-        recent: counts since some figure deviates.
-        unsent: changes that the web hook has not taken yet.
+        recent: counts since the first deviation of a figure.
+        unsent: changes that the web hook has not accepted yet.
         num_failed: readings in a row that failed.
-        num_read_bytes: of a trace, up to the end of its last whole line; None before.
-        last_hash: of the last bytes of them; another file has others.
+        num_read_bytes: bytes read of a trace, up to its last complete line; None before reading.
+        last_hash: hash of the last of these bytes, which differs if the file was replaced.
     """
 
     source: str
@@ -90,8 +88,8 @@ def observe(
     """Add a reading to the state; returns the changes that it shows.
 
     Args:
-        state: is updated.
-        metrics: of the page, as read.
+        state: state of the watch, which is updated.
+        metrics: metrics of the page.
         at_s: Unix time.
         target_s: time per output token that should not be exceeded; None for none.
     """
@@ -104,7 +102,7 @@ def observe(
 def observe_trace(state: WatchState, path: Path, target_s: float | None) -> list[ChangePoint]:
     """Add the lines that a trace has gained; returns the changes that they show, at their times.
 
-    A file that was cut or put in the place of another is read from its start.
+    A file that was truncated or replaced is read from its start.
 
     Raises InvalidRequest where it cannot be read, or holds no record at all.
     """
@@ -137,7 +135,7 @@ def _hash_before(file: BinaryIO, end: int) -> str:
 
 
 class _Piece(Struct, frozen=True, kw_only=True):
-    """Some lines of a trace: what they count, and the engine's clock at the last step."""
+    """Consecutive lines of a trace: their counts, and the engine's clock at the last step."""
 
     num_bytes: int
     num_records: int
@@ -159,7 +157,7 @@ def _pieces(file: BinaryIO) -> Iterator[_Piece]:
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines up to one that is still being written."""
+    """Yield the complete lines of a file; an unfinished last line is left for later."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) < MAX_LINE_BYTES and not line.endswith(b"\n"):
             return
@@ -167,7 +165,7 @@ def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _counters(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> Metrics:
-    """Return what our server's page would count of these records."""
+    """Return the counters that forerun's /metrics page would show for these records."""
     counts = AcceptanceCounts.from_records(step for step in steps if step.num_drafted)
     cycles = {step.cycle_id: step for step in steps}.values()
     decoding = [step for step in steps if step.step]  # the first one reads the prompt

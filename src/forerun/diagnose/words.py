@@ -389,7 +389,7 @@ COLOURS = {
     "unsplit": "drafting, pass and overhead together",
     "total": "sum",
 }
-"""What the colours of the waterfall mean."""
+"""Legend of the waterfall's colours."""
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 

@@ -11,7 +11,7 @@ from forerun.diagnose.evidence import Evidence, load_table
 
 MAX_POSITIONS = 64
 METHODS: Mapping[str, Mapping[str, str]] = load_table("engines")["methods"]
-"""By engine: the fact `method` by its name of a method."""
+"""Value of the fact `method` for each name that an engine gives a drafting method, by engine."""
 
 
 @dataclass(slots=True, kw_only=True)

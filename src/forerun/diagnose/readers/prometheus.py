@@ -22,7 +22,7 @@ POSITIONS: Mapping[str, str] = _TABLE["positions"]
 GAUGES: Mapping[str, str] = _TABLE["gauges"]
 RATIOS: Mapping[str, tuple[str, str]] = _TABLE["ratios"]
 NAMES: Mapping[str, str] = _TABLE["kinds"]
-"""What pages of an engine are called, by the beginning of the names of its metrics."""
+"""Name of an engine's metrics page, by the prefix of its metrics' names."""
 OWN, *_ = PREFIXES = tuple(NAMES)
 
 
@@ -72,7 +72,7 @@ class Metrics:
         )
 
     def include(self, other: Metrics) -> None:
-        """Add the samples of another."""
+        """Add the samples of another object to these."""
         for name, value in other.totals.items():
             self.totals[name] = self.totals.get(name, 0.0) + value
         for name, places in other.positions.items():

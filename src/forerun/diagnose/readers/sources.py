@@ -316,7 +316,7 @@ class BenchmarkOutput(LineReader):
 
 
 MAX_LENGTH = 400
-"""Characters of a line that are searched for messages."""
+"""Number of characters at the start of a line that are searched for messages."""
 
 
 class Messages(LineReader):
@@ -353,7 +353,7 @@ MAX_BYTES = 1 << 26
 MAX_LINE = 1 << 14
 MAX_SECONDS = 10.0
 CHECKED_LINES = 512
-"""Lines between two looks at the clock."""
+"""Number of lines after which the time limit is checked."""
 WORDS = (
     *("spec", "draft", "accept", "decode", "graph", "eager", "vocab", "tokeni", "nan", "weight"),
     *("tensor", "param", "key", "preempt", "hybrid", "mamba", "ssm", "gdn", "recurrent", "predict"),
@@ -361,7 +361,7 @@ WORDS = (
     *("requests", "duration", "peak", "total", "===", "---", "removal", "guided", "grammar"),
     *("structured", "assist", "mtp", "eagle"),
 )
-"""No reader knows a line with none of these words, so most of a log is skipped quickly."""
+"""Words of which every line that a reader recognises contains one; other lines are skipped."""
 MAX_DOCUMENT = 1 << 24
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
@@ -576,7 +576,7 @@ def page_of(url: str) -> PrometheusText:
 
 
 HEADER_BYTES = (16 + 64) << 10
-"""Status lines, headers and trailers of an exchange, and one read: the limit of a body is first."""
+"""Allowance for status lines, headers and trailers of a response beyond the limit of its body."""
 
 
 def http_get(url: str, limits: ReadLimits) -> bytes:
@@ -634,12 +634,12 @@ REFERENCE = {
     "draft_acceptance_rate": "reference_acceptance_rate",
     "tokens_per_s": "tokens_per_s_before",
 }
-"""What a figure of an earlier or other run is called beside today's."""
+"""Names of figures when they are those of the reference run."""
 TRACE_START = b'{"record":'
 LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
-"""Of a source. A log is read from a pipe for as long as its server runs, hence the minutes."""
+"""Limits of one source. A log may be piped from a running server, so minutes are allowed."""
 FIRST_DATA_S = 20.0
-"""How long a named pipe may take until its writer has written anything."""
+"""Seconds that a named pipe may be empty before its first data."""
 
 
 def read_source(name: str, *, interval_s: float, is_asking: bool = False) -> Evidence:
@@ -707,7 +707,7 @@ def as_reference(evidence: Evidence) -> Evidence:
 
 Rule = tuple[tuple[str, ...], tuple[re.Pattern[str], ...]]
 MAX_COMPLAINT = 4000
-"""Characters; the patterns take time in proportion to the length of a sentence."""
+"""Most characters of a complaint: matching takes time in proportion to a sentence's length."""
 SENTENCES = re.compile(r"[.;!?]\s|\n")
 AND = " && "
 

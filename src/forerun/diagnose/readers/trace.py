@@ -33,10 +33,10 @@ from forerun.trace.files import read_trace
 from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
 
 MIN_CHANGES = 0.2
-"""Share of steps with another K than the one before from which on K swings: probes of a controller
-that decodes plainly are fewer."""
+"""Least share of steps with another K than the step before for K to count as changing often. Probes
+of a controller that decodes plainly are fewer."""
 MIN_RISES = 0.03
-"""Of steps, the share with a larger K than the one before, from which on K is being chosen."""
+"""Least share of steps with a larger K than the step before for K to count as adaptive."""
 
 
 def add_figures(
@@ -104,9 +104,10 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 MIN_CYCLES = 20
 COSTLIER, AS_COSTLY = 1.3, 1.1
-"""kappa at many sequences over that at few: a good part of the gain goes, or none to speak of."""
+"""Ratios of kappa at large batches to kappa at small ones: from the first on, speculation is slower
+with the batch; up to the second it is not."""
 FAR = 2.0
-"""Many are at least so many times few: nearer ones tell nothing."""
+"""Least ratio of two batch sizes that are compared."""
 
 
 def _add_batch(
@@ -195,22 +196,22 @@ def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: 
 
 
 LEAST = 0.1
-"""Of the draft: a smaller difference explains no complaint."""
+"""Least difference of the accepted share of a draft that is reported."""
 CHANCE = 0.03
-"""Of seeing a difference that is not there, by each comparison."""
+"""Probability of a false finding in one comparison."""
 AGAINST_TREND = 0.05
-"""Difference that matters where the opposite is to be expected; and chance of seeing it, which in
-truth is much smaller there."""
+"""Least difference, and nominal probability of a false finding, where the opposite difference is
+expected, so that false findings are rarer."""
 MIN_STEPS = 50
-"""Of a tag or of a slice of time, to be named at all."""
+"""Least number of steps of a tag, or of a slice of time, that is shown."""
 OTHER_TEXT = 0.4
-"""Prompts of another length are other prompts: up to two fifths of acceptance are between them
-where nothing is wrong."""
+"""Least relative difference between contexts of different length: their prompts differ too, which
+changes acceptance by up to two fifths in healthy runs."""
 MAX_POINTS = 60
 MAX_COMPARED_TAGS = 500
-"""Tags that are compared: those of the most requests."""
+"""Most tags that are compared; those of the most requests are taken."""
 FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
-"""Tags `key:value` of these keys say how a prompt was put, others what it is about."""
+"""Keys of tags `key:value` that describe the form of a prompt; other tags describe its topic."""
 
 
 def add_contrasts(
@@ -240,8 +241,8 @@ def add_contrasts(
 def _add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
     """Compare acceptance by the outcome of the previous draft.
 
-    Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
-    least as much as one after less, unless the state it drafts from is wrong.
+    Consecutive steps of a text are alike, so after a step with more accepted tokens acceptance is
+    at least as high as after one with fewer, unless the draft's state is wrong.
     """
     none, partial, full = (places.place == index for index in range(len(OUTCOMES)))
     for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
@@ -273,10 +274,11 @@ def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
 
 
 NO_GROWTH, MIN_GROWTH = 1.15, 1.6
-"""Growth of a pass from short to long contexts that is named where that of plain steps is not
-known: attention over the context takes longer there with drafts and without."""
+"""Growth of a pass from short to long contexts, if that of plain steps is not known: up to the
+first it is none, from the second on it is reported. Attention takes longer there without drafts,
+too."""
 Cycles = Mapping[tuple[int, ...], Seconds]
-"""By requests, rows per request and logarithm of the context."""
+"""Durations by number of requests, rows per request, and logarithm of the context."""
 
 
 def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
@@ -375,7 +377,7 @@ def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: s
 
 
 NUM_CUTS = 16
-"""Moments at which acceptance may have dropped."""
+"""Number of moments that are tried as the time of a drop of acceptance."""
 
 
 def _sharpest(stretches: Stretches) -> Comparison | None:
@@ -391,11 +393,11 @@ def _sharpest(stretches: Stretches) -> Comparison | None:
 
 
 METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
-"""Ours under the names of the vocabulary."""
+"""Value of the fact `method` for each of forerun's drafters."""
 MIN_PROMPT_TOKENS = 200
-"""Fewer prompt tokens do not tell a text from a list of random ids."""
+"""Least number of prompt tokens from which random ids are told from text."""
 COMMON = 10
-"""The ten commonest tokens are a good part of any text, and next to nothing of random ids."""
+"""Number of most frequent tokens whose share is large in text and near 0 in random ids."""
 
 
 def _add_setup(
@@ -472,7 +474,7 @@ def _add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: 
 
 GRAM = 4
 MIN_GRAMS = 200
-"""Fewer 4-grams say nothing of how repetitive a text is."""
+"""Least number of 4-grams from which repetition is judged."""
 
 
 def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:

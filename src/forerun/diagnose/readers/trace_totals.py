@@ -29,14 +29,15 @@ from forerun.trace.summary import CyclesByKind, GroupSummary, Seconds, seconds_b
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
-"""Of a request where there are few of them: after so many steps its text has moved on."""
+"""Steps of a stretch if there are fewer than `MIN_REQUESTS` requests; otherwise a stretch is a
+whole request."""
 OUTCOMES = ("none", "partial", "full")
 NONE, PARTIAL, FULL = range(len(OUTCOMES))
 NO_RECENT_PAUSE, AFTER_PAUSE = range(2)
-"""What came before a drafting step: only drafting steps for a while, or a plain step."""
+"""Kinds of drafting steps: those long after the last plain step, and those shortly after one."""
 NO_PLACE = -1
 MIN_NEIGHBOURS = 3
-"""Of a stretch, to say what the others of a step are like."""
+"""Least number of other steps in a stretch to compare a step with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,9 +171,9 @@ def summed(index: Ints, values: Reals, size: int) -> Reals:
 
 MIN_STEPS = 40
 MIN_STRETCHES = 4
-"""On either side; from fewer it cannot be told how much stretches differ anyway."""
+"""Least number of stretches in each group, from which their variance is estimated."""
 NO_FALL = 0.1
-"""Of the draft: a difference that is surely smaller is none."""
+"""Share of the draft: acceptance does not fall if the difference is below this by two errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,8 @@ class Side:
     """Counts and mean acceptance of one of the two groups of steps in a `Comparison`.
 
     Attributes:
-        mean: of their shares; of what they exceed others by, where those are compared.
+        mean: mean of the values that are compared.
+        num_first: steps whose first draft token was accepted.
     """
 
     num_steps: int
@@ -214,8 +216,8 @@ class Comparison:
 def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
     """Compare two groups of steps; None where either has too few.
 
-    The error is the larger of two: by the scatter between stretches, which is right however steps
-    of one hang together but vague where there are few, and by that between steps.
+    The error is the larger of two estimates: from the variance between stretches, which allows for
+    correlated steps but is uncertain if there are few stretches, and from that between steps.
     """
     sides = [_side_of(places, mask) for mask in (high, low)]
     if any(s.num_steps < MIN_STEPS or s.num_stretches < MIN_STRETCHES for s in sides):
@@ -275,15 +277,16 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 SOON, LONG = 2, 5
-"""Drafting steps after a plain one that it may affect, and after which it should not any more."""
+"""Numbers of drafting steps after a plain one: up to the first they count as shortly after it, and
+beyond the second as long after it."""
 KEPT = 50_000
-"""Tokens that are looked at: enough to see whether a text repeats itself."""
+"""Most output tokens that are kept to measure repetition."""
 SLICES = 16
-"""Points in time that a block gives: enough to see when something changed."""
+"""Number of points of the series over time for each block of steps."""
 
 
 PAUSING = frozenset({"suffix"})
-"""Drafters that draft nothing where the text does not repeat itself, at any K."""
+"""Drafters that draft nothing in text without repetition, whatever K is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -293,19 +296,22 @@ class TraceTotals:
     Attributes:
         overall: counts of steps, tokens and acceptance.
         ks: drafting steps by their K.
-        cycles: by kind and number of requests in them.
-        rows: of drafting cycles by requests and rows per request.
-        far: of plain and drafting cycles by requests, rows per request and logarithm of context.
-        texts: the first tokens of the trace by request, where it has them.
-        stretches: acceptance of drafting steps by what they are like.
-        num_off: decode steps for which nothing was to be drafted (K = 0).
+        cycles: durations by kind and batch size.
+        rows: durations of drafting cycles by batch size and rows per request.
+        far: durations of plain and drafting cycles by batch size, rows per request and logarithm
+            of the context.
+        texts: the first tokens of the trace by request, if the trace has token ids.
+        stretches: acceptance of drafting steps by stretch and by properties of the steps.
+        num_off: decode steps with K = 0.
         over_time: mean time of slices of the trace, their drafting steps, and how many of these
             accepted at least one token.
-        num_k_changes: those of them whose K differs.
-        k_swing: sum over them of the change of K, and of K.
-        num_k_rises: those of them whose K is larger; at the end of a request K only falls.
+        num_pairs: decode steps whose previous step is in the trace.
+        num_k_changes: how many of these pairs have different K.
+        k_swing: sums over the pairs of the absolute change of K, and of K.
+        num_k_rises: how many of the pairs have a larger K in the second step; at the end of a
+            request K only falls.
         squares: sum over drafting steps of (accepted - expected) squared.
-        overlap: sum of acceptance_probability, and of how many steps.
+        overlap: sum of acceptance_probability, and the number of steps that have it.
     """
 
     overall: GroupSummary = field(default_factory=GroupSummary)
