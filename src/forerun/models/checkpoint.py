@@ -32,9 +32,9 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, 
 """Element types that are supported, in safetensors' spelling."""
 FLOATS = frozenset(ITEM_BYTES)
 MAX_HEADER_BYTES = 32 << 20
-"""Of a safetensors file; the largest published models have headers of a few MB."""
+"""Most bytes of a safetensors header; those of the largest published models have a few MB."""
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
-"""Of config.json and of the index of the weights."""
+"""Limits of config.json and of the index of the weights."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 

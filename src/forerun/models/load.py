@@ -103,7 +103,7 @@ preparation = logging.getLogger("forerun.preparation")
 logger = logging.getLogger("forerun.runner")
 
 LARGE_BYTES = 1 << 28
-"""Weights that take long enough to read for the user to wonder."""
+"""Bytes of weights from which on loading is announced, because it takes seconds."""
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # The last are the golden rows of EAGLE-3 heads.
@@ -113,9 +113,9 @@ IGNORED_HUB_FILES = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.model"
 LOOKUP_NAMES = frozenset(
     {"ngram", "[ngram]", "n-gram", "lookup", "prompt-lookup", "prompt_lookup", "pld"}
 )
-"""What other systems call drafting from the text itself."""
+"""Names that other systems give to drafting by copying from the text."""
 KNOWN_NAMES = ("suffix", "recycling", "self", "mtp", "auto")
-"""What can be named in place of a draft model, for the message about a mistyped name."""
+"""Names of drafts that are no models, suggested when a name is mistyped."""
 
 
 def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run)

@@ -78,7 +78,7 @@ def tensor_reader(
 
 
 MAX_HEADER_BYTES = 1 << 20
-"""Of a head's file, which holds some twenty tensors."""
+"""Most bytes of the header of a head's file, which has some twenty tensors."""
 MAX_FILE_BYTES = 32 << 30
 
 
@@ -129,7 +129,7 @@ NOT_TEXT = (
     *("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision."),
     *("audio_tower.", "embed_audio."),
 )
-"""What the names of tensors begin with that read images and sound."""
+"""Prefixes of the names of tensors that process images and sound."""
 
 
 def text_only(names: Iterable[str]) -> list[str]:

@@ -218,11 +218,11 @@ def _decoder_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHORT_CHARACTERS = 1 << 15
-"""Of texts that are not worth the means by which others need not wait for them."""
+"""Texts with more characters are processed so that other requests can go on meanwhile."""
 Messages = list[dict[str, Any]]
 """A conversation: each message with "role" and "content"."""
 Renderer = Callable[[Messages, Mapping[str, Any]], str]
-"""From a conversation, and variables of the template beside it, to text."""
+"""Renders a conversation, with variables for the template, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +444,7 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
 
 LIMITS = ReadLimits(max_bytes=1 << 28)
 SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
-"""Of all files that may decide what a tokenizer does."""
+"""Suffixes of the files that may determine a tokenizer."""
 
 
 def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:

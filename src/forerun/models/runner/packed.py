@@ -133,7 +133,7 @@ class PackedWeights:
 
 
 FORMATS = {8: MatrixFormat.INT8_GROUPS_64, 4: MatrixFormat.INT4_GROUPS_32}
-"""By bits; the groups are `GROUP_SIZES` in models/memory.py."""
+"""Matrix format by bits; inputs per group are `GROUP_SIZES` in models/memory.py."""
 
 
 def matrix_formats(weights: WeightFormat, num_layers: int) -> tuple[MatrixFormat, ...]:
