@@ -713,7 +713,8 @@ def _judged_prompt(
 
 
 Scorer = Callable[[Sequence[int], Sequence[int], SamplingParams, frozenset[int]], Sequence[float]]
-"""From prompt, response, parameters and ends of texts to one acceptance probability per token."""
+"""Returns an acceptance probability per token of a response, from prompt, response, sampling
+parameters and end-of-text ids."""
 
 
 def _choose_scorer(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:

@@ -356,9 +356,9 @@ def check_setup(profile: Profile, expect: ProfileSetup) -> None:
 
 
 STYLES = ("-", "--", ":", "-.")
-"""By context."""
+"""Line styles by context."""
 WIDTH, HEIGHT = 6.4, 4.0
-"""Of a panel, in inches."""
+"""Size of a panel in inches."""
 
 
 def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:

@@ -50,12 +50,12 @@ MAX_CHARACTERS = 1 << 30
 STREAM = ReadLimits(
     max_bytes=1 << 34, max_seconds=3600.0, max_line_bytes=1 << 24, max_rows=MAX_RECORDS
 )
-"""Of files that are read record by record; the time includes that of making tokens."""
+"""Limits of files that are read record by record; the time includes tokenisation."""
 TABLE = ReadLimits(max_bytes=1 << 27, max_seconds=3600.0, max_rows=MAX_RECORDS)
 DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<split>[\w.-]+))?")
 
 Message = Mapping[str, str]
-"""With "role" and "content"."""
+"""A message of a conversation, with the keys "role" and "content"."""
 Rows = Iterable[tuple[str, object]]
 """Records, each behind its place for error messages."""
 

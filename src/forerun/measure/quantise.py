@@ -31,7 +31,7 @@ SETTINGS_FILES = (
     *("tokenizer", "generation_config", "chat_template", "special_tokens", "added_tokens"),
     *("vocab", "merges"),
 )
-"""Beginnings of the names of files that are copied."""
+"""Prefixes of the names of files that are copied."""
 Report = Callable[[str, float], None]
 
 

@@ -163,7 +163,7 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 
 
 LEAST_SAMPLES = 6
-"""Of fewer values not even the whole range holds the median with 95%."""
+"""Least number of values whose range contains the median with a probability of 95%."""
 
 T = TypeVar("T")
 
@@ -605,13 +605,14 @@ class FedHead(WrappedModel):
 
 
 NUM_WARM_STEPS = 4
-"""After all prompts were read: the first lets the draft read them, the next find cold caches."""
+"""Least number of untimed steps after prefill: in the first the draft reads the prompts, and in the
+next ones caches are cold."""
 WARM_S, MOST_WARM_STEPS = 0.02, 16
-"""Or more of them, for so long: where a step takes a millisecond, caches take a dozen to settle."""
+"""Untimed steps go on for this many seconds, up to this number: caches need a dozen short steps."""
 NUM_STEPS, SPARE_STEPS = 6, 2
-"""That are timed, and that there is room for beyond them."""
+"""Timed steps of a visit, and further steps for which the context has room."""
 MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
-"""Of a visit, once all prompts are read."""
+"""Most steps of a visit after prefill."""
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
 
