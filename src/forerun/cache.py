@@ -27,7 +27,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 HASH_LENGTH = 16
 """Hexadecimal digits of every hash here."""
 LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
-"""Of a cached file; the largest is the output layer of a target."""
+"""Limits of a cached file; the largest is the output layer of a target."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -20,7 +20,7 @@ from forerun.theory.acceptance import AcceptanceCounts
 
 _ID_PREFIX = "token_id:"
 _MAX_POSITIONS = 4096
-"""Of a report on speculation; nothing drafts as far."""
+"""Most draft positions in a server's report on speculation."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -177,10 +177,10 @@ def limit_reads(client: httpx.Client, clock: ReadClock) -> None:
 logger = logging.getLogger("forerun.client")
 
 MAX_BODY_BYTES = 1 << 26
-"""Of one answer, unpacked: 30,000 tokens with 20 log-probabilities each take half of it."""
+"""Most bytes of one decompressed answer; 30,000 tokens with 20 log-probabilities each take half."""
 MAX_LINE_BYTES = 1 << 23
 MAX_LINES = 1_000_000
-"""Of one stream; an event takes two."""
+"""Most lines of one stream; an event takes two."""
 ID_FLAGS: tuple[Mapping[str, object], ...] = (
     {"return_token_ids": True, "return_tokens_as_token_ids": True},
     {"return_token_ids": True},

@@ -56,7 +56,7 @@ from forerun.server.responses import ResponsesAnswer, ResponsesRequest
 from forerun.server.tool_calls import ToolFormat, chosen_format, forced
 
 END = None
-"""Put into a queue of chunks where one ticket has no more."""
+"""Queued after the last chunk of a ticket."""
 
 
 class Generation:

@@ -150,7 +150,7 @@ def key_of(table: object, known: set[str], name: str) -> ApiKey:
 
 
 NO_KEY = ApiKey(tenant="everyone")
-"""Of every request where the server has no keys."""
+"""Key of all requests if the server has no keys."""
 
 
 class Keyring:

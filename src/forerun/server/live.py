@@ -56,7 +56,7 @@ HEAD_TOKENS = 32
 MAX_FIRST_TOKENS = 500
 """Latest requests over which times to the first token are summed up."""
 MAX_CHARACTERS = 4000
-"""Of an output; of a longer one the end is shown."""
+"""Most characters of an output that are shown; a longer output is cut at its beginning."""
 MAX_CAUSES = 3
 MAX_CHANGES = 3
 

@@ -19,7 +19,7 @@ from forerun.trace.summary import Seconds
 HISTORY_S = 120
 """Seconds with activity that are kept."""
 WINDOW_S = 60
-"""The latest of them, over which acceptance and times are averaged."""
+"""Seconds with activity over which acceptance and times are averaged."""
 RECENT_S = 10.0
 """Seconds over which the rate of tokens is averaged."""
 PLAIN_MEMORY = 0.95

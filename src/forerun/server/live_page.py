@@ -253,7 +253,7 @@ SECURITY = {
     "Cache-Control": "no-cache",
 }
 MAX_AGE_S = 0.5
-"""For which several open pages get the same snapshot."""
+"""Seconds for which a snapshot is reused for all open pages."""
 
 
 @runtime_checkable

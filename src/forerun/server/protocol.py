@@ -27,7 +27,7 @@ from forerun.sampling.config import SamplingParams
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-"""Of long lists with wrong entries the first is reported, not all of them."""
+"""List types that stop at the first invalid entry, because a report of all of them may be long."""
 
 SAME_NAMES = (
     "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed "

@@ -111,10 +111,11 @@ class ServedConnection(H11Protocol):
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
 SWITCH_S = 0.0005
-"""For which one thread may run Python while another waits: a step of the engine waits several
-times, and Python's 5 ms for each while a large body is checked would add up."""
+"""Seconds that a thread may run Python code while another waits. A step of the engine waits for the
+interpreter several times; Python's default of 5 ms each would slow it while large bodies are
+checked."""
 CHECK_S = 1
-"""Between two looks at whether the engine is alive."""
+"""Seconds between checks that the engine has not failed."""
 
 
 def open_socket(config: ServerConfig) -> socket.socket:

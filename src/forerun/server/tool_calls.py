@@ -77,7 +77,7 @@ class ToolCall:
 
 
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Of enforced JSON, in which a model could otherwise repeat spaces without end."""
+"""White space of enforced JSON; without it a model could repeat spaces up to its token limit."""
 JSON_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
