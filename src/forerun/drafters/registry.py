@@ -284,7 +284,7 @@ def _whole_number(text: str, argument: str) -> int:
 
 
 MAX_DIGITS = 12
-"""Of a number after a colon; Python itself refuses to parse more than 4,300."""
+"""Most digits of a number after a colon; Python refuses to parse more than 4,300."""
 
 
 def eagle3(folder: Path, target: LanguageModel) -> Drafter:

@@ -177,10 +177,10 @@ def _depth_first(parents: list[int], paths: list[Path], log_probs: list[float]) 
 
 
 LATER_RANKS = (0.4, 0.18, 0.1, 0.06, 0.04, 0.03, 0.02)
-"""Of drawn siblings whose first is not accepted, how often the second, third, ... is."""
+"""Acceptance rates of the second, third, ... drawn sibling, given that the first is rejected."""
 MAX_WIDTH = 1 + len(LATER_RANKS)
 STEP = 0.05
-"""To which the acceptance of first siblings is rounded, so that few shapes are computed."""
+"""The acceptance of first siblings is rounded to multiples of this, so that few shapes occur."""
 
 
 def acceptance_by_rank(first: float) -> tuple[float, ...]:

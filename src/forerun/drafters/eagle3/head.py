@@ -102,7 +102,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 RAW_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS_ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
 SPECULATORS_VERSION = "0.3.0"
-"""Of the form of the file that is written; see vllm-project/speculators."""
+"""Version of speculators' file format that is written."""
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
