@@ -17,7 +17,7 @@ from forerun.audit.records import Arm, AuditAnswer, Question
 from forerun.audit.reference import Reference
 
 _SHARES = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3])[:, None]
-"""Of the largest stake that cannot lose everything; the bet is the mean over them."""
+"""Stakes that are bet in parallel, as shares of the largest one that cannot lose everything."""
 
 
 class Bet:

@@ -21,7 +21,7 @@ _RECENT = 64
 _RARE = 0.02
 _FLOOR = 1e-9
 _MOST_RATIO = 50.0
-"""Of two likelihoods: one token at the edge of a filter must not decide."""
+"""Largest likelihood ratio of one token: a token at the edge of a filter must not decide."""
 DIRECTIONS: Mapping[str, str] = {
     "best": "how often the most likely token is taken",
     "likely": "how likely the tokens taken are, by rank",

@@ -18,10 +18,10 @@ Prompt = tuple[int, ...] | str
 Report = Callable[[str, float], None]
 
 _MOST_FAILURES = 5
-"""In a row, after which the server counts as gone."""
+"""Consecutive failures after which the server counts as unreachable."""
 _GRAMMARS_BY_CHANCE = 3
 _GREEDY_TIMES, _SAMPLED_TIMES = 1, 2
-"""How often a prompt is asked in a row: a second answer must not repeat the first."""
+"""How often a prompt is sent in succession, to see whether an answer repeats the one before."""
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ _SIGMAS = 3.0
 _BOUND_TOKENS = 1000
 _PLACE_TOKENS = 30
 _COPIED_SHARE = 0.3
-"""Of tokens that repeat an earlier answer, above chance, from which noise is taken for shared."""
+"""Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ MIN_SIZE = 64
 """Least rows and columns of a matrix that is examined."""
 MAX_Z = 3.0
 POWER_STEPS = 20
-"""Where a direction stands out, this many passes find it; where none does, any will do."""
+"""Power iterations: enough to find the largest singular vector if its value stands out."""
 
 
 def add_weights(evidence: Evidence, files: Sequence[Path]) -> None:

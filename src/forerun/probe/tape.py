@@ -403,7 +403,8 @@ def _row_histories(
 MIN_TOKENS = 30
 """Least number of reached positions for a fact about acceptance."""
 CHANCE = 0.05
-"""Of all texts parting after a rejection when rejections have nothing to do with it."""
+"""Probability below which it is no coincidence that all texts part from plain decoding right after
+a rejection."""
 TIE = 4.0
 """A gap of fewer noise widths may be closed by rounding."""
 REJECTING = ("partial", "none")
