@@ -22,7 +22,7 @@ NICENESS = 10
 STACK_BYTES = 4 << 20
 """Less than the stack of any thread that compiles the grammar afterwards."""
 MAX_CHARACTERS = 300
-"""Of the message on a grammar that cannot be compiled."""
+"""Most characters of the message on a grammar that cannot be compiled."""
 
 if __name__ != "__main__":
     from forerun.errors import InvalidRequest

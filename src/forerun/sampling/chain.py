@@ -34,7 +34,7 @@ Counts = Int64[Tensor, " batch"]
 Ratios = Float64[Tensor, "batch rows"]
 
 RESIDUAL_ELEMENTS = 1 << 20
-"""Of the residual rows added up at once: their sum in fp64 takes three times their memory."""
+"""Most elements of residual rows that are summed at once: fp64 takes three times their memory."""
 
 SMALLEST = 1e-300
 """Stands in for a draft probability of 0, which no drawn token has: ratios stay finite."""

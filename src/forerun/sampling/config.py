@@ -45,7 +45,7 @@ class TokenSource(StrEnum):
 
 
 MAX_BIAS = 100.0
-"""As in the OpenAI API; it decides against any logits met in practice."""
+"""Largest logit bias, as in the OpenAI API; it outweighs the logits of any model in use."""
 
 
 def as_tuple(name: str, values: object) -> tuple[Any, ...]:
