@@ -291,7 +291,7 @@ def snapshot_one_row_off(monkeypatch: pytest.MonkeyPatch) -> None:
         awaited = slot in self.due
         right(self, slot, rows)
         if awaited and slot not in self.due:
-            self._held_borders[slot] += 1
+            self._snapshot_lengths[slot] += 1
 
     right = RecurrentStore.commit
     monkeypatch.setattr(RecurrentStore, "commit", commit)

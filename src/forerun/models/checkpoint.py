@@ -47,8 +47,8 @@ class Checkpoint:
             with blocks of fewer bits the one that the rest is computed in.
         packed: what reads its tensors where some are blocks of integers: the GGUF file, or a folder
             with quantised matrices; None where all are in floating point.
-        notice: what a user is told of quantised matrices that are not kept as they are.
-        zero_biases: parameters that a model may lack, since they change nothing.
+        notice: message for the user on tensors that are dequantised or not read; None without.
+        zero_biases: stored biases of zeros, which the model need not have.
         has_vision: the model is the text part of one that reads images too.
     """
 
@@ -100,16 +100,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_described(folder: Path) -> Checkpoint:
-    """Return what config.json alone says of a model, without weights and parameters.
+    """Return the model that config.json describes, without files and number of parameters.
 
     Raises:
-        InvalidModel: as `read_checkpoint`, as far as config.json tells.
+        InvalidModel: as for `read_checkpoint`, except for faults of the weight files.
     """
     return _read_description(folder)[0]
 
 
 def _read_description(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
-    """Return what config.json says of a model, and how its matrices are quantised; empty: not."""
+    """Return the model that config.json describes, and its quantisation settings, empty if none."""
     settings, architecture = read_named(folder)
     method = settings.get("quantization_config") or {}
     text = None if method else text_class(architecture, settings)
@@ -139,12 +139,15 @@ def _read_description(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
 
 
 def _computed_in(stored: Collection[str]) -> str:
-    """Return the first type that is computed in where matrices are quantised, which fp16 is not."""
+    """Return the first stored type that quantised models compute in: any but fp16, or else bf16."""
     return next((kind for kind in stored if kind in FLOATS and kind != "F16"), "BF16")
 
 
 def read_named(folder: Path) -> tuple[dict[str, Any], str]:
-    """Read config.json and the class that it names; refuses heads and models with own code."""
+    """Return the contents of config.json and the model class that it names.
+
+    Raises InvalidModel for heads and for models that need their own code.
+    """
     settings = read_object(folder / "config.json")
     architectures = settings.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -240,7 +243,7 @@ def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of the text part, which shares its head as the whole model says."""
+    """Return the configuration of the text part, with the whole model's setting for a tied head."""
     text = config.get_text_config()
     if text is not config:
         text.tie_word_embeddings = config.tie_word_embeddings

@@ -266,11 +266,11 @@ def adapt(
     )
 
 
-NUM_TRIED = 24
-"""Tokens of the comparison with transformers, in two passes."""
-MOST_APART = 1e-3
-"""Largest difference of logits in fp32, by the largest logit; rounding alone gives 1e-5."""
-MOST_IN_SMALL = (
+NUM_COMPARED = 24
+"""Tokens over which a small network is compared with transformers, in two passes."""
+MAX_DIFFERENCE = 1e-3
+"""Largest difference of fp32 logits relative to the largest logit; rounding alone gives 1e-5."""
+MAX_SMALL = (
     ("vocab_size(_per_layer_input)?", 256),
     (".*(intermediate_size|ffn).*", 64),
     ("(moe_)?num_(local_)?experts|n_routed_experts", 16),
@@ -279,48 +279,47 @@ MOST_IN_SMALL = (
     ("first_k_dense_replace|num_dense_layers|attn_layer_offset", 1),
     (".*_token_id", 0),
 )
-"""Names of settings, and their largest values in a small network."""
+"""Patterns of names of settings, with the largest value of each in a small network."""
 HEADS = re.compile("(heads|n_head|n_groups|heads_per_layer)$")
 WIDTHS = ("hidden_size", "n_embd", "mamba_d_ssm", "word_embed_proj_dim")
 
 
 def check_passes(model_class: Any, config: Any) -> None:
-    """Refuse a class of which packed passes do not give the logits that transformers computes.
+    """Refuse a model class whose packed passes give other logits than transformers' own pass.
 
-    A release of transformers may rename what modules take, which then ignore states, masks or
-    windows without an error. So a small random network of this class and with these settings runs
-    both ways, in fp32. With the real weights this would take as long as their size, in bf16 the
-    tolerance would hide faults, and no text would be longer than a window. Where no such network
-    can be made or run, this is only warned of.
+    A release of transformers may rename parameters of modules, which then ignore states, masks or
+    windows without an error. So a small random network of this class, with these settings, runs
+    both ways in fp32. It is small because passes over the real weights take long and because its
+    windows must be shorter than the text, and fp32 because the rounding of bf16 would hide faults.
+    If no such network can be built or run, the comparison is left out with a warning.
 
     Raises:
-        InvalidModel: the logits differ, with two sets of weights, or a module takes or keeps its
-            states in no way that is known here.
+        InvalidModel: the logits differ with two sets of weights, or a module takes or keeps its
+            states in a way that this version of forerun does not support.
     """
     name = f"{model_class.__name__} of transformers {transformers.__version__}"
-    apart = 0.0
+    difference = 0.0
     for seed in range(2):  # with one, two experts may be equally good
         own = None
         try:
             with quiet_transformers():
-                network = _random_network(model_class, _in_small(config), seed)
+                network = _random_network(model_class, _shrunk(config), seed)
                 ids, own = _own_logits(network, seed)
-            apart = _apart(network, ids, own)
+            difference = _largest_difference(network, ids, own)
         except Exception as error:
             if own is not None and isinstance(error, InvalidModel):
                 raise
             logger.warning("%s was not compared with its own pass: %.200s", name, error)
             return
-        if apart <= MOST_APART:
+        if difference <= MAX_DIFFERENCE:
             return
     raise InvalidModel(
-        f"{name} does not do in a small test what this version of forerun expects (its logits "
-        f"differ by {apart:.1%} from its own pass), so its text would be wrong: install another "
-        "version of transformers"
+        f"{name} would give wrong text with this version of forerun (in a small network its logits "
+        f"differ by {difference:.1%} from its own pass): install another version of transformers"
     )
 
 
-def _in_small(config: Any) -> Any:
+def _shrunk(config: Any) -> Any:
     """Return settings of the same class with few and narrow layers, one of each kind at least."""
     given = config.to_dict()
     lists = {k: v for k, v in given.items() if "layer" in k and isinstance(v, list)}
@@ -348,7 +347,7 @@ def _in_small(config: Any) -> Any:
         if name in heads and isinstance(value, list):
             given[name] = [number // divisor for number in value]
         elif type(value) is int:
-            most = [most for pattern, most in MOST_IN_SMALL if re.fullmatch(pattern, name)]
+            most = [most for pattern, most in MAX_SMALL if re.fullmatch(pattern, name)]
             number = value // divisor if name in heads or name in WIDTHS else value
             given[name] = len(places) if name in LAYER_COUNTS else min([number, *most])
     return type(config).from_dict(given)
@@ -372,14 +371,14 @@ def _random_network(model_class: Any, config: Any, seed: int) -> Any:
 def _own_logits(network: Any, seed: int) -> tuple[Tensor, Tensor]:
     """Return tokens, and their logits as transformers computes them."""
     limit = read_architecture(type(network).__name__, network.config.to_dict()).max_positions
-    ids = torch.empty(min(NUM_TRIED, limit), dtype=torch.int64)
+    ids = torch.empty(min(NUM_COMPARED, limit), dtype=torch.int64)
     ids.random_(network.config.vocab_size, generator=torch.Generator().manual_seed(seed))
     return ids, network(ids[None], use_cache=False).logits[0]
 
 
 @torch.inference_mode()
-def _apart(network: Any, ids: Tensor, own: Tensor) -> float:
-    """Return the largest difference of two packed passes from `own`, by the largest of `own`."""
+def _largest_difference(network: Any, ids: Tensor, own: Tensor) -> float:
+    """Return the largest difference of packed passes from `own`, relative to the largest logit."""
     model = adapt(network, num_slots=1, max_context=len(ids))
     context = Context(model.store, ids.tolist())
     packed = []

@@ -128,7 +128,7 @@ class KVStore(ABC):
     @property
     def shares_parts(self) -> bool:
         """Whether a sequence may begin with a part of what a slot holds."""
-        return self._slots.borders is None
+        return self._slots.snapshot_lengths is None
 
     def reserve(self) -> int:
         """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""

@@ -1,10 +1,10 @@
 """Recurrent layers of transformers' models over packed rows: Mamba, gated delta nets, convolutions.
 
-Keys and values of rejected rows can be cut off; a recurrent state has absorbed them. So a layer
+Keys and values of rejected rows can be dropped, but a recurrent state cannot be undone. So a layer
 keeps its state after every row that a commit may end with, and a commit chooses one of them. A row
-starts from the state of the row before it: of its parent, in a tree. Rows of all sequences that
-stand equally deep run as one batch; the beginning of a long chain, with which no commit ends, runs
-as one sequence.
+starts from the state of the row before it, which is its parent in a tree. Rows of equal depth run
+as one batch over all sequences. The rows of a long chain that no commit can end with run as one
+sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTINUED_BY_ROW = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
 """Modules whose scan over several rows starts from zero, whatever the state is."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""What transformers calls the parameter with the states: `cache` since 5.24."""
+"""Names that transformers gives the parameter for the states; `cache` since 5.24."""
 
 NUM_CHAIN_STATES = 2
 """Rows at the end of a chain that keep their states: the last one is committed, and a drafter that
@@ -44,20 +44,20 @@ grows a tree level by level feeds it again."""
 
 
 class RecurrentStore(ContiguousKVStore):
-    """A KV store that also holds recurrent states: after the last committed and every staged row.
+    """A KV store that also holds recurrent states, after the last committed and every staged row.
 
-    A state belongs to one length. So a text is shared as a whole, or up to the one length at which
-    a snapshot of its states was kept: where it parts from another text, since later ones may part
-    there too, as after a system prompt. What is cut elsewhere is read again from the beginning.
+    A state is valid at one length. So a text is shared as a whole, or up to the one length at which
+    there is a snapshot of its states. Snapshots are taken where a text parts from another one, as
+    after a common system prompt. A text cut at any other length is read again from its beginning.
 
     Attributes:
-        due: by slot, the length at which a snapshot is to be kept once it is committed.
+        due: length at which the next snapshot is taken, by slot.
     """
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry, device)
         self.due: dict[int, int] = {}
-        self._slots.borders = {}
+        self._slots.snapshot_lengths = {}
         self._snapshots: list[RowState] = [{} for _ in range(geometry.num_slots)]
         self._committed: list[RowState] = [{} for _ in range(geometry.num_slots)]
         self._staged: list[dict[int, RowState]] = [{} for _ in range(geometry.num_slots)]
@@ -80,16 +80,16 @@ class RecurrentStore(ContiguousKVStore):
         if rows:
             last = self._staged[slot][start + rows[-1]]
             self._committed[slot] = {layer: _compact(state) for layer, state in last.items()}
-        if start < (border := self.due.get(slot, 0)) <= self.length(slot):
-            at = self._staged[slot][start + rows[border - start - 1]]
+        if start < (length := self.due.get(slot, 0)) <= self.length(slot):
+            at = self._staged[slot][start + rows[length - start - 1]]
             self._snapshots[slot] = {layer: _compact(state) for layer, state in at.items()}
-            self._held_borders[slot] = self.due.pop(slot)
+            self._snapshot_lengths[slot] = self.due.pop(slot)
         self._staged[slot] = {}
 
     @property
-    def _held_borders(self) -> dict[int, int]:
-        assert self._slots.borders is not None
-        return self._slots.borders
+    def _snapshot_lengths(self) -> dict[int, int]:
+        assert self._slots.snapshot_lengths is not None
+        return self._slots.snapshot_lengths
 
     def reserve(self) -> int:
         return self._without_state(super().reserve())
@@ -102,7 +102,7 @@ class RecurrentStore(ContiguousKVStore):
         length = self.length(slot)
         if not length:
             self._without_state(slot)
-        elif length == self._held_borders.get(slot):
+        elif length == self._snapshot_lengths.get(slot):
             self._committed[slot] = self._snapshots[slot]
         self.due.pop(slot, None)  # of a request that ended before it came so far
         if shared > length:
@@ -111,7 +111,7 @@ class RecurrentStore(ContiguousKVStore):
 
     def _without_state(self, slot: int) -> int:
         self._committed[slot], self._staged[slot], self._snapshots[slot] = {}, {}, {}
-        self._held_borders.pop(slot, None)
+        self._snapshot_lengths.pop(slot, None)
         self.due.pop(slot, None)
         return slot
 
@@ -122,7 +122,7 @@ class RecurrentStore(ContiguousKVStore):
 
     def cut(self, slot: int, num_tokens: int) -> None:
         """Drop all tokens of `slot`, unless it has states after exactly `num_tokens`."""
-        if num_tokens in (self.length(slot), self._held_borders.get(slot)):
+        if num_tokens in (self.length(slot), self._snapshot_lengths.get(slot)):
             if num_tokens < self.length(slot):
                 self._committed[slot] = self._snapshots[slot]
             super().cut(slot, num_tokens)
@@ -134,18 +134,18 @@ class RecurrentStore(ContiguousKVStore):
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         """Copy all committed tokens of `slot`, or those before its snapshot, into a new slot."""
-        self._slots.check_border(slot, num_tokens)
+        self._slots.check_snapshot(slot, num_tokens)
         copy = super().fork(slot, num_tokens)
         self._without_state(copy)
         self._committed[copy] = self._committed[slot]
-        if (border := self._held_borders.get(slot)) is not None:
-            self._held_borders[copy], self._snapshots[copy] = border, self._snapshots[slot]
-            if num_tokens == border:
+        if (length := self._snapshot_lengths.get(slot)) is not None:
+            self._snapshot_lengths[copy], self._snapshots[copy] = length, self._snapshots[slot]
+            if num_tokens == length:
                 self._committed[copy] = self._snapshots[slot]
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Refuse, with InvalidModel: a state belongs to one length."""
+        """Raise InvalidModel, because a state is valid at one length only."""
         raise InvalidModel(
             "a profile needs prefixes of several lengths, and the recurrent layers of this model "
             "have a state for one only: it cannot be profiled"
@@ -207,7 +207,7 @@ def _schedule(spans: Sequence[Span], due: Mapping[int, int]) -> list[list[_Rows]
 
 
 class RecurrentPass:
-    """What the recurrent layers of a model need to know of the pass that is running."""
+    """The batches of rows that the recurrent layers run in the current pass."""
 
     def __init__(self, store: RecurrentStore) -> None:
         self.store = store

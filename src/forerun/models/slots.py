@@ -51,15 +51,16 @@ class SlotTable:
             context has more rows than it can commit.
 
     Attributes:
-        borders: by slot, the one length shorter than its text at which the text can be cut for
-            another sequence; a slot without an entry is shared as a whole. None: any length.
+        snapshot_lengths: for recurrent models, the one length below that of a slot's text at which
+            the text can be cut for another sequence, by slot; a slot without an entry is shared as
+            a whole. None for other models, whose texts can be cut anywhere.
     """
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
         self.max_staged_rows = max_staged_rows
-        self.borders: dict[int, int] | None = None
+        self.snapshot_lengths: dict[int, int] | None = None
         self._committed: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self._shared: dict[int, Prefix] = {}
@@ -96,9 +97,16 @@ class SlotTable:
     def begin(self, wanted: Prefix, fork: Callable[[int, int], int]) -> int:
         """Reserve a slot that already contains the longest stored prefix of `wanted`.
 
-        A kept slot is taken over, cut to what matches, where that loses no more tokens than taking
-        another slot for a copy would. `fork` copies the first so many tokens of a slot to a new
-        one, which it returns. Raises NotEnoughMemory where every slot is taken.
+        A kept slot is cut to the common prefix and reused, unless a copy into another slot discards
+        fewer tokens.
+
+        Args:
+            wanted: tokens of the new sequence.
+            fork: copies a number of tokens from the beginning of a slot to a new slot, which it
+                returns.
+
+        Raises:
+            NotEnoughMemory: every slot is reserved.
         """
         source, num_tokens = self._longest_match(wanted)
         if source is None:
@@ -117,7 +125,7 @@ class SlotTable:
     def _longest_match(self, wanted: Prefix) -> tuple[int | None, int]:
         """Return the slot that shares the most tokens with a new sequence, and how many.
 
-        The last token of a sequence always has to be fed, for its logits are wanted.
+        The last token of a sequence is always fed, because its logits are needed.
         """
         best, most = None, MIN_SHARED_TOKENS - 1
         for slot, prefix in (*self._kept.items(), *self._shared.items()):
@@ -126,15 +134,15 @@ class SlotTable:
             if prefix.scope != wanted.scope or usable <= most:
                 continue
             length = min(usable, common_length(prefix.ids, wanted.ids))
-            if self.borders is not None and length < held:
-                border = self.borders.get(slot, 0)
-                length = border if border <= length else 0
+            if self.snapshot_lengths is not None and length < held:
+                snapshot = self.snapshot_lengths.get(slot, 0)
+                length = snapshot if snapshot <= length else 0
             if length > most:
                 best, most = slot, length
         return best, most
 
     def most_common(self, wanted: Prefix) -> int:
-        """Return the longest beginning that `wanted` has in common with a text held or read now."""
+        """Return how many tokens `wanted` has in common with the most similar text of any slot."""
         texts = (*self._kept.values(), *self._shared.values())
         given = (
             common_length(text.ids, wanted.ids) for text in texts if text.scope == wanted.scope
@@ -167,11 +175,11 @@ class SlotTable:
         if not 0 <= num_tokens <= held:
             raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held}")
 
-    def check_border(self, slot: int, num_tokens: int | None) -> None:
-        """Refuse a part of a reserved or kept slot without a border; None stands for all of it."""
+    def check_snapshot(self, slot: int, num_tokens: int | None) -> None:
+        """Refuse a part of a slot's text that has no recurrent state; None stands for all of it."""
         kept = self._kept.get(slot)
         held = self.length(slot) if kept is None else len(kept.ids)
-        if num_tokens not in (None, held, (self.borders or {}).get(slot)):
+        if num_tokens not in (None, held, (self.snapshot_lengths or {}).get(slot)):
             raise ValueError(
                 f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held} and whose "
                 "recurrent states belong to all of them"
