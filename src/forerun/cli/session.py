@@ -28,7 +28,7 @@ from forerun.engine.auto_drafts import (
     COPIER,
     IN_FEWER_BITS,
     NONE,
-    proposal,
+    draft_advice,
     self_draft_bytes,
 )
 from forerun.engine.config import EngineConfig
@@ -251,7 +251,7 @@ def load_engine(
     if num_bytes and uses_advice:
         return _drafting_for_itself(engine, num_bytes)
     if num_bytes:
-        logger.warning("%s", proposal(num_bytes))
+        logger.warning("%s", draft_advice(num_bytes))
     return engine
 
 

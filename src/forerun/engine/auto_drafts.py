@@ -35,22 +35,24 @@ logger = logging.getLogger("forerun.loading")
 
 AUTO = "auto"
 NONE = "none"
-"""Decodes plainly, where a draft is advised too."""
+"""Value of `draft` for plain decoding without the message that advises a draft."""
 MTP = "mtp"
 COPIER = "suffix"
-"""Drafts by copying, which takes next to no time beside a pass of a model."""
+"""The drafter that copies from the text, at almost no cost."""
 IN_FEWER_BITS = "self:int4"
-"""Drafts with the target's own weights in 4 bits."""
+"""The draft with the target's own weights in 4 bits."""
 LEAST_READ_BYTES = 1 << 26
-"""Smaller weights stay in a processor's cache, where fewer bits save little."""
+"""Least bytes of a target's weights for `self:int4`: smaller ones stay in a processor's cache, and
+fewer bits then save little time."""
 LEAST_SHARE = 0.9
-"""Targets of which fewer bytes are read than this share of those in their dtype are quantised."""
+"""Share of the bytes that all weights would have in the target's dtype. A target with fewer bytes
+is quantised already, so `self:int4` saves little."""
 MOST_SHARE = 0.25
 """Largest share of the target's parameters that a draft from the cache may have."""
 USUAL_SHARE = 0.06
 """Share of the target's parameters that fast drafts have; the nearest to it are tried first."""
 MOST_READ = 12
-"""Models of the cache whose tokenizers are read at most."""
+"""Most models of the cache whose tokenizers are read."""
 
 
 DEFAULT = EngineConfig()
@@ -79,13 +81,13 @@ def auto_drafts(
     dtype: str = AUTO,
     weights: WeightFormat = "auto",
 ) -> tuple[str, ...]:
-    """Return the drafts that are tried for a target where none is named.
+    """Return the names of the drafts that "auto" stands for with this target.
 
     These are, in this order: the shipped draft of a shipped target, the multi-token-prediction
-    module that a target brings, or the best draft model in the local Hugging Face cache that fits
-    into the memory of the target's device beside it, with the KV of the default batch and context;
-    the target's own weights in 4 bits, if the target is of a size for which that may pay and there
-    is memory for them; and the drafter that copies from the text. No model is fetched or loaded.
+    module in a target's checkpoint, or the best draft model in the local Hugging Face cache that
+    fits into memory beside the target, with the KV of the default batch and context; the target's
+    own weights in 4 bits, if the target is large enough for that to pay and there is memory for
+    them; and the drafter that copies from the text. No model is fetched or loaded.
 
     Args:
         device, runner, dtype, weights: how the target is to run, as for `load_model`.
@@ -131,12 +133,12 @@ def self_draft_bytes(target: str, device: str, dtype: str, config: EngineConfig)
     return _copy_bytes(files, config.runner, room)
 
 
-def proposal(num_bytes: int) -> str:
-    """Return a sentence that proposes `self:int4`, whose copy of the weights has so many bytes."""
+def draft_advice(num_bytes: int) -> str:
+    """Return the message that advises `self:int4`, which takes `num_bytes` of memory."""
     return (
         f"no draft is named, so decoding is plain; the draft {IN_FEWER_BITS} gives the same text, "
-        f"probably faster, and takes {readable(num_bytes)} of memory; the draft auto tries others "
-        "too, and none hides this message"
+        f"is expected to be faster and takes {readable(num_bytes)} of memory; the draft auto also "
+        "tries others, and none hides this message"
     )
 
 
@@ -160,7 +162,7 @@ def _copy_bytes(files: ModelFiles, runner: Runner, room: int) -> int:
 def with_auto(
     drafts: Sequence[Source], target: object, device: str, dtype: str, config: EngineConfig
 ) -> list[Source]:
-    """Return the drafts with what "auto" stands for, and the target's folder for "mtp"."""
+    """Replace "auto" by the drafts that it stands for, and "mtp" by "mtp:TARGET"."""
     if isinstance(target, str | Path):
         drafts = [f"{MTP}:{target}" if draft == MTP else draft for draft in drafts]
     if AUTO not in drafts:

@@ -32,10 +32,10 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "device_map": "device",
     }
 )
-"""What settings are called by vLLM and transformers."""
+"""Names of settings in vLLM and transformers, with their names here."""
 
 MAX_THREADS = 1024
-"""More than any machine has use for; far more end in a crash of the thread library."""
+"""Most threads; the thread library crashes with far more."""
 
 logger = logging.getLogger("forerun.config")
 

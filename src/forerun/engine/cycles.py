@@ -33,7 +33,8 @@ from forerun.sampling.config import Choice, SamplingParams, resolve_verification
 from forerun.sampling.walk import expected_accepted
 
 MAX_CALL_S = 0.02
-"""Interrupts, deadlines and new requests wait for a call at most so long, or for one cycle."""
+"""Most seconds of a call with several cycles, for which interrupts, deadlines and new requests
+wait."""
 MEMBER = struct.Struct("12q2d3f4x")
 """`ForerunMember` in kernels/interface.h."""
 OUTCOME = struct.Struct("qqd")

@@ -25,7 +25,7 @@ from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.registry import SeveralDrafters
-from forerun.engine.auto_drafts import NONE, proposal, self_draft_bytes, with_auto
+from forerun.engine.auto_drafts import NONE, draft_advice, self_draft_bytes, with_auto
 from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
@@ -139,8 +139,8 @@ Result = TypeVar("Result")
 _KINDS: tuple[type, ...] = (SamplingParams, RequestTerms)
 
 
-def _names_arguments(method: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Refuse unknown arguments of a method by an error that says where they belong."""
+def _explains_unknown_arguments(method: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Refuse unknown arguments of a method with an error that gives the right name or object."""
     known = inspect.signature(method).parameters
     homes = {field.name: kind.__name__ for kind in _KINDS for field in fields(kind)}
 
@@ -283,7 +283,7 @@ class Engine:
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
         if draft is None:
-            _propose(target, device, dtype, config)
+            _advise_draft(target, device, dtype, config)
         asked = [] if draft in (None, NONE) else as_sources(draft)
         drafts = with_auto(asked, target, device, dtype, config)
         model, own_tokenizer, ends = load_target(
@@ -300,7 +300,7 @@ class Engine:
         )
         return engine.with_draft(drafter, controller=controller, costs=costs)
 
-    @_names_arguments
+    @_explains_unknown_arguments
     def with_draft(
         self,
         draft: Source | Seq[Source] | Drafter | None,
@@ -341,7 +341,7 @@ class Engine:
             observers=self.observers,
         )
 
-    @_names_arguments
+    @_explains_unknown_arguments
     def generate(
         self,
         prompts: str | Seq[Prompt],
@@ -384,7 +384,7 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
 
-    @_names_arguments
+    @_explains_unknown_arguments
     def stream(
         self,
         prompt: Prompt,
@@ -415,7 +415,7 @@ class Engine:
             del self._inboxes[request_id]
             self.abort(request_id)
 
-    @_names_arguments
+    @_explains_unknown_arguments
     def chat(
         self,
         messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
@@ -439,7 +439,7 @@ class Engine:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(ids, sampling_params, terms)
 
-    @_names_arguments
+    @_explains_unknown_arguments
     def add_request(
         self,
         prompt: Prompt,
@@ -659,12 +659,12 @@ def _without_target(settings: Mapping[str, object]) -> str:
     )
 
 
-def _propose(target: Source, device: str, dtype: str, config: EngineConfig) -> None:
-    """Log the proposal of a draft, if it is expected to pay and the log shows such lines."""
+def _advise_draft(target: Source, device: str, dtype: str, config: EngineConfig) -> None:
+    """Log that a draft is expected to make decoding faster, if it is and INFO is logged."""
     if not logger.isEnabledFor(logging.INFO) or not isinstance(target, str | Path):
         return
     if num_bytes := self_draft_bytes(str(target), device, dtype, config):
-        logger.info("%s", proposal(num_bytes))
+        logger.info("%s", draft_advice(num_bytes))
 
 
 def _with_terms(

@@ -163,13 +163,13 @@ class Grammars:
 
 
 def _give_way() -> None:
-    """Let other threads go first where processors are scarce; only Linux has nice threads."""
+    """Lower the priority of this thread, which only Linux allows for single threads."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
-"""Without a limit a greedy model may fill its tokens with white space between two values."""
+"""White space that a grammar allows; without a limit a greedy model may emit nothing else."""
 
 
 def _grammar_of(asked: StructuredOutputs) -> str:

@@ -18,9 +18,9 @@ MAX_SECONDS = 2
 MAX_WALL_SECONDS = 8
 MAX_BYTES = 2 << 30
 NICENESS = 10
-"""The engine's threads go first where processors are scarce."""
+"""Nice value of compilation, so that the engine's threads run first."""
 STACK_BYTES = 4 << 20
-"""Less than the stack of any thread that compiles the grammar afterwards."""
+"""Stack of the trial, smaller than that of any thread that compiles the grammar afterwards."""
 MAX_CHARACTERS = 300
 """Most characters of the message on a grammar that cannot be compiled."""
 

@@ -28,7 +28,7 @@ from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "abort": "abort"}
-"""Every other one, such as that of a tool call, is an end by the model: "stop"."""
+"""Finish reasons of a server that are kept; any other, such as a tool call, becomes "stop"."""
 _EXTENSIONS = (
     "presence_penalty",
     "frequency_penalty",
@@ -41,7 +41,8 @@ _EXTENSIONS = (
     "include_stop_str_in_output",
     "allowed_token_ids",
 )
-"""Sent where they differ from their defaults: not every server accepts all but the first two."""
+"""Parameters that are sent only if they differ from their defaults, because some servers accept
+only the first two."""
 _DEFAULTS = SamplingParams()
 
 

@@ -29,7 +29,7 @@ Prompt = str | Seq[int]
 
 
 SLACK = 16
-"""How much shorter normalising may make a text: its tokens need not hold all its characters."""
+"""Largest factor by which normalisation is taken to shorten a text before it is tokenised."""
 
 
 class Intake:
