@@ -109,7 +109,7 @@ RequestClass = tuple[tuple[str, ...], float]
 
 
 class RequestHistory:
-    """Outcomes of the drafts of one request, by method beside those of similar requests."""
+    """Outcomes of one request's drafts, and those of similar requests, by drafting method."""
 
     __slots__ = ("drafts", "kind", "num_before", "num_read")
 
@@ -157,16 +157,17 @@ class AcceptanceEstimates:
         return state.num_committed - self._request(state).num_read.get(method, 0)
 
     def num_tried(self, state: RequestState, method: str) -> float:
-        """Return how many drafts of similar requests count for the estimates of a method."""
+        """Return the discounted number of drafts of similar requests with this method."""
         _, pool = self._drafts(self._request(state), method)
         trials = pool.accepted.trials
         return trials[0] if trials else 0.0
 
     def num_expected(self, state: RequestState) -> float:
-        """Return how many tokens a request is expected to emit yet.
+        """Return how many further tokens a request is expected to emit.
 
-        That is the mean output of requests that have ended, however much the request has emitted,
-        as if its end came by chance; a request that has emitted more is expected to double that.
+        That is the mean output of ended requests, whatever the request has emitted, as if every
+        token ended it with the same probability. A request that has emitted more than the mean is
+        expected to emit as much again.
         """
         request = self._request(state)
         num_emitted = state.num_committed - request.num_before

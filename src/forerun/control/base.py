@@ -174,25 +174,25 @@ class Controller(Protocol):
 
 @runtime_checkable
 class HoldingController(Controller, Protocol):
-    """A controller that can say how long its plans stay."""
+    """A controller whose plans stay the same for a known number of steps."""
 
     def num_held(self) -> int:
         """Return for how many further steps `decide` returns the last plans again.
 
-        That is while the same requests run and each may emit more tokens than it drafts; more is
-        computed ahead in vain, never wrong.
+        That holds while the same requests run and each may emit more tokens than it drafts. If the
+        number is too large, steps that were computed ahead are discarded.
         """
 
 
 @runtime_checkable
 class RestingController(Controller, Protocol):
-    """A controller that can leave the engine alone while nothing is drafted."""
+    """A controller that need not be called for a known number of plain steps."""
 
     def rest(self) -> int:
         """Return for how many further steps the last plans stay plain; called after `decide`.
 
-        For so many steps, while the same requests run, the engine neither asks this controller nor
-        builds records for it.
+        During these steps, while the same requests run, the engine neither calls this controller
+        nor builds records for it.
         """
 
 

@@ -39,9 +39,9 @@ class GoodputConfig:
         num_cold: plain steps after drafting that are slow because of cold caches.
         reuse: most steps for which plans are reused while a request drafts.
         probe_share: share of the time that may be lost by steps made to update an estimate.
-        reading_share: share of the expected time of all requests that drafters of which nothing is
-            known yet may take to read prompts.
-        assumed_output: output tokens of a request before one has ended.
+        reading_share: share of the expected time of requests that drafters without any measured
+            acceptance may take to read prompts.
+        assumed_output: output tokens expected of a request while none has ended.
     """
 
     prior: float = 0.7

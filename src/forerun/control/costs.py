@@ -132,7 +132,7 @@ class TimeFactor:
         self._was_slow = False
 
     def observe(self, measured_s: float, expected_s: float) -> None:
-        """Count one step; a second outlier in a row is none, so the mean begins anew with it."""
+        """Count one step; two slow outliers in succession, or a fast one, start the mean again."""
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
         config, count, total = self.config, self.count, self.total
@@ -282,7 +282,7 @@ class CostModel:
         return self.config.assumed_row * level_s
 
     def observe_prompt(self, record: StepRecord) -> None:
-        """Learn how fast the target reads, from a step with part of a prompt."""
+        """Update the seconds per prompt token of the target, from a step that read a prompt."""
         if record.num_prefill_rows >= LEAST_READ:
             self._prompts.observe(record.verify_s, record.batch_rows)
 
@@ -334,7 +334,7 @@ class CostModel:
     def _without_reading(
         self, method: str, records: Sequence[StepRecord], point: OperatingPoint, num_read: int
     ) -> float:
-        """Divide the time of drafting in proportion to what is expected of reading and levels."""
+        """Return the drafting time without that of reading, divided as the expected times are."""
         draft_s = records[0].draft_s
         if num_read < LEAST_READ or not self.traits[method].reads_text:
             return draft_s

@@ -140,7 +140,7 @@ class GoodputController:
         self._will_rest = 0  # the same after it
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
-        self._reading_left = 0.0  # plain steps of one request that unproven reading may take
+        self._reading_left = 0.0  # plain steps of one request, left for unproven reading
         self._num_probes = 0
         self._has_profile = any(source is not None for source in costs.values())
         self._num_decided = self._next_trees = 0
@@ -265,7 +265,7 @@ class GoodputController:
         max_nodes = max(0, capacity.max_rows - batch)
         allocation, last = best_chains(candidates, times, max_nodes), self._active
         self._num_decided += 1
-        # Trees take longer to compare than all else, so where they are far behind they wait.
+        # Comparing trees takes longest, so trees that are far slower are compared rarely.
         if last is None or self._num_decided >= self._next_trees:
             methods = [
                 method
@@ -306,7 +306,7 @@ class GoodputController:
         return active
 
     def _note_requests(self, states: Sequence[RequestState]) -> None:
-        """Count the outputs of ended requests; new ones allow more time for unproven reading."""
+        """Count the outputs of ended requests, and allow reading time for new ones."""
         before = self._active.states if self._active is not None else ()
         known = {state.request_id: state for state in before}
         for state in states:
@@ -331,11 +331,11 @@ class GoodputController:
         batch: int,
         curve: AcceptanceCurve | None = None,
     ) -> bool:
-        """Whether a drafter may process what it has not read of a request.
+        """Whether a drafter may process the tokens of a request that it has not processed yet.
 
-        What drafts are expected to save over the tokens that the request will emit yet must exceed
-        the time of reading, for which all requests wait. Of a drafter of which little is known, and
-        for a probe (without a curve), reading must be within the share of time that is set aside.
+        The time that drafts are expected to save over the request's further tokens must exceed the
+        time of reading, for which all requests wait. For a drafter whose acceptance is uncertain,
+        and for a probe (without a curve), reading must fit into the share of time set aside for it.
         """
         own = times[method]
         if own.read_s == 0.0:
