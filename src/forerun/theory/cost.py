@@ -1,4 +1,4 @@
-"""Cost tables: measured times of drafting, verification and reading, and what lies between them."""
+"""Cost tables: measured times of drafting, verification and reading, interpolated between them."""
 
 from __future__ import annotations
 

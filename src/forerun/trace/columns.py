@@ -19,7 +19,8 @@ Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 CycleKind = Literal["plain", "drafting", "prefill"]
 KINDS: tuple[CycleKind, ...] = ("plain", "drafting", "prefill")
-"""A cycle reads a prompt, or a request in it drafts, or it is plain; columns hold the index."""
+"""Kinds of cycles: "prefill" if a prompt is read, else "drafting" if a request drafts. The column
+`kind` holds the index."""
 PLAIN, DRAFTING, PREFILL = range(len(KINDS))
 BLOCK_STEPS = 1 << 16
 _INTS = (
@@ -48,7 +49,7 @@ class StepBlock:
 
 
 def block_of(records: Sequence[StepRecord]) -> StepBlock:
-    """Return steps as columns; at least one, and cycles as they follow one another."""
+    """Return consecutive steps of a trace, at least one, as a block of columns."""
     columns: dict[str, npt.NDArray[Any]] = {
         name: np.array([getattr(record, name) for record in records], kind)
         for names, kind in ((_INTS, np.int64), (_REALS, np.float64))
@@ -58,7 +59,7 @@ def block_of(records: Sequence[StepRecord]) -> StepBlock:
     columns["request"] = np.array(
         [codes.setdefault(record.request_id, len(codes)) for record in records], np.int64
     )
-    # Engines number their cycles alike, so the time tells cycles of different engines apart.
+    # Several engines use the same cycle ids; their cycles differ in time.
     begins = np.ones(len(records), np.bool_)
     begins[1:] = (np.diff(columns["cycle_id"]) != 0) | (np.diff(columns["t_s"]) != 0.0)
     first = np.flatnonzero(begins)
@@ -95,8 +96,8 @@ Piece: TypeAlias = StepBlock | TraceHeader | RequestRecord | Damage
 def pieces_of(items: Iterable[Item]) -> Iterator[Piece]:
     """Yield the steps of a trace in blocks, and all other items as they come.
 
-    A block ends with a complete cycle, unless that is as long as a block, and before a request
-    whose id is that of a request that ended in it.
+    A block ends after a complete cycle, unless one cycle is as long as a block. It also ends before
+    a request that reuses the id of a request that ended in it.
     """
     waiting: list[StepRecord] = []
     ended: set[str] = set()

@@ -22,13 +22,13 @@ Outcome = Literal["accepted", "rejected", "not reached"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HindsightK:
-    """What a request would have taken with another fixed K.
+    """Estimated tokens and seconds per step of a request with another fixed K.
 
     Attributes:
         num_speculative_tokens: that K; 0 is plain decoding.
-        tokens_per_step: from the accepted counts.
-        step_s: estimated: drafting in proportion to K, the pass as the median of passes of as many
-            rows, or the median of all where there are none.
+        tokens_per_step: computed from the counts of accepted tokens.
+        step_s: sum of the drafting time, in proportion to K, the median time of passes with as many
+            rows (of all passes if there are none), and the mean time of the rest.
     """
 
     num_speculative_tokens: int
@@ -71,13 +71,14 @@ class ExplainedRequest:
 
     @property
     def least_drafted(self) -> int:
-        """The fewest tokens that a step drafted: up to this K tokens per step are exact."""
+        """Fewest tokens that a drafting step drafted; up to this K `hindsight` is exact."""
         return min((step.num_drafted for step in self.drafting), default=0)
 
     def hindsight(self) -> list[HindsightK]:
-        """Return what other K would have given, as far as half of the steps drafted; not of trees.
+        """Return the estimates for every fixed K that half of the steps drafted; none for trees.
 
-        Beyond `least_drafted` tokens per step are estimated from the steps that drafted as far.
+        Tokens per step are exact up to `least_drafted`. Beyond it they are estimated from the steps
+        that drafted as many tokens.
         """
         steps = self.drafting
         if not steps or any(step.depth_drafted != step.num_drafted for step in steps):
@@ -104,7 +105,7 @@ class ExplainedRequest:
 
 
 def outcomes_of(step: StepRecord) -> list[Outcome]:
-    """Return what became of every drafted token of a chain."""
+    """Return whether each drafted token of a chain was accepted, rejected or not reached."""
     found: list[Outcome] = []
     for place in range(step.num_drafted):
         if place < step.num_accepted:
@@ -194,7 +195,7 @@ def _token(step: StepRecord, place: int, outcome: Outcome) -> str:
 
 
 def prefix_ratios(step: StepRecord) -> list[float]:
-    """Return for every drafted token what block verification weighs: min(1, ratio before * p / q).
+    """Return the prefix ratio of block verification at every token: min(1, previous ratio * p / q).
 
     Source: 2403.10444, algorithm 2.
     """
@@ -237,7 +238,7 @@ def _last_token(step: StepRecord) -> str:
 
 
 def bottleneck_of(found: ExplainedRequest) -> str:
-    """Return the largest part of the time, and what to change."""
+    """Return a sentence on the largest part of the time, with the change that would reduce it."""
     shares = found.shares
     total_s = sum(shares.values()) or 1.0
     name = max(shares, key=lambda part: shares[part])

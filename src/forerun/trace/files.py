@@ -104,7 +104,7 @@ ENCODER = msgspec.json.Encoder()
 DECODER = msgspec.json.Decoder(Record)
 
 MAX_LINE_BYTES = 1 << 22
-"""No record is as long; a damaged file need not have any line ends, and memory is finite."""
+"""Most bytes of a line, more than any record has; a damaged file may have no line ends."""
 MAX_SKIPPED_BYTES = 1 << 28
 """Most bytes that are skipped to find the end of a line that is too long. If it has not ended by
 then, the rest of the file is not read."""

@@ -74,7 +74,7 @@ class Seconds:
         return self.draft_s + self.verify_s + self.other_s
 
     def add(self, cycle: Sequence[StepRecord], num_steps: int) -> None:
-        """Add a cycle, of which so many steps count."""
+        """Add the durations of the cycle that these records share, and count `num_steps` steps."""
         self.num_cycles += 1
         self.num_steps += num_steps
         for name in DURATIONS:
@@ -91,7 +91,7 @@ def seconds_by(
     """Yield every combination of the keys with the seconds of its rows, which are cycles.
 
     Args:
-        num_steps: of every row, how many steps it counts for.
+        num_steps: number of steps that each row counts for.
     """
     values = [num_steps, *(columns[name] for name in DURATIONS)]
     for place, num_cycles, (steps, draft_s, verify_s, other_s) in sums_by(keys, values):
@@ -127,7 +127,7 @@ class CyclesByKind:
     )
 
     def add(self, columns: Columns, num_steps: Ints) -> None:
-        """Add a cycle per row, of which so many steps count."""
+        """Add one cycle per row, counting the given number of steps of each."""
         for (kind, size), part in seconds_by(
             (columns["kind"], columns["size"]), columns, num_steps
         ):
