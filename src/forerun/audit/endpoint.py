@@ -31,7 +31,7 @@ NEUTRAL_FIELDS: Mapping[str | None, Mapping[str, object]] = {
     "vllm": _UNFILTERED,
     "sglang": _UNFILTERED,
 }
-"""By kind of server, fields that switch off what it applies to requests that do not ask for it.
+"""Request fields, by kind of server, that switch off its default filters and penalties.
 
 llama.cpp has top_k 40 and min_p .05, and filters before it divides by the temperature unless a
 request orders its samplers; vLLM and SGLang take defaults from the model's generation_config.json.
@@ -59,8 +59,8 @@ class HttpEndpoint:
     """A server, and perhaps a second one with the same model and without speculation.
 
     Args:
-        ids_by_text: ids of the tokens whose text is theirs alone, for a server that streams one
-            token per event without its id.
+        ids_by_text: token id by text, for texts that only one token has; used for a server that
+            streams one token per event without its id.
 
     Raises:
         InvalidRequest: a server refuses the key, or does not serve the model.
@@ -151,11 +151,12 @@ class HttpEndpoint:
 def _ids_of(
     events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int], *, counts_end: bool
 ) -> list[int] | None:
-    """Return the ids of a stream's tokens; None if any of them is not known for sure.
+    """Return the ids of a stream's tokens; None if one of them is uncertain.
 
-    llama.cpp sends accepted draft tokens without id and log-probability, one event each. Such a
-    token is known by its text, if the server counts as many tokens as there are events: two tokens
-    in one event may read like a third. `counts_end`: the server counts the token that ends a text.
+    llama.cpp sends accepted draft tokens without id and log-probability, one event each. Their ids
+    follow from their texts if the server counts as many tokens as there are events; otherwise two
+    tokens may be in one event, with the text of a third. `counts_end`: the server counts the token
+    that ends a text.
     """
     ids: list[int | None] = []
     by_text = False
@@ -177,7 +178,7 @@ def _ids_of(
 
 
 def _num_tokens(event: ServerAnswer) -> int:
-    """Return how many tokens an event of a stream has at least."""
+    """Return the least number of tokens that an event of a stream can hold."""
     return len(event.token_ids or event.logprobs or ()) or int(bool(event.text))
 
 

@@ -236,7 +236,7 @@ class Ledger:
     def by_place(
         self, kind: str, direction: str, *, in_step: bool, most: int = 16
     ) -> list[PlaceDeviation]:
-        """Return the deviation at every place of the answers, or of what steps emitted."""
+        """Return the deviation by position in the answer, or by position within a step's tokens."""
         parts: dict[int, list[float]] = defaultdict(list)
         for reading in self.arms["served"].readings[kind]:
             if direction not in reading.values:

@@ -133,7 +133,7 @@ class ReferenceModel:
 
     @property
     def ids_by_text(self) -> dict[str, int]:
-        """Ids of the tokens whose text is theirs alone."""
+        """Token id by text, for texts that only one token has."""
         if self.tokenizer is None:
             return {}
         found: dict[str, list[int]] = {}

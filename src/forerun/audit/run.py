@@ -1,4 +1,4 @@
-"""Asks a server within limits until its text deviates from the reference or a limit ends it."""
+"""Runs an audit: sends requests until the text deviates from the reference or a limit ends it."""
 
 from __future__ import annotations
 
@@ -126,9 +126,10 @@ class Audit:
                 progress.alarm_tokens = progress.spent.num_tokens
 
     def _is_judged(self, question: Question, answer: AuditAnswer) -> bool:
-        """Leave out grammars of a server that ignores the field, as its first tokens show.
+        """Whether an answer is judged: those to grammars are not if the server ignores grammars.
 
-        No draft precedes a first token. A few may follow the grammar by chance.
+        First tokens show that, because no draft precedes them. A few of them may follow the grammar
+        by chance.
         """
         is_known = self.endpoint.control == "off"  # forerun
         if is_known or not self.ledger.kinds[question.kind].has_grammar or not answer.text:
@@ -141,7 +142,7 @@ class Audit:
         )
 
     def share_without_ids(self, kind: str) -> float:
-        """Return the share of the served answers of a kind whose tokens are not known."""
+        """Return the share of served answers to a kind of request whose token ids are unknown."""
         known = [answer.token_ids is not None for q, answer in self._texts if q.kind == kind]
         return 1.0 - sum(known) / len(known)
 

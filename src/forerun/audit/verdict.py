@@ -42,11 +42,11 @@ _DENIED = (
     "other parameters are in force, or the reported probabilities are not those that are sampled."
 )
 _LEFT_OUT = (
-    "The text deviates by less than the share of answers whose tokens are not known, {:.0%}: that "
-    "these are left out can explain it."
+    "The text deviates by less than {:.0%}, the share of answers whose token ids are unknown. They "
+    "are left out, which can explain the deviation."
 )
 _FAVOURED = math.log(100.0)
-"""Log-likelihood ratio from which a text speaks for an alternative."""
+"""Log-likelihood ratio from which a text supports an alternative."""
 _FEW_TOKENS = 500
 _THRESHOLD_SHARE = 0.01
 _SIGMAS = 3.0
@@ -191,7 +191,7 @@ def contrast(ledger: Ledger, first: Deviation) -> Literal["shown", "denied", "op
 
 
 def family_of(ledger: Ledger, alarm_log_e: float) -> str:
-    """Return the family of faults that a deviation speaks for."""
+    """Return the family of faults that explains a deviation best."""
     strong = [item for item in ledger.deviations("served") if item.log_e >= alarm_log_e]
     by_direction = {item.direction: item for item in reversed(strong)}
     copied = by_direction.get("copied")
