@@ -357,7 +357,7 @@ class Lookup:
         self._suffixes: dict[Path, list[Suffixes]] = {(): [_suffixes_of(m) for m in matches]}
 
     def expand(self, path: Path) -> Candidates:
-        """Return the most probable continuations of a path; see `tree_builder.build_tree`."""
+        """Return the most probable continuations of a path; see `tree_growth.build_tree`."""
         suffixes = self._suffixes.get(path)
         if suffixes is None:
             suffixes = self._suffixes[path] = [

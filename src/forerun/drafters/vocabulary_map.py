@@ -82,7 +82,7 @@ class VocabularyMap:
 
     @property
     def way(self) -> Way:
-        """TLI where the draft mostly ends its tokens where the target does, otherwise SLEM."""
+        """Method of drafting: TLI if the tokens mostly end at the same places, otherwise SLEM."""
         return "tli" if self.aligned >= MIN_ALIGNED else "slem"
 
     @property

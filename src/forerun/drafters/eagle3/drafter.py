@@ -147,7 +147,7 @@ logger = logging.getLogger("forerun.drafting")
 
 
 class AttachedModel(LanguageModel, Protocol):
-    """A draft model whose rows read the target's hidden states; see `eagle3.model`."""
+    """A draft model whose rows read the target's hidden states, such as `Eagle3Model`."""
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]

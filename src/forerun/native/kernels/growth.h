@@ -1,5 +1,5 @@
-// Growth of a draft tree by the most probable paths: the same definitions as drafters/tree_builder.py and
-// BestFirst in drafters/tree_growth.py.
+// Growth of a draft tree by the most probable paths: the same definitions as build_tree and BestFirst in
+// drafters/tree_growth.py.
 #pragma once
 
 #include <cfloat>

@@ -1,4 +1,4 @@
-// Traversal verification of drawn trees: the same definitions as forerun/sampling/tree_residuals.py.
+// Traversal verification of drawn trees: the same definitions as forerun/sampling/tree_rules.py.
 #pragma once
 
 #include <algorithm>
