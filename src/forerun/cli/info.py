@@ -80,7 +80,7 @@ def run(options: InfoOptions) -> int:
 
 
 def _folder_without_weights(options: InfoOptions) -> Path | None:
-    """Return a folder with config.json and no weights, or the one fetched; None for others."""
+    """Return the folder to describe by its config.json alone; None for one with weights."""
     from forerun.models.checkpoint import PICKLES
     from forerun.models.load import fetched_config
 

@@ -154,13 +154,15 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigDescription:
-    """What config.json alone says of a model.
+    """Properties of a model that follow from its config.json alone.
 
     Attributes:
-        runner: the fastest one on a CPU.
-        slower_because: why the native runner does not run it; None if it does.
-        kv_bytes_per_token: in the dtype of the configuration; `state_bytes` likewise.
-        mtp_modules: how many multi-token-prediction modules it announces.
+        runner: the fastest runner for it on a CPU.
+        slower_because: what the native runner does not support of it; None if it runs the model.
+        kv_bytes_per_token: bytes of keys and values in `dtype`.
+        state_bytes: bytes of the recurrent states after one token, in `dtype`.
+        mtp_modules: number of multi-token-prediction modules in the configuration.
+        notice: message on tensors that are dequantised or not read; None without.
     """
 
     name: str
@@ -206,7 +208,7 @@ def describe_config(name: str, folder: Path, dtype: str) -> ConfigDescription:
 
 
 def print_config(model: ConfigDescription) -> None:
-    """Print a table of what config.json says on stdout."""
+    """Print a table of the properties that follow from config.json on stdout."""
     sizes = model.architecture
     rows = _architecture_rows(sizes) | {
         "context": f"{sizes.max_positions:,} tokens"
@@ -294,7 +296,7 @@ def print_model(model: ModelDescription) -> None:
     if model.mtp is not None:
         rows["draft"] = f"brings an MTP module ({model.mtp}*), which drafts by --draft mtp"
     if model.card is not None:
-        rows["aligned"] = escape("\n".join(story(model.card)))
+        rows["aligned"] = escape("\n".join(alignment_lines(model.card)))
     _print_sheet(model.name, rows)
 
 
@@ -323,7 +325,7 @@ def reach(windows: Sequence[int | None]) -> str:
     return f"some layers see {', others '.join(ranges)}"
 
 
-def story(card: DraftCard) -> Iterator[str]:
+def alignment_lines(card: DraftCard) -> Iterator[str]:
     """Yield lines on the alignment of a draft: target, objective, date and results."""
     yield (
         f"to {card.target} ({card.target_hash}) by {card.objective} for T={card.temperature:g}, "

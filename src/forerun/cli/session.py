@@ -182,7 +182,7 @@ def _setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
 def pair_of(
     engine: Engine, drafter: DraftModel, target: str, draft: str, dtype: str
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    """Return the target of an engine with a draft, and what a profile says of both."""
+    """Return the target of an engine with a draft, and the facts that a profile records of both."""
     pair = LoadedPair(
         target=engine.target, drafter=drafter, tokenizer=engine.tokenizer, engine=engine.config
     )
@@ -204,9 +204,9 @@ def load_engine(
     """Load the target and the drafts of the flags.
 
     Args:
-        max_tokens: of the only request, if there is one.
-        uses_advice: drafts with `self:int4` where no draft is named and that is expected to pay;
-            otherwise a notice proposes it.
+        max_tokens: `max_tokens` of the request, if there is only one.
+        uses_advice: if no draft is named and `self:int4` is expected to pay, draft with it instead
+            of printing a notice that advises it.
     """
     drafts_chains = bool(pair.draft_names) and pair.tree is None
     is_chosen = pair.controller == "fixed" or pair.k != EngineConfig().num_speculative_tokens
@@ -249,14 +249,14 @@ def load_engine(
             raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
         return engine.with_draft(engine.drafter, costs=costs_of(engine, pair))
     if num_bytes and uses_advice:
-        return _drafting_for_itself(engine, num_bytes)
+        return _with_advised_draft(engine, num_bytes)
     if num_bytes:
         logger.warning("%s", draft_advice(num_bytes))
     return engine
 
 
-def _drafting_for_itself(engine: Engine, num_bytes: int) -> Engine:
-    """Return an engine that drafts with the target in 4 bits, or the plain one without memory."""
+def _with_advised_draft(engine: Engine, num_bytes: int) -> Engine:
+    """Return an engine that drafts with `self:int4`, or the plain one if memory is short."""
     try:
         drafting = engine.with_draft(IN_FEWER_BITS)
     except NotEnoughMemory as error:

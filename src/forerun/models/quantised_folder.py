@@ -30,16 +30,16 @@ FLOATS = ("BF16", "F16", "F32")
 EMBEDDING = "model.embed_tokens.weight"
 QUANTISED_HEAD = "lm_head.weight"
 NUM_TRIED = 9
-"""Scales tried for a group of 4 bits: the largest weight's, and smaller ones, which clip it."""
+"""Number of scales tried per group of 4 bits, from that of the largest weight down."""
 
 
 class QuantisedFolder:
     """The tensors of a quantised folder; their headers have been checked."""
 
     notice: str | None = None
-    """What to say of matrices that are not kept in integers; None: all are."""
+    """Message for the user on matrices that are dequantised while read; None if none is."""
     zero_biases: frozenset[str] = frozenset()
-    """Biases of zeros beside matrices, which some writers add to models without biases."""
+    """Names of stored biases that are zero; some writers add them to models without biases."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self.files = files
@@ -83,7 +83,7 @@ class QuantisedFolder:
         return {"I8": 8, "U8": 4}.get(dtype) if len(shape) == 2 else None
 
     def stored_type(self, name: str) -> str:
-        """Return how a parameter is stored, for a reader."""
+        """Return the storage format of a parameter, for messages."""
         bits = self.bits(name)
         return "other" if bits is None else f"int{bits}"
 
@@ -116,7 +116,7 @@ PARTS = "qweight qzeros scales g_idx weight_packed weight_scale weight_shape wei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How the matrices of a folder in another system's format are stored.
+    """Storage format of the matrices in a folder that another system quantised.
 
     Attributes:
         group: inputs with a common scale; None: all inputs of an output.
@@ -201,8 +201,9 @@ def _compressed_weights(where: Path, settings: Mapping[str, Any]) -> Mapping[str
 class PackedFolder(QuantisedFolder):
     """A folder of GPTQ, AWQ (GEMM) or compressed-tensors; headers and scales have been checked.
 
-    A matrix is kept in integers where that loses nothing: groups of whole 32 inputs in order, no
-    zero points, scales that fp16 holds. Others are dequantised one by one while they are read.
+    A matrix is kept in integers if that is exact: its groups are multiples of 32 inputs in order,
+    and it has no zero points and scales that fp16 represents. Other matrices are dequantised one by
+    one while they are read.
     """
 
     def __init__(self, files: tuple[Path, ...], scheme: Scheme) -> None:
@@ -392,7 +393,7 @@ class PackedFolder(QuantisedFolder):
 def open_quantised(
     where: Path, files: tuple[Path, ...], settings: Mapping[str, Any]
 ) -> QuantisedFolder:
-    """Return a checked folder; one that has not changed is checked once."""
+    """Return a checked folder; a folder that has not changed is not checked again."""
     scheme = None if settings.get("quant_method") == METHOD else read_scheme(where, settings)
     found = [path.stat() for path in files]
     return _opened(files, tuple((file.st_mtime_ns, file.st_size) for file in found), scheme)

@@ -21,7 +21,7 @@ from forerun.control.named import ControllerInputs, FixedController, build_contr
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.plan.workload import (
-    MadeOnAccess,
+    LazySequence,
     SimulatedCycle,
     SimulatedRequest,
     SimulatedServerConfig,
@@ -363,7 +363,7 @@ class Server:
             read_s = reading.target_more_s if decoding else reading.target_pass_s
             cycle.verify_s += read_s(cycle.num_prefill_rows)
         self._commit(decoding, gained, emitting, cycle)
-        self.controller.observe(MadeOnAccess(partial(record_of, cycle), emitting))
+        self.controller.observe(LazySequence(partial(record_of, cycle), emitting))
         self.num_cycles += 1
 
     def advance(self, request: SimulatedRequest) -> int:
@@ -399,7 +399,7 @@ class Server:
         """Set the controller's plans, limited to the tokens left and to the largest K."""
         max_k, max_tree_nodes = self.config.max_k, self.config.max_tree_nodes
         plans = self.controller.decide(
-            MadeOnAccess(SimulatedRequest.state, decoding), self.capacity
+            LazySequence(SimulatedRequest.state, decoding), self.capacity
         )
         for request, plan in zip(decoding, plans, strict=True):
             most = max_tree_nodes if isinstance(plan.shape, Tree) else max_k

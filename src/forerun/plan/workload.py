@@ -647,14 +647,14 @@ class SimulatedRequest:
         )
 
 
-MadeT = TypeVar("MadeT")
+ItemT = TypeVar("ItemT")
 
 
-class MadeOnAccess(Sequence[MadeT]):
-    """A sequence whose items are made of others whenever they are accessed."""
+class LazySequence(Sequence[ItemT]):
+    """A sequence whose items are computed from simulated requests at every access."""
 
     def __init__(
-        self, make: Callable[[SimulatedRequest], MadeT], requests: Sequence[SimulatedRequest]
+        self, make: Callable[[SimulatedRequest], ItemT], requests: Sequence[SimulatedRequest]
     ) -> None:
         self._make = make
         self._requests = requests
@@ -663,15 +663,15 @@ class MadeOnAccess(Sequence[MadeT]):
         return len(self._requests)
 
     @overload
-    def __getitem__(self, index: int) -> MadeT: ...
+    def __getitem__(self, index: int) -> ItemT: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[MadeT]: ...
-    def __getitem__(self, index: int | slice) -> MadeT | Sequence[MadeT]:
+    def __getitem__(self, index: slice) -> Sequence[ItemT]: ...
+    def __getitem__(self, index: int | slice) -> ItemT | Sequence[ItemT]:
         if isinstance(index, slice):
             return [*map(self._make, self._requests[index])]
         return self._make(self._requests[index])
 
-    def __iter__(self) -> Iterator[MadeT]:
+    def __iter__(self) -> Iterator[ItemT]:
         return map(self._make, self._requests)
 
 
