@@ -325,7 +325,7 @@ class DraftLoss(nn.Module):
         hidden, head = _causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.weighed_for is not None:
-            # By their contribution to the expected accepted length.
+            # Weights by contribution to the expected accepted length.
             alphas = chunked_acceptance(rows, head, temperature=self.temperature)
             owners, positions = batch.samples[batch.predicts], batch.positions[batch.predicts]
             weights = length_weights(alphas, owners, positions, self.weighed_for)
@@ -338,7 +338,7 @@ class DraftLoss(nn.Module):
             with_acceptance=teacher_rows is not None,
         )
         alpha = hidden.new_zeros(()) if total.acceptance is None else total.acceptance
-        # FSDP2 hangs its hooks on what comes out, which must be no view of something else.
+        # FSDP2 attaches hooks to the outputs, which must not be views of other tensors.
         return total.loss.clone(), alpha
 
 
@@ -426,7 +426,7 @@ def base_model(config: DraftConfig) -> Any:
     model = read_weights(checkpoint, torch.float32)
     model.set_attn_implementation(ATTENTION)
     if model.config.vocab_size != target["vocab_size"]:
-        # Tokens are the same, padding ids are not: the target's distribution covers the target's.
+        # The tokens are equal, but the target's distribution has its own number of padding ids.
         model.resize_token_embeddings(target["vocab_size"], mean_resizing=False)
     return model
 

@@ -338,7 +338,7 @@ def _selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iter
     """Yield shuffled samples until they contain at least the given number of learned tokens."""
     num_taken = 0
     for index in range(len(samples)):
-        # Half a token of slack: shares of a whole are met exactly, not short of rounding.
+        # Half a token of slack, so that the rounding of shares does not add one more sample.
         if num_taken + 0.5 > num_learned:
             return
         sample = samples[permuted(index, len(samples), seed)]

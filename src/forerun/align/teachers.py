@@ -397,7 +397,7 @@ def draw_ids(
         raise NumericalError("the target's logits are not finite; load it in bf16 or fp32")
     steps = torch.arange(num_ids, device=probs.device, dtype=torch.float64)
     wanted = (steps + offsets[:, None]) / num_ids * sums[:, -1:]
-    # The last may round up to the sum itself, which lies behind every token.
+    # The last one may be rounded up to the sum itself, which is beyond every token's interval.
     below = torch.nextafter(sums[:, -1:], torch.zeros_like(sums[:, -1:]))
     return torch.searchsorted(sums, torch.minimum(wanted, below), right=True)
 

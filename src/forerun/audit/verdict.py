@@ -179,7 +179,7 @@ def contrast(ledger: Ledger, first: Deviation) -> Literal["shown", "denied", "op
     control = ledger.moved("control", first.direction, first.kind)
     if len(control) < 2 or not len(served):
         return "open"
-    # A rate that was never seen has an error all the same.
+    # The last term keeps the error above 0 for a rate of 0 or 1 in the sample.
     error = math.hypot(
         served.std() / math.sqrt(len(served)), control.std() / math.sqrt(len(control))
     ) + 1.0 / (2 * len(control))
@@ -201,7 +201,7 @@ def family_of(ledger: Ledger, alarm_log_e: float) -> str:
     kinds = {item.kind for item in strong}
     if plain in kinds:
         return _likeliest(ledger.likelihoods(plain))
-    # What leaves plain sampling alone is a fault of what the other requests have in addition.
+    # Plain sampling does not deviate, so the fault is in what the other kinds add to it.
     if "grammar" in by_direction:
         return "grammar"
     if (excluded := by_direction.get("excluded")) is not None:

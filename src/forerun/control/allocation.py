@@ -97,7 +97,7 @@ def best_chains(
     added = [*growing(nodes, candidates, times)]
     own = times[candidates[0].method]
     is_whole = all([reached == 1.0 for _, _, _, reached, _ in added])
-    # Where a level costs more than the next, a search by neighbours would end before its time.
+    # A level may cost more than the next one, so all depths are compared, not only neighbours.
     for limit in (deepest,) if batch == 1 else range(1, deepest + 1):
         within = [node for node in added if node[1] < limit][:max_nodes]
         if not within:

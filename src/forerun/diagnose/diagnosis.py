@@ -66,7 +66,7 @@ def _add_observations(evidence: Evidence) -> None:
     copies = "ngram" in evidence.words("method")
     for threshold in THRESHOLDS:
         if copies and threshold.figure == "alpha_1":
-            continue  # how often a text repeats itself is neither high nor low
+            continue  # acceptance of copies depends on the text, so no value of it is high or low
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
             evidence.note(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")

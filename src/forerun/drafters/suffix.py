@@ -260,7 +260,7 @@ class StoredMatch:
         automaton = self.automaton
         state, length = self.place
         while True:
-            # The texts may have grown and given the shorter strings of a state one of their own.
+            # Texts added since may have moved the shorter strings of a state to a new state.
             while state != ROOT and length <= automaton.length(link := automaton.link(state)):
                 state = link
             after = automaton.follow(state, token)

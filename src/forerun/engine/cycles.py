@@ -163,7 +163,8 @@ class CycleRunner:
         """
         call_s = 0.0
         if not self._fit(scheduled):
-            # Requests join where no cycles are left, which dropping them again and again delays.
+            # Requests join the batch when no cycles are left. If cycles had to be discarded, only
+            # one is computed, so that requests that wait can join at the next step.
             most = 1 if self._num_left else max(1, min(num_same, self.max_cycles))
             self._num_left = 0
             if not self._compute(scheduled, most):

@@ -87,7 +87,7 @@ class EngineGuard:
                 "the engine was made in another process, and its threads and device memory do not "
                 "survive a fork: load it in the process that uses it"
             )
-        # An interrupt behind the lock but ahead of the handler would leave the lock taken.
+        # The handler comes first: an interrupt between lock and handler would leave the lock taken.
         self._begin_deferring()
         if not self._lock.acquire(blocking=False):
             self._end_deferring(None)

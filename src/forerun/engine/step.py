@@ -165,7 +165,7 @@ class Stepper:
 
     def _is_ahead(self) -> bool:
         """Whether cycles have been computed ahead for the running sequences."""
-        if self.cycles is None or self._keeps_logits():  # which cycles ahead do not have
+        if self.cycles is None or self._keeps_logits():  # cycles computed ahead keep no logits
             return False
         return self.cycles.is_ahead_of(self.scheduler.running)
 
@@ -310,7 +310,7 @@ class Stepper:
             entry.commit()
         self.is_committing = False
         controls = self.drafter is not None and not self._is_resting
-        # During a rest all steps are plain, which most drafters are told of before the next draft.
+        # During a rest all steps are plain; most drafters observe them before their next draft.
         if self.drafter is not None and (controls or self.drafter.required_top_k):
             self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         is_observed = controls or bool(self.observers)

@@ -140,7 +140,7 @@ def predicted_speedup(
     chosen = [_best_k(odd or even, kappas), _best_k(even, kappas)]
     best_k = _best_k(prompts, kappas)
     best = _speedup(prompts, [chosen[i % 2] for i in range(len(prompts))], kappas, seed)
-    if best_k == 0 or best.estimate < 1.0:  # plain decoding can always be had
+    if best_k == 0 or best.estimate < 1.0:  # plain decoding is always possible
         best_k, best = 0, Interval(estimate=1.0, low=1.0, high=1.0)
     return PredictedSpeedup(
         num_speculative_tokens=best_k,

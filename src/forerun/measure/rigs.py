@@ -207,7 +207,7 @@ def measure(
 ) -> Rounds:
     """Measure all cells of a profile in rounds, until their medians are stable or time runs out."""
     asked = [cell for rig in rigs for cell in rig.cells]
-    # First times are slow; they also show what does not fit.
+    # The first round is not counted: first passes are slow. It also shows which cells do not fit.
     samples: dict[ProfileCell, list[Sequence[float]]] = {
         cell: [] for cell in one_round(rigs, asked, num_rounds=0)
     }
@@ -892,7 +892,7 @@ def measure_pair(
     num_threads = num_threads_of(pair.engine)
     before = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
     rounds = measure(rigs(pair, config, stopwatch), config, clock, notify)
-    # The machine's best: it may have been busy the first time.
+    # The better of two rates, because the machine may have been busy during one of them.
     after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
     best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
     return Profile(

@@ -311,7 +311,7 @@ def _run_by_fastest(files: ModelFiles) -> LanguageModel:
         try:
             return LOADERS[name](files)
         except RunnerUnavailable as error:
-            if str(error) not in reasons:  # the fast runners have the same form, and its limits
+            if str(error) not in reasons:  # both fast runners give the same reason
                 reasons.append(str(error))
                 logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
     return _eager(files)

@@ -611,7 +611,8 @@ class SampledTally:
             if (found := sampled_chain(step, replayed.target_probs.device)) is None:
                 continue
             probs, tokens = found
-            # Coupled drafts meet the noise of a position again after a rejection: the first not.
+            # After a rejection a coupled draft reuses the noise of the positions beyond it, so only
+            # its first token is independent.
             coupled = step.proposal is not None and step.proposal.choice is Choice.COUPLED
             once = 1 if coupled else len(tokens)
             drawn.append((probs[:once], tokens[:once]))
@@ -630,7 +631,7 @@ class SampledTally:
     def _add_text(self, request: TapedRequest, replayed: Replay) -> None:
         target, draft = replayed.target_probs, replayed.draft_probs
         tokens = torch.tensor(request.token_ids[: len(target)], device=target.device)
-        # The order depends on the text so far alone: else a right distribution would look wrong.
+        # Tokens are ordered by the text before them alone, so that a correct distribution passes.
         self.emitted += self.transform.values(target, tokens, target)
         num_read = replayed.num_read
         if num_read:

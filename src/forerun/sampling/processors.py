@@ -165,8 +165,7 @@ def _write_probs(
         _penalise(scores, row_params, histories)
     temperatures = row_params.temperatures
     if temperatures is not None and (kernels := kernels_for(out)):
-        # All rows of all batches on the CPU: a neighbour must not move a distribution by a
-        # rounding.
+        # All rows of the CPU go through the kernels, whose rounding does not depend on the batch.
         scores = scores.to(out.dtype).contiguous()
         kernels.softmax(scores, temperatures, row_params.truncations, out)
         return

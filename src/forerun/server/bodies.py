@@ -69,7 +69,7 @@ async def read_body(request: Request, kind: type[BodyT], executor: Executor) -> 
     """
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
-        # A page of another site may send other types to this machine without being asked.
+        # Browsers let pages of other sites send other content types without a CORS preflight.
         raise HTTPException(
             415, f"the Content-Type is {given[:MAX_SHOWN]!r}; send Content-Type: application/json"
         )

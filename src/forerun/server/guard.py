@@ -330,7 +330,7 @@ class Guard:
         """Return the error response to a request that is refused; None for one that is accepted."""
         host = headers.get("host", "")
         if self._hosts is not None and _host_name(host) not in self._hosts:
-            # A page of another site could reach this machine under a name of its own.
+            # The name of another site may resolve to this machine (DNS rebinding).
             return error_response(
                 f"the Host header says {host!r:.200}, which is no name of this server: send the "
                 "request to localhost, or start the server with --allowed-hosts",

@@ -152,7 +152,7 @@ class SpecDecodingLog(LineReader):
             return self._read_metrics(line)
         if rate := VLLM_THROUGHPUT.search(line):
             running = matched_number(VLLM_RUNNING, line)
-            # An interval in which nothing ran at its end was not busy all along.
+            # If nothing runs at the end of an interval, it was idle for a part of it.
             run = self._run(line)
             if running:
                 run.mean("tokens_per_s", float(rate.group(1)))

@@ -727,7 +727,7 @@ def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
 
 
 def observations_in(text: str) -> Iterator[tuple[str, object]]:
-    """Return the observations of a text, all yes, and what it says was changed."""
+    """Yield the observations that a complaint states, all of them yes, and the changes it names."""
     sentences = SENTENCES.split(text)
     found = {
         fact
@@ -735,7 +735,7 @@ def observations_in(text: str) -> Iterator[tuple[str, object]]:
         if holds(patterns, sentences)
         for fact in facts
     }
-    if "acceptance_fine" in found:  # then something else is what is low
+    if "acceptance_fine" in found:  # "low" and "dropped" then refer to another figure
         found -= {"acceptance_low", "acceptance_dropped"}
     changed = sorted(fact.removeprefix("changed=") for fact in found if "=" in fact)
     yield from ((fact, True) for fact in sorted(found) if "=" not in fact)

@@ -335,7 +335,7 @@ def _add_tags(
     ):
         if len(found) > 1:
             low, high = found[0], found[-1]
-            pairs = len(found) * (len(found) - 1)  # the best was looked for, and the worst
+            pairs = len(found) * (len(found) - 1)  # the most different one of them is compared
             words = f"{source}: {high[0][:60]} and {low[0][:60]}"
             comparison = compare(places, high[1], low[1])
             _add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
@@ -371,7 +371,7 @@ def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: s
         points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
     evidence.series["time"] = tuple(points)
     best = _sharpest(totals.stretches)
-    # A trace that did not change within itself may all lie behind the change.
+    # Without a drop in the trace there is no answer: the whole trace may be later than the drop.
     if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
         _add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
 

@@ -294,7 +294,8 @@ class Programs:
             self.passes.weights, bucket.num_sequences * bucket.num_rows, bucket.feature_layers
         )
         inputs = Inputs(bucket, batch.tokens.device, features)
-        # Recording runs the pass, so the buffers must hold one; it stores what it will store again.
+        # Recording runs the pass, so the buffers must hold a valid one; what it writes to the store
+        # is written again when the recording is played.
         inputs.fill(batch)
 
         def run() -> Tensor:
