@@ -470,7 +470,7 @@ def model_folder(source: str | Path) -> Path:
             f"*.safetensors, or a *{GGUF} file"
         )
     if folder.suffix.lower() == GGUF:
-        raise InvalidModel(f"there is no file {folder}")
+        raise InvalidModel(f"there is no file {folder}; check the path")
     if name.lower() == "none":
         raise InvalidModel(
             f"there is no model {name!r}; to decode without a draft, give no draft (None)"
@@ -483,7 +483,10 @@ def model_folder(source: str | Path) -> Path:
     if name.lower() in LOOKUP_NAMES:
         raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
     if not HUB_NAME.fullmatch(name):
-        raise InvalidModel(f"there is no model folder {folder}")
+        raise InvalidModel(
+            f"there is no model folder {folder}, and no model of the Hugging Face hub has such a "
+            "name: check it"
+        )
     return fetched(name)
 
 

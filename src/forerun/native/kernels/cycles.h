@@ -27,7 +27,7 @@ inline int64_t step_key(int64_t request_key, int64_t num_committed, int64_t node
     return int64_t(absorb(step, uint64_t(node)));
 }
 
-// In kernels.cpp: as forerun_decoder_sampled_chain.
+// The same as forerun_decoder_sampled_chain; defined in kernels.cpp.
 bool sampled_chain(void* decoder, const ForerunPass& pass, const ForerunStore& store, int num_tokens,
                    const Sampling& sampling, int64_t* drafted);
 
@@ -241,7 +241,7 @@ class Cycles {
                 unread.push_back(token);
                 has_ended |= std::find(m.ends, m.ends + m.num_ends, token) != m.ends + m.num_ends;
             };
-            // The draft has read its own tokens but the last; in a shared store the target has read that one too.
+            // The draft's cache has all its tokens but the last. In a store shared with the target it has that one, too.
             const int64_t num_read = asked_.depth - (asked_.draft_store && asked_.draft_store->data != asked_.store->data);
             const int64_t num_fed = m.num_drafted ? std::min(outcome.num_accepted, num_read) : 0;
             m.num_draft_rows += m.num_drafted ? int64_t(unread.size()) + num_fed : 0;

@@ -173,13 +173,13 @@ bool forerun_decoder_likely_trees(void* decoder, const ForerunPass* pass, const 
 void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
                      int64_t* tokens);
 
-// What is dropped from a distribution, 0 for nothing; top_k is a whole number.
+// Truncation of a distribution: min_p, top_k (a whole number) and 1 - top_p, each 0 for none.
 struct ForerunTruncation {
     float min_p, top_k, excluded_mass;
 };
 
-// The distribution of every row at its temperature, 0 is greedy, and its truncation; null where none is truncated.
-// False without memory.
+// Computes the distribution of every row at its temperature (0 is greedy) and truncation (null if no row has one).
+// Returns false if memory cannot be allocated.
 bool forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
                      const float* temperatures, const ForerunTruncation* truncations, float* probs);
 

@@ -97,7 +97,7 @@ inline Lanes low_nibbles(Lanes w) { return _mm256_and_si256(w, _mm256_set1_epi8(
 inline Lanes high_nibbles(Lanes w) { return low_nibbles(_mm256_srli_epi16(w, 4)); }
 inline Lanes add_lanes(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
 
-// Compilers put off additions of integers and then have no registers for all the products.
+// Compilers delay additions of integers and then lack registers for all the products.
 inline Lanes kept(Lanes sum) {
     asm("" : "+x"(sum));
     return sum;

@@ -126,7 +126,7 @@ inline void truncate(const float* scores, int64_t size, float temperature, const
     const double wanted = 1 - double(by.excluded_mass);
     std::vector<int64_t> tokens;
     double mass = 0;
-    // Few tokens decide: those near the best are looked at first. Behind `depth` min_p keeps none.
+    // Mostly few tokens are kept, so those near the best are tried first. min_p keeps none beyond `depth`.
     for (float depth = by.min_p > 0 ? 1 - std::log(by.min_p) : 8;; depth *= 2) {
         const float bound = depth < 100 ? best - depth * temperature : -INFINITY;
         tokens.clear(), mass = 0;
@@ -358,7 +358,8 @@ inline double coupled_match(const float* target, const float* draft, int64_t siz
     return between.prob() * within.prob();
 }
 
-// How drafted tokens are drawn, and where their distributions go; see interface.h. Truncations: per span, or null.
+// Parameters of drawing drafted tokens, and where their distributions are written; see interface.h. `truncations` has
+// one entry per span, or is null.
 struct Sampling {
     int64_t vocab_size;
     const float* temperatures;
