@@ -176,7 +176,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
         found.setdefault(record.prompt_hash, record)
         brought.setdefault(record.prompt_hash, []).extend(record.brought)
     if not found:
-        raise InvalidRequest(f"{path} has no prompts")
+        raise InvalidRequest(f"{path} has no prompts; give a file with at least one")
     return [replace(record, brought=tuple(brought[key])) for key, record in found.items()]
 
 
@@ -385,7 +385,10 @@ class Packing:
             raise InvalidRequest(f"window is {window}; a row needs at least 2 tokens")
         self.samples = tuple(cut(sample, window) for sample in samples if sample.num_learned)
         if not self.samples:
-            raise InvalidRequest("there is nothing to learn: no sample has a learned token")
+            raise InvalidRequest(
+                "there is nothing to learn: every response is empty or cut off; give other prompts "
+                "or a larger window"
+            )
         self.window = window
         self.seed = seed
         self._rows = fill_rows([len(sample.token_ids) for sample in self.samples], window)

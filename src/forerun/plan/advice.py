@@ -231,7 +231,7 @@ class Advice:
 def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
     """Compare every drafter at every K and batch, and choose the best."""
     if not candidates:
-        raise InvalidRequest("a plan compares drafters, and none is given")
+        raise InvalidRequest("a plan compares drafters, and none is given; name one or more")
     measured = candidates[0].table.batches[-1]
     candidates = [replace(c, table=with_batches(c.table, config.batches)) for c in candidates]
     found = {batch: options_of(candidates, config, batch) for batch in config.batches}

@@ -267,7 +267,7 @@ def _check_arrivals(times_s: Sequence[float], num_requests: int) -> None:
 
 def _check_lengths(lengths: Lengths, name: str) -> None:
     if lengths == ():
-        raise InvalidRequest(f"{name} is an empty list")
+        raise InvalidRequest(f"{name} is an empty list; give at least one length")
     if isinstance(lengths, int | tuple):
         for value in (lengths,) if isinstance(lengths, int) else lengths:
             Range(name, 1, integer=True).check(value)

@@ -126,7 +126,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         raise InvalidRequest(f"{path} is not TOML: {error}") from error
     known = {field.name for field in fields(ApiKey)} | {"key"}
     if not isinstance(tables, list) or not tables:
-        raise InvalidRequest(f"{path} has no [[keys]] table")
+        raise InvalidRequest(f"{path} has no [[keys]] table; give one for each key")
     return [key_of(table, known, f"{path}, key {n}") for n, table in enumerate(tables, start=1)]
 
 
@@ -138,11 +138,11 @@ def key_of(table: object, known: set[str], name: str) -> ApiKey:
     values = dict(table)
     key = values.pop("key", None)
     if (key is None) == ("sha256" not in values):
-        raise InvalidRequest(f"{name} needs one of key and sha256")
+        raise InvalidRequest(f"{name} must have either key or sha256")
     if key is not None:
         values["sha256"] = _digest_of(str(key))
     if "tenant" not in values:
-        raise InvalidRequest(f"{name} has no tenant")
+        raise InvalidRequest(f"{name} has no tenant; name the one whose requests use it")
     try:
         return ApiKey(**values)
     except InvalidRequest as error:

@@ -336,7 +336,7 @@ def _wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s:
             time.sleep(0.2)
     finally:
         connection.close()
-    raise ServerUnavailable(f"vLLM was not ready after {timeout_s:.0f} s")
+    raise ServerUnavailable(f"vLLM was not ready after {timeout_s:.0f} s; its log is above")
 
 
 def create_proxy(

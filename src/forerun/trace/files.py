@@ -85,7 +85,7 @@ def _check_counts(record: StepRecord) -> None:
         if not 0 <= value <= most:  # NaN is not
             raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}")
     if not abs(record.t_s) <= MAX_SECONDS:
-        raise ValueError(f"t_s is {record.t_s}")
+        raise ValueError(f"t_s is {record.t_s}; it must be at most {MAX_SECONDS:g} in size")
     if record.num_emitted > record.num_accepted + 1:
         raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
     if record.target_probs is not None or record.draft_probs is not None:
