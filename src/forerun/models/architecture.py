@@ -87,13 +87,13 @@ REASONS: Mapping[str, str] = MappingProxyType(
 )
 """Why families of other classes are not supported."""
 
-# All their layers are recurrent: there are no heads, no keys and no longest position.
+# Models with recurrent layers only, which have no heads, no keys and no longest position.
 WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM")
 UNLIMITED = 1 << 17
-"""Positions counted for models that name no limit."""
+"""Context length of models whose configuration names none."""
 
-# Keys and values are made per head from a compressed row; keys are wider than values. The store
-# keeps both per head.
+# Models with latent attention: keys and values are computed per head from a compressed row, and
+# keys are wider than values. The store keeps both per head.
 LATENT = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -105,11 +105,11 @@ LATENT = (
 
 LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
 
-# Every query head has keys and values of its own, whatever their configuration says of key/value
-# heads: transformers ignores it.
+# Models in which every query head has its own keys and values; transformers ignores a number of
+# key/value heads in their configuration.
 MULTI_HEAD = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM")
 
-# Their positions are rows of a table: there is nothing to look up past its end.
+# Models with a table of position embeddings, at whose end the context ends.
 LEARNED_POSITIONS = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 ROPE_KEYS: Mapping[str, str] = MappingProxyType(
@@ -125,18 +125,19 @@ ROPE_KEYS: Mapping[str, str] = MappingProxyType(
         "original_max_position_embeddings llama_4_scaling_beta max_position_embeddings",
     }
 )
-"""Rotary embeddings, and what each may set beside `ANY_ROPE_KEYS`."""
+"""Types of rotary embeddings, with the settings of each beside `ANY_ROPE_KEYS`."""
 ROPE_TYPES = tuple(ROPE_KEYS)
 ANY_ROPE_KEYS = "rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved"
 ORIGINAL = "original_max_position_embeddings"
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
 MAX_LAYERS = 4096
-"""Far more than any model has; transformers makes an object per layer before weights are read."""
+"""Most layers of a configuration; transformers creates an object per layer before weights are
+read."""
 MAX_SIZE = 1 << 31
 
-# transformers puts their window into the mask only and does not pass it to attention functions, so
-# this package would see the whole context.
+# Models whose window transformers puts into the mask only. It does not pass the window to attention
+# functions, so ours would attend to the whole context.
 WINDOWS_IN_MASK = ("PhimoeForCausalLM", "Qwen2MoeForCausalLM")
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

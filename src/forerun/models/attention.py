@@ -147,7 +147,7 @@ NOT_ATTENDED = frozenset(
     "dropout position_ids use_cache cache_position is_causal logits_to_keep position_embeddings "
     "output_attentions output_hidden_states output_router_logits return_dict".split()
 )
-"""What transformers also hands to attention functions, and what does not change their result."""
+"""Further arguments that transformers passes to attention functions and that change no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

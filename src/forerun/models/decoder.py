@@ -77,7 +77,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderVariant:
-    """What the layers of a model family have; the defaults are Llama's.
+    """Differences of a model family's layers from Llama's, which are the defaults.
 
     Attributes:
         parts: modules of a layer whose weights are fused into one matrix, see `MATRIX_PARTS`.

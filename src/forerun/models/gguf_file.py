@@ -306,7 +306,7 @@ class GGUFFile:
 
     @property
     def rope_factors(self) -> Tensor | None:
-        """What the rotation of every pair of a head is divided by, fp32; None: by nothing."""
+        """Divisors of the rotation of every pair of a head, fp32; None without scaling."""
         found = [tensor for tensor in self._stored if tensor.name == ROPE_FACTORS]
         return torch.from_numpy(self._dequantised(found[0])) if found else None
 

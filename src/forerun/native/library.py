@@ -255,7 +255,7 @@ class MatrixKind(IntEnum):
 
 
 class MatrixFormat(IntEnum):
-    """How a matrix is stored, `ForerunFormat` in kernels/interface.h."""
+    """Storage format of a matrix, `ForerunFormat` in kernels/interface.h."""
 
     ELEMENT = 0
     INT8_GROUPS_32 = 1
@@ -268,7 +268,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types the kernels compute with, as `ForerunElement`."""
 
 MEASURES: Mapping[Measure, int] = MappingProxyType({"entropy": 1, "top_probability": 2})
-"""What stop rules look at, as `ForerunMeasure`."""
+"""Measures that stop rules compare with a threshold, as `ForerunMeasure`."""
 
 _PASS = (c_void_p, POINTER(PassStruct), POINTER(StoreStruct))
 SIGNATURES = {
