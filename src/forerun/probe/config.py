@@ -41,4 +41,4 @@ class EvidenceConfig:
 QUICK = EvidenceConfig(
     num_prompts=16, num_tokens=64, num_self_prompts=4, num_self_tokens=24, costs_s=0.3
 )
-"""Two to four seconds on a pair as small as the shipped one."""
+"""Settings of `--quick`: two to four seconds on a pair as small as the shipped one."""

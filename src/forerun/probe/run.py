@@ -197,7 +197,7 @@ def _edge_excess(centred: Float[Tensor, "rows columns"]) -> float:
 
 CONTEXT = 64
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33)
-"""Rows of timed passes: powers of two and one more, where kernels change tiles."""
+"""Rows of timed passes: powers of two, and one more than these, where kernels change tiles."""
 MIN_STEPS = 20
 SERIAL = 0.85
 """Share of a plain step that a further row costs where rows are not verified together."""

@@ -127,11 +127,11 @@ def run_taped(
 
 
 MIN_POSITIONS = 100
-"""Least number of positions; neighbouring ones are alike."""
+"""Least number of positions from which acceptance is compared."""
 MIN_DROP = 0.15
-"""A smaller difference explains no complaint."""
+"""Least difference of acceptance that is reported."""
 MIN_Z = 5.0
-"""Positions of one text depend on each other, so this is higher than for independent ones."""
+"""Least difference in standard errors; high, because positions of one text are not independent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,11 +163,11 @@ class AcceptedShare:
 
 
 MIN_STEPS = 30
-"""Least number of steps from which their being right is a fact."""
+"""Least number of steps from which it is reported that their drafts are correct."""
 MIN_WRONG = 3
-"""Fewer may be ties that rounding decided."""
+"""Least number of wrong drafts that are reported; fewer may be ties that rounding decided."""
 CLEAN = 0.005
-"""Share of steps at which a fault may seem to begin where there is none."""
+"""Largest share of steps with an apparent onset of a fault in a run without one."""
 WRONG = 0.02
 AFTER_STEP = ("none", "partial", "full")
 STARTS = ("start", "hit")
@@ -406,7 +406,7 @@ CHANCE = 0.05
 """Probability below which it is no coincidence that all texts part from plain decoding right after
 a rejection."""
 TIE = 4.0
-"""A gap of fewer noise widths may be closed by rounding."""
+"""Gap between two logits, in noise widths, up to which rounding may decide."""
 REJECTING = ("partial", "none")
 SOURCE = "greedy text replayed with fresh caches"
 
@@ -539,7 +539,7 @@ def gaps(logits: Float[Tensor, "rows vocab"], top: Tensor) -> Float[Tensor, " ro
 
 
 MIN_VALUES = 50
-"""Least number of values for a test of uniformity; with fewer it has no power."""
+"""Least number of values for a test of uniformity, which has no power with fewer."""
 CERTAIN = 0.001
 DOUBTFUL = 0.05
 MIN_NATS = 5.0

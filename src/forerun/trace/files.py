@@ -33,7 +33,7 @@ class Damage:
 
 
 Item = Record | Damage
-"""What reading a trace yields."""
+"""Items that reading a trace yields."""
 
 
 def checked(record: Record) -> Record:
@@ -58,7 +58,7 @@ def _check_request(record: RequestRecord) -> None:
 MAX_NODES = 4096
 """Draft tokens of one step; the widest drafters propose some hundred."""
 MAX_COUNT = 1 << 53
-"""Larger integers have no exact float."""
+"""Largest count; larger integers have no exact float."""
 MAX_SECONDS = 1e12
 """Largest duration or clock reading of a record, 30,000 years."""
 MAX_PROB = 1.0 + 1e-3

@@ -490,18 +490,18 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
 
 MAX_HEADERS = 1000
 MAX_STEPS = 5_000_000
-"""More steps sharpen no figure; a trace of any length is read in bounded time."""
+"""Most steps that are read, to bound the time; more would hardly make a figure more precise."""
 MAX_REQUESTS = 200_000
-"""Distinct requests; each takes about a kilobyte of memory."""
+"""Most requests that are kept; each takes about a kilobyte of memory."""
 MAX_TAGS = 16
-"""Tags of one request."""
+"""Most tags of one request."""
 MAX_PROMPT_TOKENS = 1_000_000
-"""Prompt tokens that are kept: enough to see whether prompts are random."""
+"""Most prompt tokens that are kept to see whether prompts are random."""
 MAX_NAMED_DAMAGE = 3
 MAX_DAMAGE = 100_000
-"""Places that cannot be read, after which a file is no trace."""
+"""Most unreadable places of a file; reading stops there."""
 PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperature")
-"""Parameters of a request that evidence is made of."""
+"""Parameters of requests that are kept as evidence."""
 
 
 @dataclass(slots=True, kw_only=True)
