@@ -36,7 +36,7 @@ MEANINGS: Mapping[str, str] = {
     "grammar": "the grammar does not bind every token: its mask is missing in the pass",
     "unnamed": "the deviation resembles no fault that is known here",
 }
-"""What every family of faults means."""
+"""Description of every family of faults."""
 _DENIED = (
     "The text deviates without speculation as much as with it: the reference is another model, "
     "other parameters are in force, or the reported probabilities are not those that are sampled."

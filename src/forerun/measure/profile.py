@@ -101,9 +101,9 @@ OVERHEAD_OF: Mapping[Quantity, Quantity] = MappingProxyType(
         Quantity.SAMPLED_STEP: Quantity.SAMPLED_OVERHEAD,
     }
 )
-"""The part of a step outside both models; the same steps yield both."""
+"""Quantity of the overhead of a step, by quantity of the step; the same steps yield both."""
 SHORTENED = frozenset({Quantity.TARGET_PASS, Quantity.TARGET_READ, Quantity.DRAFT_READ})
-"""What is measured up to the size that fits."""
+"""Quantities whose largest sizes are left out if they do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)

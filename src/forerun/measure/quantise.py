@@ -37,7 +37,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedModel:
-    """What was written, and its loss on sample text against bf16."""
+    """A quantised folder that was written, and its loss on sample text."""
 
     folder: str
     weights: WeightFormat

@@ -77,7 +77,7 @@ class RecommendConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthFigures:
-    """What drafting with one K gives.
+    """Figures of drafting with one K.
 
     Attributes:
         num_speculative_tokens: K.
@@ -94,7 +94,7 @@ class DepthFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrial:
-    """One draft as it was tried.
+    """Result of trying one draft.
 
     Attributes:
         draft: its name.

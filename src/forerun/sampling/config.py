@@ -458,7 +458,7 @@ def resolve_verification(
 ON_CHAINS: Mapping[Method, Method] = MappingProxyType(
     {"traversal": "block", "greedy_coupling": "token"}
 )
-"""What verifiers of trees are on a chain."""
+"""Verifiers of chains that are equal to verifiers of trees on a chain."""
 OF_TREES: Mapping[Choice, Method] = MappingProxyType(
     {Choice.WITHOUT_REPLACEMENT: "traversal", Choice.TOP_AND_SAMPLED: "greedy_coupling"}
 )
@@ -470,7 +470,7 @@ DRAWN_ALIKE: Mapping[Verification, Choice | None] = MappingProxyType(
         "greedy_coupling": Choice.TOP_AND_SAMPLED,
     }
 )
-"""How the siblings of a tree must have been chosen for a verifier of drawn tokens; None: chains."""
+"""Choice of siblings that a verifier of drawn tokens requires; None for verifiers of chains."""
 
 
 def _check_exact_for(asked: Verification, choice: Choice, *, is_chain: bool) -> None:

@@ -25,7 +25,7 @@ from forerun.sampling.kernels import kernels_for, largest, row_chunks
 Logits = Float[Tensor, "rows vocab"]
 
 FIRST_LOOK = 64
-"""Most likely tokens that top_p looks at before it looks at more; the nucleus is seldom larger."""
+"""Number of most likely tokens that top_p sorts first; the nucleus is seldom larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

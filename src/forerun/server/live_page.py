@@ -21,7 +21,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 Origin = Literal["prompt", "accepted", "recovered", "bonus", "plain"]
-"""Where a token came from; "plain" stands for a token of a step without a draft."""
+"""Origin of a token; "plain" is that of a token from a step without a draft."""
 
 
 class LiveSpeedup(msgspec.Struct, frozen=True, kw_only=True):

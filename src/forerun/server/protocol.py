@@ -34,7 +34,7 @@ SAME_NAMES = (
     "min_tokens stop_token_ids ignore_eos include_stop_str_in_output allowed_token_ids "
     "bad_token_ids n"
 ).split()
-"""Fields that SamplingParams calls the same."""
+"""Fields with the same name in SamplingParams."""
 
 
 IGNORED = frozenset(
@@ -53,9 +53,9 @@ CHANGING: Mapping[str, object] = MappingProxyType(
         "skip_special_tokens": True,
     }
 )
-"""The values at which an ignored field changes nothing; another one is refused."""
+"""Values at which an ignored field changes nothing; other values are refused."""
 MESSAGE_EXTRAS = frozenset({"refusal", "annotations", "audio", "function_call"})
-"""What OpenAI's answers hold and clients send back; accepted where it is null or empty."""
+"""Fields of messages in OpenAI's answers that clients send back; accepted if null or empty."""
 
 
 MAX_FIELDS = 256

@@ -168,7 +168,7 @@ DEMO_DRAFTS: Mapping[str, tuple[DraftArms, ...]] = {
     ),
     "zoo:code-11m": (DraftArms(name="domain draft", draft="zoo:code-2m", ks=(1, 2, 3, 4)),),
 }
-"""What the demonstration compares on each shipped target.
+"""Drafts that the demonstration compares on each shipped target.
 
 Of each draft, the best K and the best tree are shown.
 """
