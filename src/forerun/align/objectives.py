@@ -92,8 +92,8 @@ Probs = Float[Tensor, "rows vocab"]
 PerRow = Float[Tensor, " rows"]
 
 PROBABILITY_FLOOR = 1e-8
-"""What reverse KL takes for the target's smaller probabilities: a truncated token costs the draft
-18 nats, not infinitely many."""
+"""Smallest target probability in reverse KL, so that a truncated token costs the draft 18 nats
+instead of infinitely many."""
 
 
 def overlap(log_draft: Probs, target_probs: Probs) -> PerRow:

@@ -63,7 +63,7 @@ TREES_EVERY = 8
 LEAST_GAIN = 0.05
 """Least gain of drafts over plain steps that is assumed to be lost while plain steps are measured."""
 UNLIMITED = 1 << 20
-"""More tokens than a draft can have."""
+"""A number of tokens that no draft reaches."""
 Times = Mapping[str, StepTimes]
 
 

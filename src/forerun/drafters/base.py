@@ -17,7 +17,7 @@ from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
 FAILURES = (Exception, SystemExit)
-"""What a drafter may raise: a library that it calls may try to end the process."""
+"""Exceptions of drafters that are handled; SystemExit, because a library may try to exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +59,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutcome:
-    """What one step committed for one request.
+    """The result of one step for one request: verdict, committed rows and features.
 
     The target's cache grew by rows `first_row` to `first_row + num_rows`, which belong to
     the tokens at these places of `request.ids`. The last emitted token has no row yet.

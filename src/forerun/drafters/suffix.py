@@ -196,7 +196,7 @@ SPEED = 1 / 8
 
 
 class HitRates:
-    """How often the most frequent continuation of a match is right, by the length of the match.
+    """Hit rates of the most frequent continuation of a match, by the length of the match.
 
     Every token of the output is an observation, whether it was drafted or not, so a request that
     starts to copy is noticed while nothing is drafted.

@@ -61,7 +61,7 @@ def cut_text(tokenizer: Tokenizer, text: str) -> SpelledText | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VocabularyMap:
-    """Which tokens of a target and a draft mean the same, and how the draft is to be used.
+    """Map between the tokens of a target and of a draft with another tokenizer.
 
     Attributes:
         target: tokenizer that reads special tokens written out in a text as ordinary text.
@@ -87,7 +87,7 @@ class VocabularyMap:
 
     @property
     def reason(self) -> str:
-        """What is shared and how the draft is used, in a sentence."""
+        """A sentence with the number of shared tokens and the method of drafting."""
         kind = "shared tokens (TLI)" if self.way == "tli" else "text encoded again (SLEM)"
         relation = "at least" if self.way == "tli" else "less than"
         return (

@@ -370,7 +370,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "top_tokens": "d2t, which names the target's token of every draft token",
     }
 )
-"""What the first tensor that differs points to."""
+"""Probable fault by the first golden tensor that differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
