@@ -130,7 +130,6 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
     )
     architecture, geometry = files.architecture, files.geometry
     module = find_module(checkpoint)
-    per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
     description = ModelDescription(
         name=name,
         folder=str(folder),
@@ -140,7 +139,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         num_slots=config.num_slots,
         context=geometry.capacity,
         memory=files.memory,
-        kv_bytes_per_token=geometry.num_layers * per_layer * geometry.dtype.itemsize,
+        kv_bytes_per_token=architecture.kv_token_elements * geometry.dtype.itemsize,
         weights_hash=weights_hash(checkpoint.weight_files),
         tokenizer_hash=tokenizer_hash(folder),
         stored_types=checkpoint.stored_types,
@@ -192,7 +191,6 @@ def describe_config(name: str, folder: Path, dtype: str) -> ConfigDescription:
         objection = "float16"
         runner = "eager" if read_decoder(architecture, settings).beyond_graphs else "graphs"
     geometry = geometry_of(architecture, num_slots=1, capacity=1, max_staged_rows=0, dtype=chosen)
-    per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
     count = announced(checkpoint)
     return ConfigDescription(
         name=name,
@@ -200,7 +198,7 @@ def describe_config(name: str, folder: Path, dtype: str) -> ConfigDescription:
         dtype=str(chosen).removeprefix("torch."),
         runner=runner,
         slower_because=objection,
-        kv_bytes_per_token=geometry.num_layers * per_layer * chosen.itemsize,
+        kv_bytes_per_token=architecture.kv_token_elements * chosen.itemsize,
         state_bytes=geometry.state_bytes,
         mtp_modules=count if isinstance(count, int) else 0,
         notice=checkpoint.notice,

@@ -429,26 +429,24 @@ def facts_of(
     num_read = model.num_parameters
     if not settings["tie_word_embeddings"]:
         num_read -= model.vocab_size * architecture.hidden_size
-    num_kv = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
     return ModelFacts(
         name=name,
         content_hash=known_hash or content_hash(name),
         dtype=str(chosen).removeprefix("torch."),
         pass_bytes=num_read * chosen.itemsize,
-        kv_token_bytes=num_kv * chosen.itemsize,
+        kv_token_bytes=architecture.kv_token_elements * chosen.itemsize,
     )
 
 
 def _read_head_facts(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
     """Return the facts of an EAGLE-3 head, which reads the target's embedding."""
     assert isinstance(model, StoredModel)
-    sizes, num_bytes = model.architecture, model.dtype.itemsize
     return ModelFacts(
         name=name,
         content_hash=hashed,
         dtype=str(model.dtype).removeprefix("torch."),
-        pass_bytes=model.num_parameters * num_bytes,
-        kv_token_bytes=2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * num_bytes,
+        pass_bytes=model.num_parameters * model.dtype.itemsize,
+        kv_token_bytes=model.architecture.kv_token_elements * model.dtype.itemsize,
     )
 
 

@@ -223,6 +223,11 @@ class Architecture:
     def num_attention_layers(self) -> int:
         return self.num_layers if self.attention_layers is None else len(self.attention_layers)
 
+    @property
+    def kv_token_elements(self) -> int:
+        """Number of elements of the keys and values of one token, over all layers."""
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim
+
 
 def text_class(name: str, settings: Mapping[str, Any]) -> str | None:
     """Return the class of the text part of a model with a vision tower; None for others."""
