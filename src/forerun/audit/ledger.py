@@ -89,7 +89,7 @@ _STRICT, _STRICTER = frozenset({"excluded", "grammar"}), 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """Mean of value - expectation of one direction, with a confidence sequence."""
+    """Mean difference of one statistic from its expectation, with a confidence sequence."""
 
     kind: str
     direction: str

@@ -97,12 +97,15 @@ def shortened(values: tuple[Any, ...]) -> str:
 MAX_GRAMMAR_CHARACTERS: Mapping[str, int] = MappingProxyType(
     {"json": 1 << 18, "regex": 8192, "choice": 1 << 20, "grammar": 1 << 16}
 )
-"""A regular expression of 40,000 characters took 11 s and 1.5 GiB to compile."""
+"""Most characters of a constraint, by its kind. A regular expression of 40,000 characters took 11 s
+and 1.5 GiB to compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """A form that the text has to follow; exactly one field is given. Names are those of vLLM.
+    """A constraint on the text: a JSON schema, a regular expression, a choice or a grammar.
+
+    Exactly one field is given; the names are those of vLLM.
 
     Attributes:
         json: a JSON schema, as an object or as JSON text; kept as text.
@@ -111,7 +114,7 @@ class StructuredOutputs:
         grammar: a grammar in the Lark dialect of llguidance.
 
     Raises:
-        InvalidRequest: not one field is given, or one is malformed or too long to be compiled.
+        InvalidRequest: none or several fields are given, or one is malformed or too long.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -140,7 +143,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: object) -> StructuredOutputs:
-        """Return a form given as an object with these fields, or as the JSON text of one.
+        """Build the constraint from an object with these fields, or from the JSON text of one.
 
         Raises InvalidRequest where it is no such object.
         """

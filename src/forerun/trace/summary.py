@@ -151,7 +151,7 @@ class CyclesByKind:
         }
 
     def cycle_cost(self, plain_step_s: Mapping[int, float]) -> MeasuredCycleCost | None:
-        """Return kappa of the drafting steps; None if no plain step has the same batch size."""
+        """Return the mean cost of drafting steps in plain steps; None if no size has both."""
         drafting = self.by_size("drafting")
         compared = {size: seconds for size, seconds in drafting.items() if size in plain_step_s}
         if not compared:
@@ -302,7 +302,7 @@ class TraceSummary:
 
     @property
     def cycle_cost(self) -> MeasuredCycleCost | None:
-        """Return kappa over all steps; None if there are too few plain steps for a comparison."""
+        """Return the mean cost of drafting steps in plain steps; None if too few are plain."""
         return self.overall.costs.cycle_cost(self.plain_step_s)
 
     @property
