@@ -24,8 +24,7 @@ LEFT_OUT = ("out", "engine", "export", "push_to_hub")
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """Training settings that may differ when a run is resumed, because they change no step."""
 LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")
-"""Losses linear in the target's probabilities: tokens sampled from it estimate them without
-bias."""
+"""Losses linear in the target's probabilities, which tokens sampled from it estimate unbiased."""
 _PARTIAL: Mapping[TeacherKind, str] = {
     "sampled": "ids drawn from the target are unbiased only in",
     "top-k": "a truncated distribution biases all but",

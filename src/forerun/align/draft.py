@@ -246,8 +246,7 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 ALPHA_FLOOR = 1e-6
-"""Lower bound on acceptance probabilities, so that the weights of a window without any acceptance
-are defined."""
+"""Smallest acceptance probability that is used, so that weights are defined without acceptance."""
 
 
 @torch.no_grad()

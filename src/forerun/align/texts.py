@@ -503,8 +503,7 @@ def build_replay_sample(
 
 
 NUM_LOGPROBS = 20
-"""Log-probabilities per token that a teaching server is asked for: the most that OpenAI's API
-allows."""
+"""Log-probabilities per token asked of a teaching server: the most that OpenAI's API allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,7 @@ PLAIN = Plan()
 MOST_DOUBLED = 3
 """How often the limit on the charge of a probe doubles at most, once per lost probe."""
 MOST_REST = 15
-"""Most consecutive plain steps for which the engine builds no records; the records of the others
-keep the costs of plain steps up to date."""
+"""Most consecutive plain steps without records; those of the others update the costs."""
 LOGGED_AFTER = 30
 """Consecutive plain steps after which the log reports that drafting was stopped."""
 NEAR_SHARE = 0.95
@@ -240,9 +239,8 @@ class GoodputController:
         """
         first, allocation = records[0], active.allocation
         took_s = first.draft_s + first.verify_s + first.other_s
-        # A drafter that was off reads a long text first. Charged in full, that would make probes so
-        # rare that they find late that drafting pays again. So the charge has a limit, which
-        # doubles with each probe lost after the second.
+        # A drafter that was off reads a long text first, charged up to a limit because rare probes
+        # find late that drafting pays again. The limit doubles with each lost probe after two.
         most = self.config.largest_ratio * 2.0 ** min(max(0, self._num_lost - 2), MOST_DOUBLED)
         took = min(most, took_s / allocation.step_s)
         gained = sum(r.num_accepted for r in records if r.request_id == active.names[at])

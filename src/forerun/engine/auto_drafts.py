@@ -42,11 +42,9 @@ COPIER = "suffix"
 IN_FEWER_BITS = "self:int4"
 """The draft with the target's own weights in 4 bits."""
 LEAST_READ_BYTES = 1 << 26
-"""Least bytes of a target's weights for `self:int4`: smaller ones stay in a processor's cache, and
-fewer bits then save little time."""
+"""Least bytes of weights for `self:int4`; smaller ones stay in a cache, where bits cost little."""
 LEAST_SHARE = 0.9
-"""Share of the bytes that all weights would have in the target's dtype. A target with fewer bytes
-is quantised already, so `self:int4` saves little."""
+"""Share of the bytes of unquantised weights; a target that reads less is quantised already."""
 MOST_SHARE = 0.25
 """Largest share of the target's parameters that a draft from the cache may have."""
 USUAL_SHARE = 0.06

@@ -33,8 +33,7 @@ from forerun.sampling.config import Choice, SamplingParams, resolve_verification
 from forerun.sampling.walk import expected_accepted
 
 MAX_CALL_S = 0.02
-"""Most seconds of a call with several cycles, for which interrupts, deadlines and new requests
-wait."""
+"""Most seconds of a call of several cycles: interrupts, deadlines and new requests wait for it."""
 MEMBER = struct.Struct("12q2d3f4x")
 """`ForerunMember` in kernels/interface.h."""
 OUTCOME = struct.Struct("qqd")

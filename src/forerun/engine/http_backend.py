@@ -41,8 +41,7 @@ _EXTENSIONS = (
     "include_stop_str_in_output",
     "allowed_token_ids",
 )
-"""Parameters that are sent only if they differ from their defaults, because some servers accept
-only the first two."""
+"""Parameters that are sent only if they are set: some servers accept only the first two."""
 _DEFAULTS = SamplingParams()
 
 

@@ -713,8 +713,7 @@ def _judged_prompt(
 
 
 Scorer = Callable[[Sequence[int], Sequence[int], SamplingParams, frozenset[int]], Sequence[float]]
-"""Returns an acceptance probability per token of a response, from prompt, response, sampling
-parameters and end-of-text ids."""
+"""From prompt, response, parameters and end-of-text ids: an acceptance probability per token."""
 
 
 def _choose_scorer(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:

@@ -603,8 +603,7 @@ class FedHead(WrappedModel):
 
 
 NUM_WARM_STEPS = 4
-"""Least number of untimed steps after prefill: in the first the draft reads the prompts, and in the
-next ones caches are cold."""
+"""Least untimed steps after prefill: in the first the draft reads the prompts, then caches warm."""
 WARM_S, MOST_WARM_STEPS = 0.02, 16
 """Untimed steps go on for this many seconds, up to this number: caches need a dozen short steps."""
 NUM_STEPS, SPARE_STEPS = 6, 2

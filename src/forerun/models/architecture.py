@@ -132,8 +132,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
 MAX_LAYERS = 4096
-"""Most layers of a configuration; transformers creates an object per layer before weights are
-read."""
+"""Most layers of a configuration: transformers creates an object per layer at the start."""
 MAX_SIZE = 1 << 31
 
 # Models whose window transformers puts into the mask only. It does not pass the window to attention

@@ -144,10 +144,7 @@ def _computed_in(stored: Collection[str]) -> str:
 
 
 def read_named(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the contents of config.json and the model class that it names.
-
-    Raises InvalidModel for heads and for models that need their own code.
-    """
+    """Return the contents of config.json and its model class; refuses heads and own code."""
     settings = read_object(folder / "config.json")
     architectures = settings.get("architectures")
     if not isinstance(architectures, list) or not architectures:

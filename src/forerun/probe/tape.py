@@ -403,8 +403,7 @@ def _row_histories(
 MIN_TOKENS = 30
 """Least number of reached positions for a fact about acceptance."""
 CHANCE = 0.05
-"""Probability below which it is no coincidence that all texts part from plain decoding right after
-a rejection."""
+"""Largest p-value at which differing texts are attributed to the rejections before them."""
 TIE = 4.0
 """Gap between two logits, in noise widths, up to which rounding may decide."""
 REJECTING = ("partial", "none")

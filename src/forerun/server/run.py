@@ -111,9 +111,8 @@ class ServedConnection(H11Protocol):
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
 SWITCH_S = 0.0005
-"""Seconds that a thread may run Python code while another waits. A step of the engine waits for the
-interpreter several times; Python's default of 5 ms each would slow it while large bodies are
-checked."""
+"""Seconds that a thread may run Python while another waits. A step of the engine waits several
+times; with Python's default of 5 ms each it would be slow while large bodies are checked."""
 CHECK_S = 1
 """Seconds between checks that the engine has not failed."""
 

@@ -106,8 +106,7 @@ DECODER = msgspec.json.Decoder(Record)
 MAX_LINE_BYTES = 1 << 22
 """Most bytes of a line, more than any record has; a damaged file may have no line ends."""
 MAX_SKIPPED_BYTES = 1 << 28
-"""Most bytes that are skipped to find the end of a line that is too long. If it has not ended by
-then, the rest of the file is not read."""
+"""Most bytes skipped of a line that is too long; after these the rest of the file is not read."""
 MAX_DAMAGED = 500_000
 """Most damaged parts of a file; what follows the last of them is not read."""
 

@@ -33,8 +33,7 @@ from forerun.trace.files import read_trace
 from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
 
 MIN_CHANGES = 0.2
-"""Least share of steps with another K than the step before for K to count as changing often. Probes
-of a controller that decodes plainly are fewer."""
+"""Least share of steps with another K than the step before; probes change K less often."""
 MIN_RISES = 0.03
 """Least share of steps with a larger K than the step before for K to count as adaptive."""
 
@@ -104,8 +103,7 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 MIN_CYCLES = 20
 COSTLIER, AS_COSTLY = 1.3, 1.1
-"""Ratios of kappa at large batches to kappa at small ones: from the first on, speculation is slower
-with the batch; up to the second it is not."""
+"""Growth of kappa with the batch: reported from the first value on, denied up to the second."""
 FAR = 2.0
 """Least ratio of two batch sizes that are compared."""
 
@@ -200,8 +198,7 @@ LEAST = 0.1
 CHANCE = 0.03
 """Probability of a false finding in one comparison."""
 AGAINST_TREND = 0.05
-"""Least difference, and nominal probability of a false finding, where the opposite difference is
-expected, so that false findings are rarer."""
+"""Least difference, and probability of a false finding, where the opposite is to be expected."""
 MIN_STEPS = 50
 """Least number of steps of a tag, or of a slice of time, that is shown."""
 OTHER_TEXT = 0.4

@@ -29,8 +29,7 @@ from forerun.trace.summary import CyclesByKind, GroupSummary, Seconds, seconds_b
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
-"""Steps of a stretch if there are fewer than `MIN_REQUESTS` requests; otherwise a stretch is a
-whole request."""
+"""Steps of a stretch if there are fewer requests than `MIN_REQUESTS`; otherwise it is a request."""
 OUTCOMES = ("none", "partial", "full")
 NONE, PARTIAL, FULL = range(len(OUTCOMES))
 NO_RECENT_PAUSE, AFTER_PAUSE = range(2)
@@ -277,8 +276,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 SOON, LONG = 2, 5
-"""Numbers of drafting steps after a plain one: up to the first they count as shortly after it, and
-beyond the second as long after it."""
+"""Drafting steps after a plain one: up to the first number soon after it, beyond the second long."""
 KEPT = 50_000
 """Most output tokens that are kept to measure repetition."""
 SLICES = 16
