@@ -276,7 +276,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 SOON, LONG = 2, 5
-"""Drafting steps after a plain one: up to the first number soon after it, beyond the second long."""
+"""Steps that draft after a plain one: soon after up to the first, long after past the second."""
 KEPT = 50_000
 """Most output tokens that are kept to measure repetition."""
 SLICES = 16
