@@ -138,7 +138,7 @@ def key_of(table: object, known: set[str], name: str) -> ApiKey:
     values = dict(table)
     key = values.pop("key", None)
     if (key is None) == ("sha256" not in values):
-        raise InvalidRequest(f"{name} must have either key or sha256")
+        raise InvalidRequest(f"{name} needs one of key and sha256")
     if key is not None:
         values["sha256"] = _digest_of(str(key))
     if "tenant" not in values:
