@@ -60,7 +60,7 @@ chains, or if there is a profile."""
 TREES_EVERY = 8
 """Otherwise trees are compared at every n-th decision, with this n."""
 LEAST_GAIN = 0.05
-"""Least gain of drafts over plain steps that is assumed to be lost while plain steps are measured."""
+"""Least gain of drafts over plain steps that measuring plain steps is assumed to lose."""
 UNLIMITED = 1 << 20
 """A number of tokens that no draft reaches."""
 Times = Mapping[str, StepTimes]
