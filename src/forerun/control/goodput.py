@@ -143,7 +143,8 @@ class GoodputController:
         self._num_probes = 0
         self._has_profile = any(source is not None for source in costs.values())
         self._num_decided = self._next_trees = 0
-        self._since_plain: defaultdict[int, float] = defaultdict(lambda: math.inf)
+        # Steps that draft until plain ones are measured again, by bit length of the batch.
+        self._until_plain = defaultdict[int, float](lambda: self.config.num_cold)
         self._plain_left = 0
         self._num_plain = self.config.num_cold
         self._is_logged = False
@@ -209,10 +210,10 @@ class GoodputController:
         num_read = sum([self.acceptance.observe(record) for record in drafts])
         if drafts:
             self._num_plain = 0
-            self._since_plain[len(records).bit_length()] += 1.0
+            self._until_plain[len(records).bit_length()] -= 1.0
         else:
             self._num_plain += 1
-            if self._num_plain >= LOGGED_AFTER and self._since_plain:
+            if self._num_plain >= LOGGED_AFTER and self._until_plain:
                 self._log()
         # The first plain steps after drafting find cold caches.
         is_warm = bool(drafts) or self._num_plain > config.num_cold
@@ -289,19 +290,29 @@ class GoodputController:
         )
         if last is not None and last.names == active.names and last.best == best:
             active.reuse = min(config.reuse, 2 * last.reuse)
-        drafts, bucket = any(allocation.depths), batch.bit_length()
-        if self._num_decided == 1 and not self._has_profile:
-            self._since_plain[bucket], self._plain_left = 0.0, config.first_plain
-        elif not drafts:
-            self._plain_left = 0
-        elif self._since_plain[bucket] >= self._plain_gap(active, times):
-            self._since_plain[bucket], self._plain_left = 0.0, self._plain_run
+        self._plan_plain_steps(active, times)
         if self._plain_left > 0:
             active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
         elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
             until_probe = max(0, math.ceil(self._probe_loss / config.probe_share))
+            drafts = any(allocation.depths)
             active.steps_left = active.reuse if drafts else until_probe or MOST_REST + 1
         return active
+
+    def _plan_plain_steps(self, active: ActivePlan, times: Times) -> None:
+        """Set how many steps from here on stay plain to measure what a plain step costs."""
+        is_first = self._num_decided == 1 and not self._has_profile
+        drafts, bucket = any(active.allocation.depths), len(active.states).bit_length()
+        if is_first:
+            self._plain_left = self.config.first_plain
+        elif not drafts:
+            self._plain_left = 0
+        if drafts:
+            gap = self._plain_gap(active, times)
+            until = gap if is_first else min(self._until_plain[bucket], gap)
+            if until <= 0.0:
+                until, self._plain_left = gap, self._plain_run
+            self._until_plain[bucket] = until
 
     def _note_requests(self, states: Sequence[RequestState]) -> None:
         """Count the outputs of ended requests, and allow reading time for new ones."""
