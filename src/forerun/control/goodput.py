@@ -60,7 +60,8 @@ chains, or if there is a profile."""
 TREES_EVERY = 8
 """Otherwise trees are compared at every n-th decision, with this n."""
 LEAST_GAIN = 0.05
-"""Least gain of drafts over plain steps that measuring plain steps is assumed to lose."""
+"""Gain of drafts over plain steps within the error of the estimates. Measuring plain steps is taken
+to lose at least this share, and drafters read prompts only for more."""
 UNLIMITED = 1 << 20
 """A number of tokens that no draft reaches."""
 Times = Mapping[str, StepTimes]
@@ -359,6 +360,7 @@ class GoodputController:
             return batch * steps <= self._reading_left  # the others of the batch read as much
         values = zip(*chain_values(curve, own, batch), strict=True)
         saved = 1.0 - min([step_s / tokens for tokens, step_s in values]) / own.plain_s
+        saved -= LEAST_GAIN  # smaller ones are within the error of the estimates
         return steps < saved * self.acceptance.num_expected(state)
 
     @property
