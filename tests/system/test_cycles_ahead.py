@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -268,13 +269,32 @@ def test_a_request_joins_although_the_plans_change_at_every_step(target, taken):
     assert second in emitted
 
 
-def test_a_stream_has_the_same_chunks(target):
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+def test_a_stream_joins_what_one_call_computed(target, stop):
     def chunks(ahead):
         drafter = tiny.drafting(model(jitter=0.02))
         engine = tiny.engine_over(target, drafter, cycles_per_call=8 if ahead else 1)
-        return [(c.text, c.token_ids) for c in engine.stream(tiny.PROMPTS[0], BASE)]
+        return [*engine.stream(tiny.PROMPTS[0], replace(BASE, stop=stop))]
 
-    assert chunks(ahead=True) == chunks(ahead=False)
+    joined, single = chunks(ahead=True), chunks(ahead=False)
+    assert len(joined) < len(single)
+    for name in ("text", "token_ids", "sources"):
+        whole, parts = ([getattr(c, name) for c in found] for found in (joined, single))
+        assert sum(map(len, whole)) > 0
+        assert [*chain(*whole)] == [*chain(*parts)]
+
+
+def test_a_stop_string_ends_a_request_in_the_middle_of_a_call(target, taken):
+    drafter = tiny.drafting(model(jitter=0.02))
+    engine = tiny.engine_over(target, drafter, cycles_per_call=8)
+    text = engine.generate([tiny.PROMPTS[0]], BASE)[0].text
+    stop = text[len(text) // 2 :][:2]
+    taken.clear()
+    ended, other = engine.generate(tiny.PROMPTS[:2], replace(BASE, stop=(stop,)))
+    assert taken
+    assert ended.text == text[: text.index(stop)]
+    alone = tiny.engine_over(target, cycles_per_call=1)
+    assert other.text == alone.generate([tiny.PROMPTS[1]], replace(BASE, stop=(stop,)))[0].text
 
 
 def test_an_interrupt_between_cycles_leaves_the_engine_whole(target, monkeypatch):

@@ -270,18 +270,39 @@ def _with_advised_draft(engine: Engine, num_bytes: int) -> Engine:
     return drafting
 
 
-class ProbabilityTape:
-    """An observer that keeps what the records of the last step are to say of probabilities."""
+class StepTrace:
+    """An observer that writes the records of steps into a trace, with what they are to hold.
+
+    Args:
+        with_tokens: keep the emitted ids.
+        with_probabilities: keep rule and probabilities of every sequence that drafted.
+        drafter_hashes: of the drafters, by method.
+    """
 
     is_required = True
-    wants_logits = True
 
-    def __init__(self) -> None:
-        self.changes: list[Mapping[str, Json]] = []
+    def __init__(
+        self,
+        trace: TraceWriter,
+        *,
+        with_tokens: bool,
+        with_probabilities: bool,
+        drafter_hashes: Mapping[str, str | None],
+    ) -> None:
+        self.trace = trace
+        self.with_tokens = with_tokens
+        self.wants_logits = with_probabilities
+        self.drafter_hashes = drafter_hashes
 
     def observe(self, step: ObservedStep) -> None:
-        """Keep rule and probabilities of every sequence that drafted."""
-        self.changes = [_probabilities_of(entry) for entry in step.emitting]
+        """Write one record per sequence that emitted tokens."""
+        for record, entry in zip(step.records, step.emitting, strict=True):
+            changes = dict(_probabilities_of(entry)) if self.wants_logits else {}
+            if record.num_drafted:
+                changes["drafter_hash"] = self.drafter_hashes.get(record.method)
+            if self.with_tokens and entry.verdict is not None:
+                changes["token_ids"] = entry.verdict.tokens[: entry.num_emitted]
+            self.trace.add(record, changes)
 
 
 def _probabilities_of(entry: ScheduledSequence) -> Mapping[str, Json]:
@@ -309,14 +330,18 @@ class Session:
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.engine = engine
-        self.observers = observers
         self.trace = trace
         self.trace_tokens = trace_tokens
-        self._tape = ProbabilityTape()
-        if trace_probabilities:
-            self.observers = (*observers, self._tape)
-        self.drafter_hashes = drafter_hashes or {}
         self.records: list[StepRecord] = []
+        self.observers: list[StepObserver] = [EmittedRecords(self.records.append), *observers]
+        if trace is not None:
+            step_trace = StepTrace(
+                trace,
+                with_tokens=trace_tokens,
+                with_probabilities=trace_probabilities,
+                drafter_hashes=drafter_hashes or {},
+            )
+            self.observers.append(step_trace)
         self.num_prompt_tokens = 0
         self.started_s = self.ended_s = time.perf_counter()
         self.first_s: float | None = None
@@ -326,16 +351,14 @@ class Session:
         """Yield chunks of all samples as they are emitted; then `result` is set."""
         self.num_prompt_tokens = len(prompt)
         self.started_s = self.ended_s = time.perf_counter()
-        self.engine.observers[:] = [EmittedRecords(self.records.append), *self.observers]
+        self.engine.observers[:] = self.observers
         request_id = self.engine.add_request(prompt, params)
         try:
             while self.engine.has_unfinished:
-                num_before = len(self.records)
                 chunks = self.engine.step()
                 self.ended_s = time.perf_counter()
                 if chunks and self.first_s is None:
                     self.first_s = self.ended_s
-                self._trace_steps(self.records[num_before:], chunks)
                 yield from chunks
             self._output = self.engine.take_output(request_id)
             self._trace_request(self._output, params)
@@ -359,18 +382,6 @@ class Session:
         )
         several = isinstance(self.engine.drafter, SeveralDrafters)
         return replace(figures, choices=self.engine.choices()) if several else figures
-
-    def _trace_steps(self, records: Sequence[StepRecord], chunks: Sequence[StreamChunk]) -> None:
-        if self.trace is None:
-            return
-        # A step's records and chunks are of the same samples in the same order.
-        for index, (record, chunk) in enumerate(zip(records, chunks, strict=True)):
-            changes = self._tape.changes[index] if self._tape.changes else NOTHING
-            if record.num_drafted:
-                changes = {**changes, "drafter_hash": self.drafter_hashes.get(record.method)}
-            if self.trace_tokens:
-                changes = {**changes, "token_ids": chunk.token_ids}
-            self.trace.add(record, changes)
 
     def _trace_request(self, output: RequestOutput, params: SamplingParams) -> None:
         if self.trace is None:

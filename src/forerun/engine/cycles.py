@@ -373,7 +373,7 @@ def _member_of(entry: ScheduledSequence) -> _Member | None:
     return _Member(
         sequence=sequence,
         context=entry.context,
-        ends=array("q", sequence.stops.eos | sequence.stops.stop_ids),
+        ends=array("q", sequence.stops.ends),
         plain_rule=_rule_of(params, Choice.SAMPLED),
     )
 

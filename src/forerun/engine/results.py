@@ -32,8 +32,13 @@ class TokenStops:
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_new: int) -> None:
         self.eos = params.heeded_eos(eos_token_ids)
         self.stop_ids = frozenset(params.stop_token_ids)
+        self.ends = self.eos | self.stop_ids
         self.max_new = max_new
         self.min_tokens = params.min_tokens
+
+    def allows(self, tokens: Seq[int], num_output: int) -> bool:
+        """Whether none of these tokens, after `num_output` others, can cause a stop."""
+        return num_output + len(tokens) < self.max_new and self.ends.isdisjoint(tokens)
 
     def check(self, token: int, num_output: int) -> Stop | None:
         """Return the stop that output token number `num_output` causes; None if it causes none."""

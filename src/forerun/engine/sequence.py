@@ -123,6 +123,12 @@ class Sequence:
 
     def append(self, tokens: tuple[int, ...], sources: tuple[TokenSource, ...]) -> int:
         """Append emitted tokens until one ends the sequence, and return how many were appended."""
+        is_watched = self.history is not None or self.params.stop
+        if not is_watched and self.stops.allows(tokens, self.num_output):
+            self.ids += tokens
+            self.sources += sources
+            self.detokenizer.extend(tokens)
+            return len(tokens)
         for taken, (token, source) in enumerate(zip(tokens, sources, strict=True), start=1):
             self.ids.append(token)
             self.sources.append(source)

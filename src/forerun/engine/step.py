@@ -146,12 +146,13 @@ class Stepper:
         Raises:
             NumericalError: some logits cannot be used; nothing was committed.
         """
-        entries = self.scheduler.schedule(self.target.store, self.release, stays=self._is_ahead())
+        entries = self.scheduler.schedule(self.target.store, self.release, stays=self.is_ahead())
         if entries:
             clock = StepClock(self.target.device)
             self._plan(entries, clock.started_s)
             fed, emitting = self._draft(entries, clock)
-            self._forward_and_verify(fed, emitting, clock)
+            if not clock.is_ahead:
+                self._forward_and_verify(fed, emitting, clock)
             records = self._commit(fed, emitting, clock)
             self._notify_observers(fed, emitting, records)
 
@@ -163,7 +164,7 @@ class Stepper:
         if self.drafter is not None:
             self.drafter.forget(sequence)
 
-    def _is_ahead(self) -> bool:
+    def is_ahead(self) -> bool:
         """Whether cycles have been computed ahead for the running sequences."""
         if self.cycles is None or self._keeps_logits():  # cycles computed ahead keep no logits
             return False
@@ -238,9 +239,7 @@ class Stepper:
     def _forward_and_verify(
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
     ) -> None:
-        """Run the target once and verify all emitting sequences, unless a cycle ahead has."""
-        if clock.is_ahead:
-            return
+        """Run the target once and verify all emitting sequences."""
         clock.mark("pass_start")
         batch = self._batch(fed)
         output = self.target.forward(batch)

@@ -383,6 +383,11 @@ class Detokenizer:
         self.text += text
         return text
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add several ids."""
+        piece, append = self._tokenizer.piece, self._stream.append
+        self.text += "".join([append(p) for t in tokens if (p := piece(t)) is not None])
+
     def finish(self) -> str:
         """End the text and return the rest; an unfinished character becomes U+FFFD."""
         text = self._stream.finish()
