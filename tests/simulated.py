@@ -79,6 +79,8 @@ class World:
     seed: int = 0
     rests: bool = False
     rest_left: int = 0
+    num_rested: int = 0
+    rested_s: float = 0.0
     slow: float = 1.0
     draft_slow: float = 1.0
     read_s: float = 0.0
@@ -111,6 +113,9 @@ class World:
             self.rest_left -= 1
             plans = [Plan()] * len(self.names)
         else:
+            if self.num_rested:
+                controller.rested(self.num_rested, self.rested_s)
+                self.num_rested, self.rested_s = 0, 0.0
             plans = controller.decide(self.states(), CAPACITY)
             if self.rests and not any(plan.num_speculative_tokens for plan in plans):
                 self.rest_left = controller.rest()
@@ -128,7 +133,10 @@ class World:
         self.clock_s += draft_s + verify_s + other_s
         self.cycle += 1
         self.records += records
-        if not is_resting:
+        if is_resting:
+            self.num_rested += 1
+            self.rested_s += draft_s + verify_s + other_s
+        else:
             controller.observe(records)
         return records
 

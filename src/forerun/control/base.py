@@ -195,6 +195,9 @@ class RestingController(Controller, Protocol):
         nor builds records for it.
         """
 
+    def rested(self, num_steps: int, seconds: float) -> None:
+        """Receive the number of steps that stayed plain, and what they took; before `decide`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class MethodChoice:

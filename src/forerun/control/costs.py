@@ -300,9 +300,13 @@ class CostModel:
         drafted = [record for record in records if record.num_drafted]
         times = expected[self.methods[0]]
         if not drafted:
-            total_s = first.draft_s + first.verify_s + first.other_s
-            costs.plain.observe(total_s, times.plain_s)
-            costs.target.observe(total_s, times.plain_s)
+            beyond_s = first.draft_s + first.other_s
+            tried = {record.method for record in records if record.k_budget}
+            if not tried:
+                self.observe_plain(records, point)
+            elif len(tried) == 1 and (method := tried.pop()) in expected:
+                # The drafter found nothing to propose; a plain step would have been shorter.
+                costs.overheads[method].observe(beyond_s, expected[method].overhead_s[1])
             return
         num_nodes = min(sum([record.num_drafted for record in drafted]), len(times.verify_s) - 1)
         rows = max(1, round(num_nodes / point.batch))
@@ -330,6 +334,22 @@ class CostModel:
             costs.overheads[method].observe(first.other_s, overhead_s)
         else:  # the engine counts the beginning of a draft as drafting, the table as overhead
             levels[0].observe(own_s, levels_s + overhead_s)
+
+    def observe_plain(
+        self,
+        records: Sequence[StepRecord],
+        point: OperatingPoint,
+        num_before: int = 0,
+        seconds_before: float = 0.0,
+    ) -> None:
+        """Update the costs from the mean of a plain step and plain steps before it."""
+        if len(records) != point.batch:
+            return
+        first, costs = records[0], self._costs(point.batch)
+        total_s = first.draft_s + first.verify_s + first.other_s + seconds_before
+        plain_s = self._expected(point)[self.methods[0]].plain_s
+        for factor in (costs.plain, costs.target):
+            factor.observe(total_s / (1 + num_before), plain_s)
 
     def _without_reading(
         self, method: str, records: Sequence[StepRecord], point: OperatingPoint, num_read: int

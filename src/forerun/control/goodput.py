@@ -50,7 +50,7 @@ logger = logging.getLogger("forerun.control")
 PLAIN = Plan()
 MOST_DOUBLED = 3
 """How often the limit on the charge of a probe doubles at most, once per lost probe."""
-MOST_REST = 15
+MOST_REST = 63
 """Most consecutive plain steps without records; those of the others update the costs."""
 LOGGED_AFTER = 30
 """Consecutive plain steps after which the log reports that drafting was stopped."""
@@ -135,9 +135,9 @@ class GoodputController:
         self.acceptance = AcceptanceEstimates(self.config)
         self._readers = [name for name in self.methods if self.costs.traits[name].reads_text]
         self._active: ActivePlan | None = None
-        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int]] = []
-        self._rested = 0  # plain steps without a record before the next record
-        self._will_rest = 0  # the same after it
+        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int, float]] = []
+        # Plain steps without a record before the next record, and their seconds.
+        self._num_rested, self._rested_s = 0, 0.0
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
         self._reading_left = 0.0  # plain steps of one request, left for unproven reading
@@ -147,7 +147,7 @@ class GoodputController:
         # Steps that draft until plain ones are measured again, by bit length of the batch.
         self._until_plain = defaultdict[int, float](lambda: self.config.num_cold)
         self._plain_left = 0
-        self._num_plain = self.config.num_cold
+        self._num_plain = self.config.num_cold - 1
         self._is_logged = False
         self._chosen = {name: MethodChoice(method=name) for name in ("plain", *self.methods)}
 
@@ -172,8 +172,8 @@ class GoodputController:
         if not records or active is None:
             return
         # The simulator creates records on access, from requests that change in the next step.
-        self._backlog.append((tuple(records), active, self._rested))
-        self._rested, self._will_rest = self._will_rest, 0
+        self._backlog.append((tuple(records), active, self._num_rested, self._rested_s))
+        self._num_rested, self._rested_s = 0, 0.0
         if active.steps_left == 0:
             self._learn()
 
@@ -192,18 +192,24 @@ class GoodputController:
             return 0
         num_steps = min(active.steps_left, MOST_REST)
         active.steps_left -= num_steps
-        self._will_rest = num_steps
         self._probe_loss = max(0.0, self._probe_loss - num_steps * self.config.probe_share)
         return num_steps
 
+    def rested(self, num_steps: int, seconds: float) -> None:
+        """Receive the number of steps that stayed plain, and what they took."""
+        self._num_rested += num_steps
+        self._rested_s += seconds
+
     def _learn(self) -> None:
-        for records, active, num_rested in self._backlog:
+        for records, active, num_rested, rested_s in self._backlog:
             self._num_plain += num_rested
             self._chosen["plain"].num_steps += num_rested * len(records)
-            self._learn_step(records, active)
+            self._learn_step(records, active, num_rested, rested_s)
         self._backlog.clear()
 
-    def _learn_step(self, records: Sequence[StepRecord], active: ActivePlan) -> None:
+    def _learn_step(
+        self, records: Sequence[StepRecord], active: ActivePlan, num_rested: int, rested_s: float
+    ) -> None:
         config, first = self.config, records[0]
         for record in records:
             self._chosen.get(record.method, self._chosen["plain"]).add(record)
@@ -216,10 +222,16 @@ class GoodputController:
             self._num_plain += 1
             if self._num_plain >= LOGGED_AFTER and self._until_plain:
                 self._log()
-        # The first plain steps after drafting find cold caches.
+        # The first plain steps after drafting, and the first one after a prompt, find cold caches.
+        if first.num_prefill_rows:
+            self._num_plain = min(self._num_plain, config.num_cold - 1)
         is_warm = bool(drafts) or self._num_plain > config.num_cold
         if is_warm and not first.num_prefill_rows:
-            self.costs.observe(records, active.point, num_read)
+            if num_rested and not any(record.k_budget for record in records):
+                # The step of a decision takes longer than those that follow without one.
+                self.costs.observe_plain(records, active.point, num_rested, rested_s)
+            else:
+                self.costs.observe(records, active.point, num_read)
         if num_read >= LEAST_READ:
             times = self.costs.times(active.point).get(drafts[0].method)
             if times is not None:

@@ -129,6 +129,7 @@ class Stepper:
         self.cycles = CycleRunner.over(target, drafter, config)
         self._is_resting = False
         self._rest_left = 0
+        self._num_rested, self._rested_s = 0, 0.0
         self._rest_of: list[Sequence] = []
         self.is_committing = False
         self.cycle_id = 0
@@ -177,6 +178,9 @@ class Stepper:
         """Let the controller plan for sequences that may draft."""
         self._is_resting = self._continues_rest(entries)
         if self.drafter is not None and not self._is_resting:
+            if self.resting is not None and self._num_rested:
+                self.resting.rested(self._num_rested, self._rested_s)
+                self._num_rested, self._rested_s = 0, 0.0
             self._decide_plans(entries, now_s)
 
     def _draft(
@@ -308,6 +312,9 @@ class Stepper:
         for entry in fed:
             entry.commit()
         self.is_committing = False
+        if self._is_resting:
+            self._num_rested += 1
+            self._rested_s += sum(clock.durations())
         controls = self.drafter is not None and not self._is_resting
         # During a rest all steps are plain; most drafters observe them before their next draft.
         if self.drafter is not None and (controls or self.drafter.required_top_k):

@@ -95,7 +95,7 @@ def test_a_machine_that_is_slow_at_one_part_is_expected_to_be_slow_at_the_others
     model, place = CostModel({"d": Tables(table())}, 4, 0, CONFIG), point()
     expected = model.times(place)["d"]
     for _ in range(100):
-        record = replace(STEP, num_drafted=0, draft_s=0.0, verify_s=0.013, other_s=0.0)
+        record = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.013, other_s=0.0)
         model.observe([record], place)
     found = model.times(place)["d"]
     assert found.plain_s == pytest.approx(1.3 * expected.plain_s, rel=0.02)
@@ -122,14 +122,34 @@ def test_costs_become_those_of_the_steps(profile):
     assert model.largest_depth("d", 1) == (8 if profile else 4)
 
 
+def test_a_step_without_a_proposal_is_no_plain_step():
+    """A drafter that finds nothing has taken time all the same."""
+    model, place = CostModel({"d": None}, 4, 0, CONFIG), point()
+    plain = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.01, other_s=0.0)
+    tried = replace(STEP, method="d", k_budget=2, num_drafted=0, draft_s=0.003, other_s=0.006)
+    for _ in range(20):
+        model.observe([plain], place)
+        model.observe([tried], place)
+    times = model.times(place)["d"]
+    assert times.plain_s == pytest.approx(0.01)
+    assert times.overhead_s[1] == pytest.approx(0.009, rel=0.2)
+
+
+def test_plain_steps_without_records_count_with_the_one_after_them():
+    model, place = CostModel({"d": None}, 4, 0, CONFIG), point()
+    decision = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.016, other_s=0.0)
+    model.observe_plain([decision], place, num_before=15, seconds_before=0.15)
+    assert model.times(place)["d"].plain_s == pytest.approx(0.166 / 16)
+
+
 def test_a_new_batch_size_begins_with_the_costs_of_the_nearest():
     model = CostModel({"d": None}, 4, 0, CONFIG)
     for _ in range(20):
-        record = replace(STEP, num_drafted=0, draft_s=0.0, verify_s=0.013, other_s=0.0)
+        record = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.013, other_s=0.0)
         model.observe([record], point())
     assert model.times(point(8))["d"].plain_s == pytest.approx(0.013)
     # What another batch size taught has the weight of one step: the next one counts as much.
-    record = replace(STEP, num_drafted=0, draft_s=0.0, verify_s=0.019, other_s=0.0)
+    record = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.019, other_s=0.0)
     model.observe([record] * 8, point(8))
     assert model.times(point(8))["d"].plain_s == pytest.approx(0.016, rel=0.01)
 

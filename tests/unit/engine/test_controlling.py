@@ -147,6 +147,7 @@ class Resting(Listening):
     def __init__(self, num_steps: int) -> None:
         super().__init__()
         self.num_steps = num_steps
+        self.rests = []
 
     def decide(self, states, capacity):
         self.states += states
@@ -154,6 +155,9 @@ class Resting(Listening):
 
     def rest(self):
         return self.num_steps
+
+    def rested(self, num_steps, seconds):
+        self.rests.append((num_steps, seconds))
 
 
 @pytest.mark.parametrize(("num_rest", "num_asked"), [(-2, 12), (0, 12), (3, 3), (100, 1)])
@@ -166,6 +170,9 @@ def test_a_controller_that_rests_is_neither_asked_nor_told(target, num_rest, num
     assert len(controller.states) == num_asked
     assert len(controller.records) == num_asked + 1  # and the step that ended the prompt
     assert len(records) == 13
+    # A rest is reported before the next decision, with the seconds of its steps.
+    assert [count for count, _ in controller.rests] == [3, 3] * (num_rest == 3)
+    assert all(seconds > 0.0 for _, seconds in controller.rests)
 
 
 def test_a_rest_ends_where_other_requests_run(target):
