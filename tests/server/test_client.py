@@ -252,6 +252,19 @@ def test_counts_of_many_steps_take_no_time():
     }
 
 
+def test_types_of_answers_are_examined_before_threads_read_answers():
+    """Two threads that examine the same type end the process in msgspec 0.22."""
+    code = (
+        "from msgspec import _utils\n"
+        "from forerun.client.client import read_answer\n"
+        "del _utils._forward_ref\n"
+        "answer = {'choices': [{'text': 'x', 'finish_reason': 'stop'}], 'usage': {}}\n"
+        "print(read_answer(answer, 0.0).text)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "x\n", run.stderr
+
+
 def test_counts_are_those_of_one_step_after_another():
     drafted, accepted, num_steps = (9, 7, 7, 2), (8, 5, 1, 0), 11
     found = Speculation(

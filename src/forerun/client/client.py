@@ -104,6 +104,11 @@ class _Reply(msgspec.Struct, frozen=True):
     usage: Usage | None = None
 
 
+# msgspec examines a type at its first use, and two threads that do so at the same time end the
+# process with a segmentation fault (msgspec 0.22); answers are read in many threads.
+msgspec.convert({}, _Reply)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """Log-probability of one token of a text, as a server reports it.

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from forerun.control.acceptance import AcceptanceCurve, AcceptanceEstimates
 from forerun.control.allocation import (
@@ -65,6 +66,13 @@ to lose at least this share, and drafters read prompts only for more."""
 UNLIMITED = 1 << 20
 """A number of tokens that no draft reaches."""
 Times = Mapping[str, StepTimes]
+
+
+class Rest(NamedTuple):
+    """Plain steps of which no records were made."""
+
+    num_steps: int
+    seconds: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,9 +143,8 @@ class GoodputController:
         self.acceptance = AcceptanceEstimates(self.config)
         self._readers = [name for name in self.methods if self.costs.traits[name].reads_text]
         self._active: ActivePlan | None = None
-        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, int, float]] = []
-        # Plain steps without a record before the next record, and their seconds.
-        self._num_rested, self._rested_s = 0, 0.0
+        self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, Rest]] = []
+        self._rest = Rest(0, 0.0)  # before the next records
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
         self._reading_left = 0.0  # plain steps of one request, left for unproven reading
@@ -172,8 +179,8 @@ class GoodputController:
         if not records or active is None:
             return
         # The simulator creates records on access, from requests that change in the next step.
-        self._backlog.append((tuple(records), active, self._num_rested, self._rested_s))
-        self._num_rested, self._rested_s = 0, 0.0
+        self._backlog.append((tuple(records), active, self._rest))
+        self._rest = Rest(0, 0.0)
         if active.steps_left == 0:
             self._learn()
 
@@ -197,19 +204,16 @@ class GoodputController:
 
     def rested(self, num_steps: int, seconds: float) -> None:
         """Receive the number of steps that stayed plain, and what they took."""
-        self._num_rested += num_steps
-        self._rested_s += seconds
+        self._rest = Rest(self._rest.num_steps + num_steps, self._rest.seconds + seconds)
 
     def _learn(self) -> None:
-        for records, active, num_rested, rested_s in self._backlog:
-            self._num_plain += num_rested
-            self._chosen["plain"].num_steps += num_rested * len(records)
-            self._learn_step(records, active, num_rested, rested_s)
+        for records, active, rest in self._backlog:
+            self._num_plain += rest.num_steps
+            self._chosen["plain"].num_steps += rest.num_steps * len(records)
+            self._learn_step(records, active, rest)
         self._backlog.clear()
 
-    def _learn_step(
-        self, records: Sequence[StepRecord], active: ActivePlan, num_rested: int, rested_s: float
-    ) -> None:
+    def _learn_step(self, records: Sequence[StepRecord], active: ActivePlan, rest: Rest) -> None:
         config, first = self.config, records[0]
         for record in records:
             self._chosen.get(record.method, self._chosen["plain"]).add(record)
@@ -222,16 +226,7 @@ class GoodputController:
             self._num_plain += 1
             if self._num_plain >= LOGGED_AFTER and self._until_plain:
                 self._log()
-        # The first plain steps after drafting, and the first one after a prompt, find cold caches.
-        if first.num_prefill_rows:
-            self._num_plain = min(self._num_plain, config.num_cold - 1)
-        is_warm = bool(drafts) or self._num_plain > config.num_cold
-        if is_warm and not first.num_prefill_rows:
-            if num_rested and not any(record.k_budget for record in records):
-                # The step of a decision takes longer than those that follow without one.
-                self.costs.observe_plain(records, active.point, num_rested, rested_s)
-            else:
-                self.costs.observe(records, active.point, num_read)
+        self._learn_costs(records, active.point, num_read, rest)
         if num_read >= LEAST_READ:
             times = self.costs.times(active.point).get(drafts[0].method)
             if times is not None:
@@ -244,6 +239,19 @@ class GoodputController:
             self._chosen[active.plans[probed[0]].method].num_probes += 1
         if probed and drafts and not first.num_prefill_rows:
             self._charge(records, active, probed[0])
+
+    def _learn_costs(
+        self, records: Sequence[StepRecord], point: OperatingPoint, num_read: int, rest: Rest
+    ) -> None:
+        """Update the estimated costs, unless a plain step found cold caches."""
+        num_cold = self.config.num_cold
+        if records[0].num_prefill_rows:
+            self._num_plain = min(self._num_plain, num_cold - 1)
+        elif self._num_plain == 0 or (self._num_plain > num_cold and rest.num_steps == 0):
+            self.costs.observe(records, point, num_read)
+        elif self._num_plain > num_cold:
+            # The step of a decision takes longer than those that follow without one.
+            self.costs.observe_plain(records, point, rest.num_steps, rest.seconds)
 
     def _charge(self, records: Sequence[StepRecord], active: ActivePlan, at: int) -> None:
         """Add the loss by a probe, in steps: the time it took beyond the tokens it gained.
