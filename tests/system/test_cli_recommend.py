@@ -13,6 +13,7 @@ from forerun.cli.recommend import RecommendOptions, show
 from forerun.control.base import Capacity, RequestState
 from forerun.measure.recommend import (
     DEPTHS,
+    NUM_HELD,
     DepthFigures,
     DraftTrial,
     Recommendation,
@@ -43,13 +44,20 @@ def step(k, *, drafted=None, accepted=0, seconds=0.01, prefill=0):
     )
 
 
-def test_every_depth_comes_once_before_any_comes_again():
+def test_every_depth_comes_for_some_steps_before_any_comes_again():
     controller = _DepthsInTurn(DEPTHS)
     controller.method = "suffix"
-    rounds = [
-        [controller.decide([STATE], ROOM)[0].num_speculative_tokens for _ in DEPTHS]
-        for _ in range(6)
-    ]
+    rounds = []
+    for _ in range(6):
+        found = []
+        for _ in DEPTHS:
+            runs = []
+            for left in reversed(range(NUM_HELD)):
+                runs += controller.decide([STATE], ROOM)
+                assert controller.num_held() == left
+            assert len(set(runs)) == 1
+            found.append(runs[0].num_speculative_tokens)
+        rounds.append(found)
     assert all(sorted(found) == sorted(DEPTHS) for found in rounds)
     assert len({tuple(found) for found in rounds}) > 1  # in another order each time
 
@@ -76,12 +84,12 @@ def test_figures_follow_from_the_steps():
 def test_a_drafter_without_a_match_counts_as_a_rejection_and_a_cheap_step():
     """Of ten steps with K=4, two draft: 4 tokens each, all accepted, in twice the time."""
     steps = [step(0) for _ in range(20)]
-    steps += [step(4, drafted=0) for _ in range(16)]
+    steps += [step(4, drafted=0, seconds=0.011) for _ in range(16)]
     steps += [step(4, accepted=4, seconds=0.02) for _ in range(4)]
     [found] = _figures([steps] * 2)
     assert found.acceptance_length == pytest.approx(1.8)
-    assert found.step_s == pytest.approx(0.012)
-    assert found.speedup.estimate == pytest.approx(1.8 / 1.2)
+    assert found.step_s == pytest.approx(0.0128)
+    assert found.speedup.estimate == pytest.approx(1.8 / 1.28)
 
 
 def test_the_gain_of_a_draft_to_be_trained_uses_the_measured_passes():

@@ -1,7 +1,7 @@
 """Tries the drafts at hand on a target, each at every K, and predicts the speedup of each K.
 
-A request drafts with another K in every step, plain steps among them, in random order: what a step
-costs with each K, and how far drafts are accepted, is measured side by side in one run per draft.
+A request drafts with another K after every four steps, plain steps among them, in random order:
+what a step costs with each K, and how far drafts are accepted, is measured in one run per draft.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ TRAINED_SHARE = 0.06
 """Share of the target's weights that a pass of a distilled draft reads."""
 TRAINED_ALPHAS = (0.6, 0.7, 0.8)
 """Shares of accepted tokens for which the gain of an untrained draft is computed."""
+NUM_HELD = 4
+"""Steps with the same K in succession: a step after one with another K takes longer."""
 WARM_UP_TOKENS = 12
 NUM_RESAMPLES = 300
 
@@ -163,7 +165,7 @@ class Recommendation:
 
 
 class _DepthsInTurn:
-    """A controller that plans every K of a list once before any of them again.
+    """A controller that plans every K of a list for some steps before any of them again.
 
     Attributes:
         records: those of all steps since they were last taken.
@@ -175,13 +177,21 @@ class _DepthsInTurn:
         self.records: list[StepRecord] = []
         self._num_rounds = 0
         self._left: list[int] = []
+        self._depth = self._num_held = 0
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        if self._num_held > 0:
+            self._num_held -= 1
+            return [Plan.chain(self.method, self._depth)] * len(states)
         if not self._left:
             keys = [finalise((self._num_rounds * 64 + k) * INCREMENT & MASK) for k in self.depths]
             self._left = [k for _, k in sorted(zip(keys, self.depths, strict=True))]
             self._num_rounds += 1
-        return [Plan.chain(self.method, self._left.pop())] * len(states)
+        self._depth, self._num_held = self._left.pop(), NUM_HELD - 1
+        return [Plan.chain(self.method, self._depth)] * len(states)
+
+    def num_held(self) -> int:
+        return self._num_held
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         self.records += records
@@ -264,7 +274,7 @@ def recommend(
         reasons = "; ".join(f"{trial.draft}: {trial.failure}" for trial in trials)
         raise InvalidRequest(f"none of the drafts can be used: {reasons or ', '.join(drafts)}")
     trials.sort(key=lambda trial: 0.0 if trial.best is None else -trial.best.speedup.estimate)
-    plain = [_seconds(record) for record in steps if not record.num_drafted]
+    plain = [_seconds(record) for record in steps if not record.k_budget]
     return Recommendation(
         target=config.target,
         temperature=config.temperature,
@@ -404,12 +414,13 @@ def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, f
     for record in records:
         counts.add(record.k_budget, record.num_accepted)
     tokens = 1.0 + sum(counts.acceptance_rate_per_position[:k])
-    times: dict[int, list[float]] = defaultdict(list)
+    # A step whose drafter found nothing takes longer than a plain one.
+    times: dict[tuple[int, bool], list[float]] = defaultdict(list)
     for record in records:
-        times[record.num_drafted].append(_seconds(record))
-    drafted = [record.num_drafted for record in records if record.k_budget == k]
-    middle = {num: median(times[num]) for num in set(drafted)}
-    return tokens, sum(middle[num] for num in drafted) / len(drafted) if drafted else 0.0
+        times[record.num_drafted, record.k_budget > 0].append(_seconds(record))
+    drafted = [(record.num_drafted, k > 0) for record in records if record.k_budget == k]
+    middle = {kind: median(times[kind]) for kind in set(drafted)}
+    return tokens, sum(middle[kind] for kind in drafted) / len(drafted) if drafted else 0.0
 
 
 def _seconds(record: StepRecord) -> float:
@@ -429,7 +440,7 @@ def _gain_of_training(steps: Sequence[StepRecord]) -> dict[float, float]:
     plain = measured.get(0)
     if not plain or len(measured) < 3:
         return {}
-    plain_step_s = median(_seconds(r) for r in steps if not r.num_drafted)
+    plain_step_s = median(_seconds(r) for r in steps if not r.k_budget)
     host_s = plain_step_s - plain
     return {
         alpha: max(
