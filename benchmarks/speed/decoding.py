@@ -70,19 +70,19 @@ def timed(engine: Engine, prompts: list[list[int]], temperature: float, seed: in
         )
         engine.add_request(ids, params)
     counts: dict[str, int] = {}
-    began_s, num_first, first_s, num_steps = time.perf_counter(), 0, 0.0, 0
+    began_s, num_first, first_s, num_before = time.perf_counter(), 0, 0.0, 0
     while engine.has_unfinished:
-        num_steps += bool(first_s)
         for chunk in engine.step():
             counts[chunk.request_id] = counts.get(chunk.request_id, 0) + len(chunk.token_ids)
         if not first_s and len(counts) == len(prompts) and all(counts.values()):
             first_s, num_first = time.perf_counter(), sum(counts.values())
+            num_before = engine.stepper.cycle_id
             cycles.clear()
     ended_s = time.perf_counter()
     engine.observers.remove(watch)
     for request_id in counts:
         engine.take_output(request_id)
-    step_ms = 1e3 * (ended_s - first_s) / num_steps
+    step_ms = 1e3 * (ended_s - first_s) / (engine.stepper.cycle_id - num_before)
     draft_ms, pass_ms = (
         1e3 * fmean(getattr(record, name) for record in cycles.values())
         for name in ("draft_s", "verify_s")
