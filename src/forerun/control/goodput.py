@@ -51,6 +51,8 @@ logger = logging.getLogger("forerun.control")
 PLAIN = Plan()
 MOST_DOUBLED = 3
 """How often the limit on the charge of a probe doubles at most, once per lost probe."""
+COLD_STEPS = 1.0
+"""What the plain steps after a draft take longer than others, together, in plain steps."""
 MOST_REST = 63
 """Most consecutive plain steps without records; those of the others update the costs."""
 LOGGED_AFTER = 30
@@ -267,6 +269,8 @@ class GoodputController:
         took = min(most, took_s / allocation.step_s)
         gained = sum(r.num_accepted for r in records if r.request_id == active.names[at])
         loss = took - 1.0 - (gained - active.expected_gain) / allocation.tokens
+        if not any(allocation.depths):
+            loss += COLD_STEPS
         self._probe_loss = max(-1.0, self._probe_loss + loss)
         self._num_lost = self._num_lost + 1 if loss > 0.0 and not any(allocation.depths) else 0
 
