@@ -25,6 +25,16 @@ LEAST_READ = 16
 """Least number of tokens whose reading time is told from the time of a draft or a step."""
 
 
+class Rest(NamedTuple):
+    """Plain steps of which no records were made."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+
+
+NO_REST = Rest()
+
+
 @runtime_checkable
 class CostSource(Protocol):
     """Provides the cost tables of one drafter, by temperature."""
@@ -287,12 +297,17 @@ class CostModel:
             self._prompts.observe(record.verify_s, record.batch_rows)
 
     def observe(
-        self, records: Sequence[StepRecord], point: OperatingPoint, num_read: int = 0
+        self,
+        records: Sequence[StepRecord],
+        point: OperatingPoint,
+        num_read: int = 0,
+        rest: Rest = NO_REST,
     ) -> None:
         """Update the corrections from one step without prompts, decided at an operating point.
 
         Args:
             num_read: tokens that the drafter had to process before its draft.
+            rest: plain steps before this one, which count with it if it is plain.
         """
         if len(records) != point.batch:
             return
@@ -303,7 +318,10 @@ class CostModel:
             beyond_s = first.draft_s + first.other_s
             tried = {record.method for record in records if record.k_budget}
             if not tried:
-                self.observe_plain(records, point)
+                # The step of a decision takes longer than those that follow without one.
+                mean_s = (beyond_s + first.verify_s + rest.seconds) / (1 + rest.num_steps)
+                costs.plain.observe(mean_s, times.plain_s)
+                costs.target.observe(mean_s, times.plain_s)
             elif len(tried) == 1 and (method := tried.pop()) in expected:
                 # The drafter found nothing to propose; a plain step would have been shorter.
                 costs.overheads[method].observe(beyond_s, expected[method].overhead_s[1])
@@ -334,22 +352,6 @@ class CostModel:
             costs.overheads[method].observe(first.other_s, overhead_s)
         else:  # the engine counts the beginning of a draft as drafting, the table as overhead
             levels[0].observe(own_s, levels_s + overhead_s)
-
-    def observe_plain(
-        self,
-        records: Sequence[StepRecord],
-        point: OperatingPoint,
-        num_before: int = 0,
-        seconds_before: float = 0.0,
-    ) -> None:
-        """Update the costs from the mean of a plain step and plain steps before it."""
-        if len(records) != point.batch:
-            return
-        first, costs = records[0], self._costs(point.batch)
-        total_s = first.draft_s + first.verify_s + first.other_s + seconds_before
-        plain_s = self._expected(point)[self.methods[0]].plain_s
-        for factor in (costs.plain, costs.target):
-            factor.observe(total_s / (1 + num_before), plain_s)
 
     def _without_reading(
         self, method: str, records: Sequence[StepRecord], point: OperatingPoint, num_read: int

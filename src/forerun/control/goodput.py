@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
 
 from forerun.control.acceptance import AcceptanceCurve, AcceptanceEstimates
 from forerun.control.allocation import (
@@ -38,10 +37,12 @@ from forerun.control.base import (
 from forerun.control.config import GoodputConfig
 from forerun.control.costs import (
     LEAST_READ,
+    NO_REST,
     CostModel,
     CostSource,
     DrafterTraits,
     OperatingPoint,
+    Rest,
     StepTimes,
 )
 from forerun.theory.record import StepRecord
@@ -68,13 +69,6 @@ to lose at least this share, and drafters read prompts only for more."""
 UNLIMITED = 1 << 20
 """A number of tokens that no draft reaches."""
 Times = Mapping[str, StepTimes]
-
-
-class Rest(NamedTuple):
-    """Plain steps of which no records were made."""
-
-    num_steps: int
-    seconds: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -146,7 +140,7 @@ class GoodputController:
         self._readers = [name for name in self.methods if self.costs.traits[name].reads_text]
         self._active: ActivePlan | None = None
         self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, Rest]] = []
-        self._rest = Rest(0, 0.0)  # before the next records
+        self._rest = NO_REST  # before the next records
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
         self._reading_left = 0.0  # plain steps of one request, left for unproven reading
@@ -182,7 +176,7 @@ class GoodputController:
             return
         # The simulator creates records on access, from requests that change in the next step.
         self._backlog.append((tuple(records), active, self._rest))
-        self._rest = Rest(0, 0.0)
+        self._rest = NO_REST
         if active.steps_left == 0:
             self._learn()
 
@@ -249,11 +243,8 @@ class GoodputController:
         num_cold = self.config.num_cold
         if records[0].num_prefill_rows:
             self._num_plain = min(self._num_plain, num_cold - 1)
-        elif self._num_plain == 0 or (self._num_plain > num_cold and rest.num_steps == 0):
-            self.costs.observe(records, point, num_read)
-        elif self._num_plain > num_cold:
-            # The step of a decision takes longer than those that follow without one.
-            self.costs.observe_plain(records, point, rest.num_steps, rest.seconds)
+        elif not 0 < self._num_plain <= num_cold:
+            self.costs.observe(records, point, num_read, rest)
 
     def _charge(self, records: Sequence[StepRecord], active: ActivePlan, at: int) -> None:
         """Add the loss by a probe, in steps: the time it took beyond the tokens it gained.

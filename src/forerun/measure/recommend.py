@@ -176,22 +176,18 @@ class _DepthsInTurn:
         self.method = ""
         self.records: list[StepRecord] = []
         self._num_rounds = 0
-        self._left: list[int] = []
-        self._depth = self._num_held = 0
+        self._left: list[int] = []  # K of the next steps, in reverse order
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        if self._num_held > 0:
-            self._num_held -= 1
-            return [Plan.chain(self.method, self._depth)] * len(states)
         if not self._left:
             keys = [finalise((self._num_rounds * 64 + k) * INCREMENT & MASK) for k in self.depths]
-            self._left = [k for _, k in sorted(zip(keys, self.depths, strict=True))]
+            order = sorted(zip(keys, self.depths, strict=True))
+            self._left = [k for _, k in order for _ in range(NUM_HELD)]
             self._num_rounds += 1
-        self._depth, self._num_held = self._left.pop(), NUM_HELD - 1
-        return [Plan.chain(self.method, self._depth)] * len(states)
+        return [Plan.chain(self.method, self._left.pop())] * len(states)
 
     def num_held(self) -> int:
-        return self._num_held
+        return len(self._left) % NUM_HELD
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         self.records += records

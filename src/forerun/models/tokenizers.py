@@ -376,17 +376,14 @@ class Detokenizer:
 
     def append(self, token: int) -> str:
         """Add one id and return the text it completed, which may be empty."""
-        piece = self._tokenizer.piece(token)
-        if piece is None:
-            return ""
-        text = self._stream.append(piece)
+        return self.extend((token,))
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Add several ids and return the text they completed."""
+        piece, append = self._tokenizer.piece, self._stream.append
+        text = "".join([append(p) for t in tokens if (p := piece(t)) is not None])
         self.text += text
         return text
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add several ids."""
-        piece, append = self._tokenizer.piece, self._stream.append
-        self.text += "".join([append(p) for t in tokens if (p := piece(t)) is not None])
 
     def finish(self) -> str:
         """End the text and return the rest; an unfinished character becomes U+FFFD."""

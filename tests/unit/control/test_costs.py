@@ -13,6 +13,7 @@ from forerun.control.costs import (
     BatchCosts,
     CostModel,
     OperatingPoint,
+    Rest,
     StepTimes,
     TimeFactor,
     ratios,
@@ -138,7 +139,7 @@ def test_a_step_without_a_proposal_is_no_plain_step():
 def test_plain_steps_without_records_count_with_the_one_after_them():
     model, place = CostModel({"d": None}, 4, 0, CONFIG), point()
     decision = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.016, other_s=0.0)
-    model.observe_plain([decision], place, num_before=15, seconds_before=0.15)
+    model.observe([decision], place, rest=Rest(num_steps=15, seconds=0.15))
     assert model.times(place)["d"].plain_s == pytest.approx(0.166 / 16)
 
 

@@ -55,11 +55,11 @@ def test_a_useless_draft_whose_probes_are_long_costs_less_than_three_percent():
 
 
 def test_it_rests_while_nothing_is_drafted_and_no_request_has_a_time_target():
-    ours, resting = world(0.0), controller()
+    ours, resting = world(0.0), controller(GoodputConfig(probe_share=1e-4))
     ours.run(resting, 500)
     while any(plan.num_speculative_tokens for plan in resting.decide(ours.states(), CAPACITY)):
         ours.step(resting)
-    assert 15 < resting.rest() <= 63
+    assert resting.rest() == 63
     drafting = world(0.9)
     drafting.run(always := controller(), 50)
     assert always.rest() == 0
