@@ -240,6 +240,22 @@ def test_a_draft_model_beside_a_suffix_drafter(target, taken, rule):
     assert 10 < len(taken) < len({record["cycle_id"] for record in expected[1]})
 
 
+def test_no_cycle_is_computed_beyond_the_pause_of_a_drafter(target, taken, monkeypatch):
+    """It would be discarded when the drafter is asked again."""
+    computed, compute = [], CycleRunner._compute
+
+    def counted(self, scheduled, most):
+        found = compute(self, scheduled, most)
+        computed.append(self._num_left if found else 0)
+        return found
+
+    monkeypatch.setattr(CycleRunner, "_compute", counted)
+    engine = tiny.engine_over(target, SuffixDrafter(), k=3)
+    engine.generate([tiny.PROMPTS[0]], replace(BASE, max_tokens=60, temperature=1.7))
+    assert len(taken) > 10
+    assert sum(computed) == len(taken)
+
+
 class Overstated:
     """Another K at every step, although the plans are said to stay."""
 

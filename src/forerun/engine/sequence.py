@@ -108,8 +108,13 @@ class Sequence:
         return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
+    def num_paused(self) -> int:
+        """Number of tokens until the drafter is asked again; at most 0 if it may draft now."""
+        return self.draft.paused_until - len(self.ids)
+
+    @property
     def may_draft(self) -> bool:
-        return self.draft.paused_until <= len(self.ids)
+        return self.num_paused <= 0
 
     @property
     def max_new(self) -> int:

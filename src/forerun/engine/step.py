@@ -192,7 +192,7 @@ class Stepper:
         """
         cycle: AheadTimes | None = None
         if self.cycles is not None and not self._keeps_logits():
-            cycle = self.cycles.take(entries, self._num_same())
+            cycle = self.cycles.take(entries, self._num_same(entries))
         if cycle is not None:
             clock.take(cycle)
         else:
@@ -204,13 +204,18 @@ class Stepper:
         fed = self.scheduler.assign_rows(entries)
         return fed, [entry for entry in fed if entry.completes]
 
-    def _num_same(self) -> int:
-        """Return for how many steps the present plans stay, this step included."""
+    def _num_same(self, entries: Seq[ScheduledSequence]) -> int:
+        """Return for how many steps the present plans stay, this step included.
+
+        A drafter that has paused for some tokens is asked again after as many plain steps.
+        """
         if self.drafter is None:
             return 1 << 31
         if self._rest_left or self._is_resting:
             return 1 + self._rest_left
-        return 1 if self.holding is None else 1 + self.holding.num_held()
+        num_same = 1 if self.holding is None else 1 + self.holding.num_held()
+        pauses = [e.sequence.num_paused for e in entries if not e.sequence.may_draft]
+        return min([num_same, *pauses])
 
     def _decide_plans(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
         """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
