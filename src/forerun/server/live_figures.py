@@ -123,8 +123,8 @@ class LiveFigures:
         current.num_cycles += 1
         for record in cycle:
             current.add_record(record)
-        drafts = any(record.num_drafted for record in cycle)
-        self._num_plain_in_a_row = 0 if drafts else self._num_plain_in_a_row + 1
+        is_plain = not any(record.k_budget for record in cycle)  # no drafter was asked either
+        self._num_plain_in_a_row = self._num_plain_in_a_row + 1 if is_plain else 0
         if first.num_prefill_rows:
             return
         num_emitted = sum(record.num_emitted for record in cycle)
@@ -132,7 +132,7 @@ class LiveFigures:
         times = current.decoded.setdefault(size, PartTimes())
         times.add(cycle, len(cycle))
         times.num_emitted += num_emitted
-        if not drafts and self._num_plain_in_a_row > NUM_COLD:
+        if self._num_plain_in_a_row > NUM_COLD:
             tokens_before, before_s = current.measured.get(size, (0, 0.0))
             seconds = first.draft_s + first.verify_s + first.other_s
             current.measured[size] = (tokens_before + num_emitted, before_s + seconds)

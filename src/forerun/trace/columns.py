@@ -17,11 +17,11 @@ Reals: TypeAlias = npt.NDArray[np.float64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
-CycleKind = Literal["plain", "drafting", "prefill"]
-KINDS: tuple[CycleKind, ...] = ("plain", "drafting", "prefill")
-"""Kinds of cycles: "prefill" if a prompt is read, else "drafting" if a request drafts. The column
-`kind` holds the index."""
-PLAIN, DRAFTING, PREFILL = range(len(KINDS))
+CycleKind = Literal["plain", "no proposal", "drafting", "prefill"]
+KINDS: tuple[CycleKind, ...] = ("plain", "no proposal", "drafting", "prefill")
+"""Kinds of cycles: "prefill" if a prompt is read, else "drafting" if a request drafts, "no proposal"
+if drafters were asked and proposed nothing. The column `kind` holds the index."""
+PLAIN, NO_PROPOSAL, DRAFTING, PREFILL = range(len(KINDS))
 BLOCK_STEPS = 1 << 16
 _INTS = (
     *("cycle_id", "step", "k_budget", "num_drafted", "depth_drafted", "num_accepted"),
@@ -64,10 +64,11 @@ def block_of(records: Sequence[StepRecord]) -> StepBlock:
     begins[1:] = (np.diff(columns["cycle_id"]) != 0) | (np.diff(columns["t_s"]) != 0.0)
     first = np.flatnonzero(begins)
     sizes = np.diff(np.append(first, len(records)))
-    reads, drafts = (
-        np.maximum.reduceat(columns[name], first) for name in ("num_prefill_rows", "num_drafted")
+    reads, drafts, plans = (
+        np.maximum.reduceat(columns[name], first) > 0
+        for name in ("num_prefill_rows", "num_drafted", "k_budget")
     )
-    kinds = np.where(reads > 0, PREFILL, np.where(drafts > 0, DRAFTING, PLAIN))
+    kinds = np.select([reads, drafts, plans], [PREFILL, DRAFTING, NO_PROPOSAL], PLAIN)
     columns |= {"kind": np.repeat(kinds, sizes), "size": np.repeat(sizes, sizes)}
     return StepBlock(records=records, names=tuple(codes), columns=columns, first=first)
 

@@ -66,6 +66,18 @@ def test_the_first_plain_step_after_a_draft_is_not_measured():
     assert figures.speedup() is None
 
 
+def test_a_step_in_which_a_drafter_found_nothing_is_not_plain():
+    figures = LiveFigures()
+    for second in range(5):
+        steps = [plain(1000 * second + n, t_s=second) for n in range(20)]
+        figures.add([replace(step, k_budget=4) for step in steps])
+    assert figures.num_plain_steps == 0
+    assert figures.speedup() is None
+    times = figures.token_times()
+    assert times is not None
+    assert times.num_steps == 100
+
+
 def test_steps_that_read_prompts_are_not_timed():
     figures = LiveFigures()
     figures.add([replace(drafting(1), num_prefill_rows=30)])

@@ -90,6 +90,15 @@ def test_too_few_plain_steps_give_no_cost():
     assert found.to_dict()["overall"]["cycle_cost"] is None
 
 
+def test_steps_in_which_a_drafter_found_nothing_are_not_plain():
+    slow = [undrafted(cycle, k_budget=4, verify_s=0.5) for cycle in range(20, 40)]
+    found = summarise([*ONE, *slow])
+    cost = found.cycle_cost
+    assert cost is not None
+    assert cost.estimate == pytest.approx(9 / 6)
+    assert found.times.num_cycles == 35
+
+
 def test_plain_steps_are_compared_with_cycles_of_their_size():
     """Two requests together take longer, drafting or not."""
     pairs = [
