@@ -2,10 +2,10 @@
 
     python benchmarks/trees/host_time.py --out benchmarks/trees/results/host-time.json
 
-The same greedy requests are decoded with chains and trees of 7 and 15 nodes in turns. Host time is
-the time of a step less the passes of target and draft; the kernels choose the nodes of greedy
-chains and trees within the calls that run the draft's passes. `draft_ms` is all of drafting, these
-included. The builder is timed alone, on the candidates of a vocabulary of 50,000 tokens.
+The same greedy requests are decoded with chains and trees of 7 and 15 nodes in turns, one step per
+call. Host time is the time of a step less drafting and the target's pass; the kernels choose the
+nodes of greedy chains and trees within the calls that run the draft's passes. The builder is timed
+alone, on the candidates of a vocabulary of 50,000 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -24,13 +23,11 @@ import torch
 
 from forerun.control.base import Tree
 from forerun.control.named import FixedController
-from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.tree_growth import Candidates, build_tree
 from forerun.drafters.tree_growth import Path as TreePath
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.measure.rigs import Stopwatch, TimedModel, timed
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
@@ -47,27 +44,19 @@ BUILT = Tree(num_nodes=64, depth=8, width=8)
 VOCAB = 50_000
 
 
-def step_times(
-    engine: Engine, models: Sequence[TimedModel], prompt: str, num_tokens: int
-) -> list[float]:
+def step_times(engine: Engine, prompt: str, num_tokens: int) -> list[float]:
     """Mean milliseconds of a step, of its host time, and of its drafting."""
     records: list[StepRecord] = []
-
-    def note(record: StepRecord) -> None:
-        if not record.num_prefill_rows:
-            records.append(record)
-            return
-        for model in models:  # the target has read the prompt
-            model.inside_s = 0.0
-
-    engine.observers[:] = [EmittedRecords(note)]
+    engine.observers[:] = [EmittedRecords(records.append)]
     ids = engine.tokenizer.encode(prompt)[:64]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     engine.generate([ids], params)
-    steps_s = sum(r.draft_s + r.verify_s + r.other_s for r in records)
-    passes_s = sum(model.inside_s for model in models)
-    draft_s = sum(r.draft_s for r in records)
-    return [1e3 * seconds / len(records) for seconds in (steps_s, steps_s - passes_s, draft_s)]
+    decoding = [record for record in records if not record.num_prefill_rows]
+    other_s, draft_s, verify_s = (
+        fmean(getattr(record, name) for record in decoding)
+        for name in ("other_s", "draft_s", "verify_s")
+    )
+    return [1e3 * seconds for seconds in (draft_s + verify_s + other_s, other_s, draft_s)]
 
 
 def builder_us(num_runs: int = 300) -> float:
@@ -104,28 +93,18 @@ def main() -> None:
         sharing="none",
         num_threads=options.threads,
         controller="fixed",
+        cycles_per_call=1,
     )
     loaded = Engine.load(options.target, options.draft, config=config)
-    assert isinstance(loaded.drafter, DraftModel)
-    stopwatch = Stopwatch(time.perf_counter, loaded.target.device)
-    target, draft = timed(loaded.target, stopwatch), timed(loaded.drafter.model, stopwatch)
-    base = Engine(
-        target=target,
-        tokenizer=loaded.tokenizer,
-        config=config,
-        eos_token_ids=loaded.eos_token_ids,
-    )
     arms = {
-        name: base.with_draft(
-            DraftModel(draft, loaded.target.vocab_size), controller=FixedController(shape)
-        )
+        name: loaded.with_draft(loaded.drafter, controller=FixedController(shape))
         for name, shape in SHAPES.items()
     }
     found: dict[str, list[list[float]]] = {name: [] for name in arms}
     for number, prompt in enumerate(held_out_prompts()[: options.blocks + 1]):
         shift = number % len(arms)
         for name in [*arms][shift:] + [*arms][:shift]:
-            times = step_times(arms[name], [target, draft], prompt.text, options.max_tokens)
+            times = step_times(arms[name], prompt.text, options.max_tokens)
             if number:  # the first one warms up
                 found[name].append(times)
     content: dict[str, Any] = {

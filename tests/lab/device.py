@@ -10,16 +10,24 @@ is measured, in CPU time of its thread.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from jaxtyping import Float32, Int64
+from torch import Tensor
 
 from forerun.models.base import (
     DraftsInOneCall,
     LanguageModel,
-    ObservedModel,
-    ObservedSampler,
+    LikelyTree,
+    ModelOutput,
     RowBatch,
+    SampledTokens,
+    WrappedModel,
 )
+from forerun.theory.stop_rule import StopRule
 
 __all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
 
@@ -104,6 +112,78 @@ class Device:
         """Up to now."""
         host_s = time.thread_time() - self.hidden_s + self.waited_s
         return Spent(draft_s=self.pass_s["draft"], target_s=self.pass_s["target"], host_s=host_s)
+
+
+class ObservedModel(WrappedModel):
+    """A WrappedModel that calls `begin` before and `end` after its passes."""
+
+    @abstractmethod
+    def begin(self) -> float:
+        """Run before a pass; the returned value is passed to `end`."""
+
+    @abstractmethod
+    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
+        """Run after the passes of a call.
+
+        Args:
+            begun: what `begin` said.
+            batch: of the first pass.
+            num_passes: it and those after it: of one row per sequence in chains, of the nodes that
+                are read in trees.
+        """
+
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """Run one pass of the model between `begin` and `end`."""
+        begun = self.begin()
+        scores = self.model.forward(batch)
+        self.end(begun, batch, 1)
+        return scores
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Run a greedy chain between `begin` and `end`; it counts as one pass per token."""
+        begun = self.begin()
+        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
+        self.end(begun, batch, num_tokens)
+        return tokens
+
+
+class ObservedSampler(ObservedModel):
+    """An ObservedModel for models that draft whole chains and trees in one call."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
+        """Run a sampled chain between `begin` and `end`; it counts as one pass per drawn token."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun = self.begin()
+        drawn = self.model.sampled_chain(
+            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
+        )
+        self.end(begun, batch, len(drawn.tokens))
+        return drawn
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Grow trees between `begin` and `end`; it counts as one pass per level."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun = self.begin()
+        trees = self.model.likely_trees(batch, shapes, temperatures, vocab_size)
+        self.end(begun, batch, max(depth for _, depth, _ in shapes))
+        return trees
 
 
 class DeviceModel(ObservedModel):

@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter, HeadBatch
 from forerun.drafters.eagle3.head import is_eagle3
@@ -27,6 +26,7 @@ from forerun.drafters.registry import is_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import check_card, load_drafter, load_pair_member
+from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.measure.profile import (
     OVERHEAD_OF,
@@ -46,11 +46,8 @@ from forerun.measure.profile import (
 )
 from forerun.models.base import (
     Context,
-    DraftsInOneCall,
     LanguageModel,
     ModelOutput,
-    ObservedModel,
-    ObservedSampler,
     RowBatch,
     Span,
     StoredModel,
@@ -66,6 +63,7 @@ from forerun.provenance import collect, content_hash, cpu_model, num_cores
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostLine, CostReading, CostTable, ReadingCost, interpolate
 from forerun.theory.intervals import Interval, median_interval
+from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 
 
@@ -89,35 +87,6 @@ class Stopwatch:
         start_s = self.now_s()
         work()
         return self.now_s() - start_s
-
-
-class TimedModel(ObservedModel):
-    """LanguageModel wrapper that adds up the seconds of its passes in `inside_s`.
-
-    It waits for the device at both ends of a pass, so work of the caller that would have overlapped
-    with one no longer does.
-    """
-
-    def __init__(self, model: LanguageModel, stopwatch: Stopwatch) -> None:
-        super().__init__(model)
-        self.stopwatch = stopwatch
-        self.inside_s = 0.0
-
-    def begin(self) -> float:
-        return self.stopwatch.now_s()
-
-    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        self.inside_s += self.stopwatch.now_s() - begun
-
-
-class TimedSampledModel(ObservedSampler, TimedModel):
-    """LanguageModel wrapper with timing, for models that sample whole chains."""
-
-
-def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:
-    """Wrap a model so that its passes are timed."""
-    kind = TimedSampledModel if isinstance(model, DraftsInOneCall) else TimedModel
-    return kind(model, stopwatch)
 
 
 NUM_PASSES = 12
@@ -606,8 +575,9 @@ NUM_WARM_STEPS = 4
 """Least untimed steps after prefill: in the first the draft reads the prompts, then caches warm."""
 WARM_S, MOST_WARM_STEPS = 0.02, 16
 """Untimed steps go on for this many seconds, up to this number: caches need a dozen short steps."""
-NUM_STEPS, SPARE_STEPS = 6, 2
-"""Timed steps of a visit, and further steps for which the context has room."""
+NUM_STEPS, SPARE_STEPS = 6, 14
+"""Timed steps of a visit at least, and further ones for which the context has room: a call of the
+engine takes up to `EngineConfig.cycles_per_call` steps."""
 MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
 """Most steps of a visit after prefill."""
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
@@ -620,21 +590,11 @@ class EngineRig:
     """A visit is slow and yields many samples."""
 
     def __init__(
-        self,
-        *,
-        target: TimedModel,
-        draft: TimedModel,
-        drafter_of: Callable[[LanguageModel], Drafter],
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        cells: Sequence[ProfileCell],
+        self, pair: LoadedPair, cells: Sequence[ProfileCell], stopwatch: Stopwatch
     ) -> None:
-        self.target = target
-        self.draft = draft
-        self.drafter_of = drafter_of
-        self.tokenizer = tokenizer
-        self.config = config
+        self.pair = pair
         self.cells = tuple(cells)
+        self.stopwatch = stopwatch
 
     def ready(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -651,43 +611,56 @@ class EngineRig:
         return found
 
     def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+        pair = self.pair
         engine = Engine(
-            target=self.target,
-            tokenizer=self.tokenizer,
-            drafter=self.drafter_of(self.draft) if cell.size else None,
+            target=pair.target,
+            tokenizer=pair.tokenizer,
+            drafter=pair.drafter if cell.size else None,
             config=replace(
-                self.config, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
+                pair.engine, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
             ),
         )
         sampled = cell.quantity in SAMPLED
         step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
         params = SamplingParams(temperature=float(sampled), ignore_eos=True)
-        prompt = _some_tokens(cell.context, self.target.vocab_size)
+        prompt = _some_tokens(cell.context, pair.target.vocab_size)
         requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
+        times: list[tuple[float, float]] = []
         try:
             unread = set(requests)
             while unread:
                 unread -= {chunk.request_id for chunk in engine.step()}
             self._warm_up(engine, cell)
-            times = []
-            for _ in range(NUM_STEPS):
-                before_s = self.target.inside_s + self.draft.inside_s
-                step_s = self.target.stopwatch.seconds(engine.step)
-                inside_s = self.target.inside_s + self.draft.inside_s - before_s
-                times.append((step_s, step_s - inside_s))
+            while len(times) < NUM_STEPS:
+                times += self._timed(engine)
         finally:
             for request_id in requests:
                 engine.abort(request_id)
         outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
         return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
 
+    def _timed(self, engine: Engine) -> list[tuple[float, float]]:
+        """Return the seconds of the steps of one call, and of each without draft and target pass.
+
+        What the call takes beyond its steps is divided among them.
+        """
+        cycles: dict[int, StepRecord] = {}
+        engine.observers[:] = [EmittedRecords(lambda r: cycles.setdefault(r.cycle_id, r))]
+        call_s = self.stopwatch.seconds(engine.step)
+        rest_s = call_s - sum(r.draft_s + r.verify_s + r.other_s for r in cycles.values())
+        other_s = [r.other_s + rest_s / len(cycles) for r in cycles.values()]
+        return [
+            (r.draft_s + r.verify_s + seconds, seconds)
+            for r, seconds in zip(cycles.values(), other_s, strict=True)
+        ]
+
     def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
         """Run steps until memory and kernel caches are warm, within the room of the context."""
-        room = min(self.target.max_context, self.draft.max_context) - cell.context
+        room = min(engine.max_context, self.pair.draft.max_context) - cell.context
         most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)
-        clock = self.target.stopwatch.clock
-        begun_s = clock()
-        for num_steps in range(min(most, MOST_WARM_STEPS)):
+        clock = self.stopwatch.clock
+        begun_s, begun = clock(), engine.stats().num_steps
+        while (num_steps := engine.stats().num_steps - begun) < min(most, MOST_WARM_STEPS):
             if num_steps >= NUM_WARM_STEPS and clock() - begun_s >= WARM_S:
                 return
             engine.step()
@@ -936,14 +909,7 @@ def rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Seque
     if config.read:
         cells = list(read_cells(config, Quantity.TARGET_READ))
         passes.append(PassRig(pair.target, cells, target_prefixes[shortest], stopwatch))
-    steps = EngineRig(
-        target=timed(pair.target, stopwatch),
-        draft=timed(pair.drafter.model, stopwatch),
-        drafter_of=pair.drafter.through,
-        tokenizer=pair.tokenizer,
-        config=pair.engine,
-        cells=list(step_cells(config)),
-    )
+    steps = EngineRig(pair, list(step_cells(config)), stopwatch)
     return [*passes, *_draft_rigs(pair, config, stopwatch), steps]
 
 

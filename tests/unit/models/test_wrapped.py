@@ -13,7 +13,6 @@ from tests.natives import native_model
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.measure.rigs import Stopwatch, timed
 from forerun.models.base import DraftsInOneCall, LanguageModel, LayeredModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 Wrap = Callable[[LanguageModel], LanguageModel]
 WRAPS: dict[str, Wrap] = {
-    "timed": lambda model: timed(model, Stopwatch(lambda: 0.0, model.device)),
     "device": lambda model: on_device(model, DRAFT_PACE, Device(), "draft"),
 }
 K = 6

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.probe.planted import COMMIT_S, SMALL, Clock, Costs, facts, planted_pair
@@ -33,7 +34,10 @@ def draft_costs(**changes) -> Costs:
 def profile_of(target: Costs, draft: Costs, config=SMALL, notify=lambda rounds, error: None):
     clock = Clock()
     pair = planted_pair(clock, target, draft)
-    return measure_pair(pair, (facts("target"), facts("draft")), config, clock=clock, notify=notify)
+    both = facts("target"), facts("draft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.engine.step.time", SimpleNamespace(monotonic=clock))
+        return measure_pair(pair, both, config, clock=clock, notify=notify)
 
 
 def jitter(count: int) -> float:
