@@ -18,8 +18,9 @@ from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine import cycles
-from forerun.engine.config import RequestTerms
+from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.cycles import CycleRunner
+from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
 from forerun.sampling.config import SamplingParams
@@ -209,13 +210,14 @@ def test_requests_that_come_and_go_between_cycles(target):
 class Alternating:
     """Four steps of one drafter and three of the other."""
 
-    def __init__(self):
-        self.num_decided = 0
+    def __init__(self, first="draft_model"):
+        self.first = first
+        self.num_decided = self.place = 0
 
     def decide(self, states, capacity):
         self.num_decided += 1
         self.place = self.num_decided % 7
-        return [Plan.chain("draft_model" if self.place < 4 else "suffix", 3) for _ in states]
+        return [Plan.chain(self.first if self.place < 4 else "suffix", 3) for _ in states]
 
     def num_held(self):
         return 3 - self.place if self.place < 4 else 6 - self.place
@@ -254,6 +256,103 @@ def test_no_cycle_is_computed_beyond_the_pause_of_a_drafter(target, taken, monke
     engine.generate([tiny.PROMPTS[0]], replace(BASE, max_tokens=60, temperature=1.7))
     assert len(taken) > 10
     assert sum(computed) == len(taken)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    config = EngineConfig(max_batch=3, max_context=256, num_threads=1, controller="fixed")
+    return Engine.load("zoo:code-40m", "zoo:eagle3-for-40m", config=config)
+
+
+CODE = (
+    "def add(a, b):\n    return",
+    "import os\nimport sys\n\n",
+    "class Stack:\n    def push(self",
+)
+
+
+def with_head(shipped, rule, ahead, *, drafter=None, controller=None):
+    """Texts and records of requests of three lengths that an EAGLE-3 head drafts for."""
+    config = replace(shipped.config, num_speculative_tokens=4, cycles_per_call=8 if ahead else 1)
+    engine = Engine(
+        target=shipped.target,
+        tokenizer=shipped.tokenizer,
+        drafter=drafter or shipped.drafter,
+        controller=controller,
+        config=config,
+    )
+    records = []
+    engine.observers.append(EmittedRecords(records.append))
+    params = [replace(RULES[rule], max_tokens=length) for length in (40, 9, 24)]
+    outputs = engine.generate(CODE, params)
+    kept = [{n: v for n, v in asdict(record).items() if n not in TIMES} for record in records]
+    return [output.token_ids for output in outputs], kept
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "token", "walk", "truncated"])
+def test_drafts_of_a_head(shipped, taken, rule):
+    expected = with_head(shipped, rule, ahead=False)
+    assert not taken
+    assert with_head(shipped, rule, ahead=True) == expected
+    assert len(taken) > 10
+    if rule == "greedy":
+        assert sum(record["num_accepted"] for record in expected[1]) > 20
+
+
+@pytest.mark.parametrize("rule", ["greedy", "block"])
+def test_a_head_beside_a_suffix_drafter(shipped, taken, rule):
+    """The head gets the features of steps in which the other one drafts, too."""
+
+    def found(ahead):
+        both = {"eagle3": shipped.drafter, "suffix": SuffixDrafter()}
+        controller = Alternating("eagle3")
+        several = SeveralDrafters(both)
+        return with_head(shipped, rule, ahead, drafter=several, controller=controller)
+
+    expected = found(ahead=False)
+    assert not taken
+    assert found(ahead=True) == expected
+    assert len(taken) > 5
+
+
+class Pausing:
+    """Plain steps between those in which the head drafts."""
+
+    def __init__(self):
+        self.num_decided = 0
+
+    def decide(self, states, capacity):
+        self.num_decided += 1
+        k = 3 if self.num_decided % 5 < 2 else 0
+        return [Plan.chain("eagle3", k) if k else Plan() for _ in states]
+
+    def num_held(self):
+        return 1
+
+    def observe(self, records):
+        pass
+
+
+def test_a_head_reads_the_features_of_plain_cycles(shipped, taken):
+    expected = with_head(shipped, "greedy", ahead=False, controller=Pausing())
+    assert with_head(shipped, "greedy", ahead=True, controller=Pausing()) == expected
+    assert len(taken) > 10
+
+
+def test_features_of_other_layers_are_noticed(shipped, taken, monkeypatch):
+    expected = with_head(shipped, "greedy", ahead=False)
+    put = CycleRunner._put_features
+
+    def wrong(self):
+        put(self)
+        self._layers.reverse()
+        self._feature_rows = None
+
+    monkeypatch.setattr(CycleRunner, "_put_features", wrong)
+    texts, records = with_head(shipped, "greedy", ahead=True)
+    assert taken
+    assert texts == expected[0]
+    assert records != expected[1]
 
 
 class Overstated:

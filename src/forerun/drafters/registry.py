@@ -29,6 +29,7 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.config import DrafterName, NamedDrafter, SuffixConfig
 from forerun.drafters.draft_model import DraftModel, SelfDraft
+from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
@@ -125,11 +126,12 @@ class SeveralDrafters:
     def model_of(self, request_id: str, method: str) -> DraftModel | None:
         """Return the draft model of a method if kernels may run its drafting.
 
-        They may where every drafter is a draft model or copies from the text; others need to be
-        called at every step.
+        They may where every drafter is a draft model or an EAGLE-3 head, or copies from the text;
+        others need to be called at every step.
         """
         if any(
-            type(d) not in (DraftModel, SelfDraft, SuffixDrafter) for d in self.drafters.values()
+            type(d) not in (DraftModel, SelfDraft, Eagle3Drafter, SuffixDrafter)
+            for d in self.drafters.values()
         ):
             return None
         drafter = self.drafters.get(method)

@@ -20,6 +20,7 @@ import torch
 from forerun.control.base import Chain
 from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel, SelfDraft
 from forerun.drafters.draft_sequence import DraftSequence
+from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
@@ -107,8 +108,8 @@ class _Member:
 class CycleRunner:
     """Computes cycles ahead for batches that need nothing from Python between two steps.
 
-    These are decoded plainly or with chains of a draft model; the sampling parameters are a
-    temperature, min_p, top_k and top_p, and no log-probabilities are asked for.
+    These are decoded plainly or with chains of a draft model or an EAGLE-3 head; the sampling
+    parameters are a temperature, min_p, top_k and top_p, and no log-probabilities are asked for.
     """
 
     def __init__(
@@ -127,7 +128,9 @@ class CycleRunner:
         self._struct.vocab_size = target.vocab_size
         self._struct.budget_s = MAX_CALL_S
         self._logits = torch.empty(0)
-        self._draft_probs = torch.empty(0)
+        self._draft_probs = self._unread = torch.empty(0)
+        self._feature_rows: torch.Tensor | None = None
+        self._layers = array("i")
         self._chains = _Chains(0, 0)
         self._first_chain = 0
         self._matches = array("d")
@@ -142,9 +145,7 @@ class CycleRunner:
         cls, target: LanguageModel, drafter: GuardedDrafter | None, config: EngineConfig
     ) -> CycleRunner | None:
         """Return a runner; None where steps are to be taken one by one."""
-        learns = drafter is not None and (
-            drafter.required_top_k or drafter.drafter.required_features
-        )
+        learns = drafter is not None and drafter.required_top_k
         if config.cycles_per_call == 1 or type(target) is not NativeModel or learns:
             return None
         return cls(target, drafter, config.cycles_per_call)
@@ -212,8 +213,12 @@ class CycleRunner:
     def _drafter_of(self, entry: ScheduledSequence) -> DraftModel | None:
         drafter = None if self.drafter is None else self.drafter.drafter
         if isinstance(drafter, SeveralDrafters):
-            return drafter.model_of(entry.sequence.key, entry.plan.method)
-        # Heads are draft models too, but the kernels cannot run their passes.
+            drafter = drafter.model_of(entry.sequence.key, entry.plan.method)
+        if isinstance(drafter, Eagle3Drafter):
+            # Of several drafters, others may read features of further layers.
+            kept = self.target.store.feature_layers
+            return drafter if drafter.required_features == kept else None
+        # Other heads are draft models, too, but the kernels cannot run their passes.
         if isinstance(drafter, DraftModel) and type(drafter) in (DraftModel, SelfDraft):
             return drafter
         return None
@@ -246,8 +251,11 @@ class CycleRunner:
         asked.num_members, asked.max_cycles, asked.depth = len(members), most, depth
         asked.by_race = Choice.COUPLED in choices
         self._fit_buffers(num_rows, len(members), depth, most)
+        self._put_features()
         for drafter in drafters:
             self._put_draft(drafter.model, depth, len(members), choices)
+            if isinstance(drafter, Eagle3Drafter):
+                self._put_head(drafter, [m.draft for m in members if m.depth and m.draft])
         self._called_s = time.monotonic()
         self._num_left = self.target.weights.kernels.library.forerun_cycles(byref(asked))
         self._call_s = time.monotonic() - self._called_s
@@ -343,6 +351,27 @@ class CycleRunner:
                 self._draft_probs = torch.empty(size)
             asked.draft_probs = self._draft_probs.data_ptr()
 
+    def _put_features(self) -> None:
+        """Let the kernels write the features that the target's store keeps."""
+        asked, rows = self._struct.features, self.target.store.feature_rows
+        asked.projection = None
+        if rows is self._feature_rows:
+            return
+        self._feature_rows, asked.rows = rows, None
+        if rows is not None:
+            self._layers = array("i", self.target.store.feature_layers)
+            asked.rows, asked.num_rows = rows.data_ptr(), rows.shape[1]
+            asked.row_bytes = rows[0, 0].nbytes
+            asked.layers, asked.num_layers = self._layers.buffer_info()
+
+    def _put_head(self, head: Eagle3Drafter, drafts: Seq[DraftSequence]) -> None:
+        asked, projection = self._struct.features, head.projection
+        assert projection is not None
+        num_rows = [draft.context.num_pending for draft in drafts]
+        self._unread = head.next_features(drafts, num_rows).contiguous()
+        asked.projection, asked.unread = projection.handle, self._unread.data_ptr()
+        asked.state_size = head.model.hidden_size
+
     def _give(self, entry: ScheduledSequence, member: _Member, place: int) -> None:
         """Note in the stores what the cycle staged, and set the proposal and the verdict."""
         depth = member.depth
@@ -357,7 +386,8 @@ class CycleRunner:
             if member.rule == WALK:
                 first = place * levels
                 expected = expected_accepted(entry.tree, self._matches[first : first + depth])
-        entry.context.store.claim(entry.context.slot, entry.num_cached, 1 + depth)
+        context = entry.context
+        context.store.claim(context.slot, entry.num_cached, 1 + depth, writes_features=True)
         if member.rule == GREEDY:
             expected = num_accepted
         entry.verdict = verdict_of(entry, tuple(range(num_accepted)), tokens, expected)

@@ -55,7 +55,7 @@ class FeatureRows:
                 "lower max_batch or max_context"
             )
         self.layers = layers
-        self._rows = torch.zeros(
+        self.rows = torch.zeros(
             (num_slots, num_rows, len(layers), width), dtype=dtype, device=device
         )
         self._num_valid = [0] * num_slots
@@ -68,18 +68,23 @@ class FeatureRows:
     ) -> None:
         """Store the features of rows `start` and following of a slot with `num_written` rows."""
         end = start + len(features)
-        if features.shape[1:] != self._rows.shape[2:]:
+        if features.shape[1:] != self.rows.shape[2:]:
             raise ValueError(
                 f"features have the shape {tuple(features.shape[1:])} per row; the store keeps "
-                f"{tuple(self._rows.shape[2:])} (layers, width)"
+                f"{tuple(self.rows.shape[2:])} (layers, width)"
             )
         if not start <= self._num_valid[slot] or end > num_written:
             raise ValueError(
                 f"features of rows {start} to {end} of slot {slot} cannot be stored: "
                 f"{num_written} rows are written, {self._num_valid[slot]} have features"
             )
-        self._rows[slot, start:end] = features
+        self.rows[slot, start:end] = features
         self._num_valid[slot] = end
+
+    def note_written(self, slot: int, start: int, end: int) -> None:
+        """Count rows whose features were written in place, behind those that are valid."""
+        if start == self._num_valid[slot]:
+            self._num_valid[slot] = end
 
     def check_commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Refuse a commit of rows without features."""
@@ -93,18 +98,18 @@ class FeatureRows:
         """Move features of committed rows together; `rows` ascend and are relative to `start`."""
         end = start + len(rows)
         if rows and rows[-1] != len(rows) - 1:
-            places = torch.tensor([start + row for row in rows], device=self._rows.device)
-            self._rows[slot, start:end] = self._rows[slot].index_select(0, places)
+            places = torch.tensor([start + row for row in rows], device=self.rows.device)
+            self.rows[slot, start:end] = self.rows[slot].index_select(0, places)
         self._num_valid[slot] = end
 
     def copy(self, slot: int, other: int, num_tokens: int) -> None:
         """Copy the features of the first tokens of `slot` to an empty slot."""
-        self._rows[other, :num_tokens] = self._rows[slot, :num_tokens]
+        self.rows[other, :num_tokens] = self.rows[slot, :num_tokens]
         self._num_valid[other] = num_tokens
 
     def read(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
         """A copy of the features of rows [start, stop)."""
-        return self._rows[slot, start:stop].clone()
+        return self.rows[slot, start:stop].clone()
 
 
 class KVStore(ABC):
@@ -138,11 +143,17 @@ class KVStore(ABC):
         """Number of committed tokens in `slot`."""
         return self._slots.length(slot)
 
-    def claim(self, slot: int, start: int, num_rows: int) -> None:
-        """Stage rows whose contents the caller writes; SlotTable.stage lists the errors."""
+    def claim(self, slot: int, start: int, num_rows: int, *, writes_features: bool = False) -> None:
+        """Stage rows whose contents the caller writes; SlotTable.stage lists the errors.
+
+        Args:
+            writes_features: the caller writes `feature_rows`, too.
+        """
         self._slots.stage(slot, start, num_rows)
         if self._features is not None:
             self._features.invalidate(slot, start)
+            if writes_features:
+                self._features.note_written(slot, start, start + num_rows)
 
     @abstractmethod
     def commit(self, slot: int, rows: Sequence[int]) -> None:
@@ -196,6 +207,11 @@ class KVStore(ABC):
     def feature_layers(self) -> tuple[int, ...]:
         """Layers whose features the store holds; see `keep_features`."""
         return () if self._features is None else self._features.layers
+
+    @property
+    def feature_rows(self) -> Float[Tensor, "slots rows layers width"] | None:
+        """The features themselves, which may be written in place; None where none are kept."""
+        return None if self._features is None else self._features.rows
 
     @abstractmethod
     def keep_features(self, layers: tuple[int, ...]) -> None:

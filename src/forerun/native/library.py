@@ -214,11 +214,22 @@ class StopsStruct(Structure):
     _fields_ = tuple((name, c_void_p) for name in ("measures", "thresholds", "values"))
 
 
+class FeaturesStruct(Structure):
+    """ctypes struct of kept features and of the head behind them, `ForerunFeatures`."""
+
+    _fields_ = (
+        *(("rows", c_void_p), ("num_rows", c_int64), ("row_bytes", c_int64)),
+        *(("layers", c_void_p), ("num_layers", c_int64)),
+        *(("projection", c_void_p), ("unread", c_void_p), ("state_size", c_int64)),
+    )
+
+
 class CyclesStruct(Structure):
     """ctypes struct of cycles to run, `ForerunCycles` in kernels/interface.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("target", "draft", "store", "draft_store")),
+        ("features", FeaturesStruct),
         *((name, c_void_p) for name in ("members", "unread", "logits", "draft_probs")),
         *((name, c_void_p) for name in ("drafted", "matches", "outcomes", "times")),
         ("budget_s", c_double),

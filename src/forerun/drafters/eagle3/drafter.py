@@ -250,13 +250,31 @@ class Eagle3Drafter(DraftModel):
 
     def _batch(self, spans: Sequence[Span], sequences: Sequence[DraftSequence]) -> RowBatch:
         """Return a pass over pending rows with input states computed from the target's features."""
-        batch = super()._batch(spans, sequences)
-        features: list[Tensor] = []
-        for span, sequence in zip(spans, sequences, strict=True):
+        features = self.next_features(sequences, [span.num_chain for span in spans])
+        return HeadBatch.of(super()._batch(spans, sequences), self.attached.fuse(features))
+
+    def next_features(
+        self, sequences: Sequence[DraftSequence], num_rows: Sequence[int]
+    ) -> Float[Tensor, "rows layers width"]:
+        """Return the features of the next rows of every sequence, one after another."""
+        found: list[Tensor] = []
+        for sequence, count in zip(sequences, num_rows, strict=True):
             assert isinstance(sequence, AttachedSequence)
-            features.append(sequence.next_features(span.num_chain))
-        together = features[0] if len(features) == 1 else torch.cat(features)
-        return HeadBatch.of(batch, self.attached.fuse(together))
+            found.append(sequence.next_features(count))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def state_of(self, request_id: str) -> AttachedSequence | None:
+        """Return the state of a request whose pending rows all have features."""
+        sequence = self._sequences.get(request_id)
+        if self._columns is not None or self.projection is None or sequence is None:
+            return None
+        assert isinstance(sequence, AttachedSequence)
+        return sequence if sequence.num_features == sequence.context.num_pending else None
+
+    @property
+    def projection(self) -> PackedWeights | None:
+        """The matrix from features to input states if the kernels can apply it, else None."""
+        return self.model.projection if type(self.model) is NativeEagle3Model else None
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Receive the features of committed rows; many are fed at once, few with the next draft."""
@@ -389,6 +407,11 @@ class NativeEagle3Model(NativeModel):
         self._states = RowStates(num_slots, config.hidden_size, torch.float32, self.device)
         # Read and written by the kernels, which do not keep them alive.
         self._given = self._fed_back = torch.empty(0)
+
+    @property
+    def projection(self) -> PackedWeights | None:
+        """The matrix from features to input states; None where norms come before it."""
+        return None if self.network.norms_features else self._projection
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]

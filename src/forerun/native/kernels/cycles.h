@@ -56,6 +56,7 @@ class Cycles {
             if (!pass(drafted)) return cycle;
             const double verifying = now();
             if (!verify(drafted, asked_.matches + (drafted - asked_.drafted))) return cycle;
+            keep_features();
             std::copy(outcomes_.begin(), outcomes_.end(), asked_.outcomes + int64_t(cycle) * asked_.num_members);
             const bool has_ended = commit(drafted);
             const double ended = now();
@@ -73,9 +74,11 @@ class Cycles {
 
     // Whether every member may emit as much as the cycle can yield, and has room for its rows.
     bool fits() const {
+        const bool keeps = asked_.features.rows != nullptr;
+        const int64_t most_rows = keeps ? asked_.features.num_rows : asked_.store->width;
         for (const ForerunMember& m : members_) {
             if (m.num_left <= m.num_drafted) return false;
-            if (m.num_committed + m.num_drafted > asked_.store->width) return false;
+            if (m.num_committed + m.num_drafted > most_rows) return false;
             if (m.num_drafted && m.num_committed + asked_.depth > asked_.draft_context) return false;
         }
         return true;
@@ -92,7 +95,11 @@ class Cycles {
             wanted_.push_back(int64_t(tokens_.size()) - 1);
         }
         chains_.resize(size_t(num_spans) * depth);
-        const ForerunPass rows = packed(asked_.num_draft_layers);
+        ForerunPass rows = packed(asked_.num_draft_layers);
+        if (asked_.features.projection) {
+            if (!add_states()) return false;
+            rows.states = states_.data();
+        }
         if (!asked_.draft_probs) {
             if (!forerun_decoder_greedy_chain(asked_.draft, &rows, asked_.draft_store, depth, asked_.vocab_size,
                                               chains_.data()))
@@ -145,8 +152,44 @@ class Cycles {
             for (int node = 0; node < m.num_drafted; ++node) parents_.push_back(node - 1);
         }
         for (size_t row = 0; row < tokens_.size(); ++row) wanted_.push_back(int64_t(row));
-        const ForerunPass rows = packed(asked_.num_layers);
+        ForerunPass rows = packed(asked_.num_layers);
+        if (asked_.features.rows) {
+            features_.resize(tokens_.size() * asked_.features.row_bytes);
+            rows.num_features = int32_t(asked_.features.num_layers);
+            rows.feature_layers = asked_.features.layers, rows.features = features_.data();
+        }
         return forerun_decoder_forward(asked_.target, &rows, asked_.store, asked_.logits);
+    }
+
+    // Copy the features of the pass to the store.
+    void keep_features() {
+        const ForerunFeatures& kept = asked_.features;
+        const char* rows = features_.data();
+        for (int i = 0; kept.rows && i < asked_.num_members; ++i) {
+            const ForerunMember& m = members_[i];
+            const int64_t first = m.slot * kept.num_rows + m.num_committed - 1;
+            const int64_t num_bytes = (1 + m.num_drafted) * kept.row_bytes;
+            std::copy_n(rows, num_bytes, static_cast<char*>(kept.rows) + first * kept.row_bytes);
+            rows += num_bytes;
+        }
+    }
+
+    // Compute the states that a head continues from: of the features given, later of those of the last pass.
+    bool add_states() {
+        const ForerunFeatures& kept = asked_.features;
+        states_.resize(tokens_.size() * kept.state_size);
+        float* to = states_.data();
+        if (features_.empty()) return forerun_decoder_head(kept.projection, kept.unread, tokens_.size(), to);
+        const char* rows = features_.data();
+        for (int i = 0; i < asked_.num_members; ++i) {
+            const int num_rows = int(unread_[i].size());
+            if (members_[i].num_drafted) {
+                if (!forerun_decoder_head(kept.projection, rows, num_rows, to)) return false;
+                to += num_rows * kept.state_size;
+            }
+            rows += (1 + members_[i].num_drafted) * kept.row_bytes;
+        }
+        return true;
     }
 
     void begin_pass() { spans_.clear(), tokens_.clear(), wanted_.clear(); }
@@ -242,7 +285,11 @@ class Cycles {
                 has_ended |= std::find(m.ends, m.ends + m.num_ends, token) != m.ends + m.num_ends;
             };
             // The draft's cache has all its tokens but the last. In a store shared with the target it has that one, too.
-            const int64_t num_read = asked_.depth - (asked_.draft_store && asked_.draft_store->data != asked_.store->data);
+            // A head reads them again, with the target's features.
+            const int64_t num_read =
+                asked_.features.projection
+                    ? 0
+                    : asked_.depth - (asked_.draft_store && asked_.draft_store->data != asked_.store->data);
             const int64_t num_fed = m.num_drafted ? std::min(outcome.num_accepted, num_read) : 0;
             m.num_draft_rows += m.num_drafted ? int64_t(unread.size()) + num_fed : 0;
             unread.clear();
@@ -264,6 +311,8 @@ class Cycles {
     std::vector<ForerunSpan> spans_;
     std::vector<int32_t> parents_;
     std::vector<int64_t> tokens_, wanted_, chains_, keys_;
+    std::vector<float> states_;   // of the rows of a head's pass
+    std::vector<char> features_;  // of the rows of the target's last pass
 };
 
 }  // namespace forerun

@@ -287,9 +287,21 @@ struct ForerunOutcome {
     double expected_accepted;
 };
 
+// What the target's store keeps of its residual stream, and how an attached head continues from it.
+struct ForerunFeatures {
+    void* rows;  // [num_slots][num_rows][num_layers][hidden_size] in the element type; null: none are kept
+    int64_t num_rows, row_bytes;
+    const int32_t* layers;
+    int64_t num_layers;
+    void* projection;     // a decoder whose head maps a row to the head's input state; null: the draft is no head
+    const void* unread;   // the features of the tokens that the head has not read, one row per token
+    int64_t state_size;
+};
+
 struct ForerunCycles {
     void *target, *draft;
     const ForerunStore *store, *draft_store;
+    ForerunFeatures features;
     const ForerunMember* members;
     const int64_t* unread;  // of all members, one after another
     float* logits;       // room for [rows of a cycle][vocab_size]

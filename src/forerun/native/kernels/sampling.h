@@ -171,9 +171,11 @@ inline void truncate(const float* scores, int64_t size, float temperature, const
     for (size_t i = 0; i < tokens.size(); ++i) probs[tokens[i]] = kept[i] * share;
 }
 
+inline bool cuts(const ForerunTruncation& by) { return by.min_p > 0 || by.top_k > 0 || by.excluded_mass > 0; }
+
 // The distribution of a row at a temperature and a truncation, null for none; `probs` may be `scores`.
 inline void distribution(const float* scores, int64_t size, float temperature, const ForerunTruncation* by, float* probs) {
-    if (!by || !(by->min_p > 0 || by->top_k > 0 || by->excluded_mass > 0))
+    if (!by || !cuts(*by))
         return softmax(scores, size, temperature, probs);
     const std::vector<float> unchanged(scores, scores + size);
     softmax(scores, size, temperature, probs);
@@ -372,6 +374,10 @@ struct Sampling {
     int64_t token(size_t at) const {
         const float* row = probs + at * vocab_size;
         return by_race ? race(row, vocab_size, keys[at]) : draw(row, vocab_size, uniform(keys[at]));
+    }
+
+    bool cuts(int num_spans) const {
+        return truncations && std::any_of(truncations, truncations + num_spans, forerun::cuts);
     }
 
     void shape(const float* scores, int64_t size, int span, float* row) const {
