@@ -10,7 +10,6 @@ is measured, in CPU time of its thread.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -114,79 +113,7 @@ class Device:
         return Spent(draft_s=self.pass_s["draft"], target_s=self.pass_s["target"], host_s=host_s)
 
 
-class ObservedModel(WrappedModel):
-    """A WrappedModel that calls `begin` before and `end` after its passes."""
-
-    @abstractmethod
-    def begin(self) -> float:
-        """Run before a pass; the returned value is passed to `end`."""
-
-    @abstractmethod
-    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """Run after the passes of a call.
-
-        Args:
-            begun: what `begin` said.
-            batch: of the first pass.
-            num_passes: it and those after it: of one row per sequence in chains, of the nodes that
-                are read in trees.
-        """
-
-    def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass of the model between `begin` and `end`."""
-        begun = self.begin()
-        scores = self.model.forward(batch)
-        self.end(begun, batch, 1)
-        return scores
-
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Run a greedy chain between `begin` and `end`; it counts as one pass per token."""
-        begun = self.begin()
-        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
-        self.end(begun, batch, num_tokens)
-        return tokens
-
-
-class ObservedSampler(ObservedModel):
-    """An ObservedModel for models that draft whole chains and trees in one call."""
-
-    def sampled_chain(
-        self,
-        batch: RowBatch,
-        keys: Int64[Tensor, "num_tokens sequences"],
-        temperatures: Float32[Tensor, " sequences"],
-        vocab_size: int,
-        *,
-        by_race: bool,
-        stops: Sequence[StopRule | None] = (),
-    ) -> SampledTokens:
-        """Run a sampled chain between `begin` and `end`; it counts as one pass per drawn token."""
-        assert isinstance(self.model, DraftsInOneCall)
-        begun = self.begin()
-        drawn = self.model.sampled_chain(
-            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
-        )
-        self.end(begun, batch, len(drawn.tokens))
-        return drawn
-
-    def likely_trees(
-        self,
-        batch: RowBatch,
-        shapes: Sequence[tuple[int, int, int]],
-        temperatures: Sequence[float],
-        vocab_size: int,
-    ) -> list[LikelyTree]:
-        """Grow trees between `begin` and `end`; it counts as one pass per level."""
-        assert isinstance(self.model, DraftsInOneCall)
-        begun = self.begin()
-        trees = self.model.likely_trees(batch, shapes, temperatures, vocab_size)
-        self.end(begun, batch, max(depth for _, depth, _ in shapes))
-        return trees
-
-
-class DeviceModel(ObservedModel):
+class DeviceModel(WrappedModel):
     """A LanguageModel on a device.
 
     Args:
@@ -202,14 +129,33 @@ class DeviceModel(ObservedModel):
         self.runs_on = device
         self.role: Role = role
 
-    def begin(self) -> float:
-        """CPU time of this thread."""
-        return time.thread_time()
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """Run one pass; it counts as one on the device."""
+        begun_s = time.thread_time()
+        scores = self.model.forward(batch)
+        self.end(begun_s, batch, 1)
+        return scores
 
-    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """Notify the clock what the passes take on the device, and hide what they took here."""
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Run a greedy chain; it counts as one pass per token."""
+        begun_s = time.thread_time()
+        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
+        self.end(begun_s, batch, num_tokens)
+        return tokens
+
+    def end(self, begun_s: float, batch: RowBatch, num_passes: int) -> None:
+        """Notify the clock what the passes take on the device, and hide what they took here.
+
+        Args:
+            begun_s: CPU time of this thread when they began.
+            batch: of the first pass.
+            num_passes: it and those after it: of one row per sequence in chains, of the nodes that
+                are read in trees.
+        """
         self.runs_on.pass_s[self.role] += self._seconds(batch, num_passes)
-        self.runs_on.hidden_s += time.thread_time() - begun
+        self.runs_on.hidden_s += time.thread_time() - begun_s
 
     def _seconds(self, batch: RowBatch, num_passes: int) -> float:
         # Prompts are read by a kernel that reads the cache once, whatever decoding does.
@@ -224,8 +170,41 @@ class DeviceModel(ObservedModel):
         return seconds
 
 
-class SampledDeviceModel(ObservedSampler, DeviceModel):
+class SampledDeviceModel(DeviceModel):
     """A DeviceModel over one that draws whole chains."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
+        """Run a sampled chain; it counts as one pass per drawn token."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun_s = time.thread_time()
+        drawn = self.model.sampled_chain(
+            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
+        )
+        self.end(begun_s, batch, len(drawn.tokens))
+        return drawn
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Grow trees; it counts as one pass per level."""
+        assert isinstance(self.model, DraftsInOneCall)
+        begun_s = time.thread_time()
+        trees = self.model.likely_trees(batch, shapes, temperatures, vocab_size)
+        self.end(begun_s, batch, max(depth for _, depth, _ in shapes))
+        return trees
 
 
 def on_device(model: LanguageModel, pace: Pace, device: Device, role: Role) -> LanguageModel:

@@ -63,11 +63,9 @@ class DraftModel:
         self.use(model)
 
     def use(self, model: LanguageModel) -> None:
+        """Draft with this model, such as a wrapper of the present one."""
         self.model = model
         self._drafts_in_one_call = isinstance(model, DraftsInOneCall)
-
-    def through(self, model: LanguageModel) -> DraftModel:
-        return DraftModel(model, self.vocab_size)
 
     @torch.inference_mode()
     def propose(

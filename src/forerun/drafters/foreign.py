@@ -144,9 +144,6 @@ class SharedTokenDraft(OwnTokenDraft):
     def __init__(self, model: LanguageModel, vocabulary: VocabularyMap, vocab_size: int) -> None:
         super().__init__(model, vocabulary, vocab_size, offset=vocab_size)
 
-    def through(self, model: LanguageModel) -> DraftModel:
-        return SharedTokenDraft(model, self.vocabulary, self.vocab_size)
-
     @torch.inference_mode()
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]

@@ -128,8 +128,7 @@ class CycleRunner:
         self._struct.vocab_size = target.vocab_size
         self._struct.budget_s = MAX_CALL_S
         self._logits = torch.empty(0)
-        self._draft_probs = self._unread = torch.empty(0)
-        self._feature_rows: torch.Tensor | None = None
+        self._draft_probs = torch.empty(0)
         self._layers = array("i")
         self._chains = _Chains(0, 0)
         self._first_chain = 0
@@ -214,11 +213,11 @@ class CycleRunner:
         drafter = None if self.drafter is None else self.drafter.drafter
         if isinstance(drafter, SeveralDrafters):
             drafter = drafter.model_of(entry.sequence.key, entry.plan.method)
-        if isinstance(drafter, Eagle3Drafter):
+        if type(drafter) is Eagle3Drafter:
             # Of several drafters, others may read features of further layers.
             kept = self.target.store.feature_layers
             return drafter if drafter.required_features == kept else None
-        # Other heads are draft models, too, but the kernels cannot run their passes.
+        # The kernels cannot run other heads, which are draft models, too.
         if isinstance(drafter, DraftModel) and type(drafter) in (DraftModel, SelfDraft):
             return drafter
         return None
@@ -254,8 +253,9 @@ class CycleRunner:
         self._put_features()
         for drafter in drafters:
             self._put_draft(drafter.model, depth, len(members), choices)
-            if isinstance(drafter, Eagle3Drafter):
-                self._put_head(drafter, [m.draft for m in members if m.depth and m.draft])
+            if isinstance(drafter, Eagle3Drafter) and drafter.projection is not None:
+                asked.features.projection = drafter.projection.handle
+                asked.features.state_size = drafter.model.hidden_size
         self._called_s = time.monotonic()
         self._num_left = self.target.weights.kernels.library.forerun_cycles(byref(asked))
         self._call_s = time.monotonic() - self._called_s
@@ -353,24 +353,13 @@ class CycleRunner:
 
     def _put_features(self) -> None:
         """Let the kernels write the features that the target's store keeps."""
-        asked, rows = self._struct.features, self.target.store.feature_rows
-        asked.projection = None
-        if rows is self._feature_rows:
-            return
-        self._feature_rows, asked.rows = rows, None
-        if rows is not None:
-            self._layers = array("i", self.target.store.feature_layers)
+        asked, store = self._struct.features, self.target.store
+        asked.rows = asked.projection = None
+        if (rows := store.feature_rows) is not None:
+            self._layers = array("i", store.feature_layers)
             asked.rows, asked.num_rows = rows.data_ptr(), rows.shape[1]
-            asked.row_bytes = rows[0, 0].nbytes
+            asked.row_bytes = rows.stride(1) * rows.itemsize
             asked.layers, asked.num_layers = self._layers.buffer_info()
-
-    def _put_head(self, head: Eagle3Drafter, drafts: Seq[DraftSequence]) -> None:
-        asked, projection = self._struct.features, head.projection
-        assert projection is not None
-        num_rows = [draft.context.num_pending for draft in drafts]
-        self._unread = head.next_features(drafts, num_rows).contiguous()
-        asked.projection, asked.unread = projection.handle, self._unread.data_ptr()
-        asked.state_size = head.model.hidden_size
 
     def _give(self, entry: ScheduledSequence, member: _Member, place: int) -> None:
         """Note in the stores what the cycle staged, and set the proposal and the verdict."""

@@ -214,7 +214,7 @@ class Stepper:
         if self._rest_left or self._is_resting:
             return 1 + self._rest_left
         num_same = 1 if self.holding is None else 1 + self.holding.num_held()
-        pauses = [e.sequence.num_paused for e in entries if not e.sequence.may_draft]
+        pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
         return min([num_same, *pauses])
 
     def _decide_plans(self, entries: Seq[ScheduledSequence], now_s: float) -> None:

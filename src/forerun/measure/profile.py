@@ -90,9 +90,9 @@ class Quantity(StrEnum):
     SAMPLED_STEP = "sampled_step"
     """The same at T=1."""
     GREEDY_OVERHEAD = "greedy_overhead"
-    """The part of a greedy step outside both models."""
+    """The part of a greedy step beyond drafting and the target's pass."""
     SAMPLED_OVERHEAD = "sampled_overhead"
-    """The part of a sampled step outside both models."""
+    """The part of a sampled step beyond drafting and the target's pass."""
 
 
 OVERHEAD_OF: Mapping[Quantity, Quantity] = MappingProxyType(

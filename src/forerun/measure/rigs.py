@@ -576,8 +576,8 @@ NUM_WARM_STEPS = 4
 WARM_S, MOST_WARM_STEPS = 0.02, 16
 """Untimed steps go on for this many seconds, up to this number: caches need a dozen short steps."""
 NUM_STEPS, SPARE_STEPS = 6, 14
-"""Timed steps of a visit at least, and further ones for which the context has room: a call of the
-engine takes up to `EngineConfig.cycles_per_call` steps."""
+"""Least timed steps of a visit, and steps for which the context has room besides: a call takes up
+to eight, so that the warm-up and the timed steps may each take seven more."""
 MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
 """Most steps of a visit after prefill."""
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
@@ -600,7 +600,7 @@ class EngineRig:
         return nullcontext()
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Return the seconds of whole steps and of their overhead outside both models.
+        """Return the seconds of whole steps, and of them beyond drafting and the target's pass.
 
         Costs of speculative steps are reported in plain steps, so plain steps are measured
         directly after them: the speed of the machine drifts.
@@ -612,13 +612,16 @@ class EngineRig:
 
     def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         pair = self.pair
+        config = replace(
+            pair.engine, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
+        )
+        if self._room(cell) < MOST_STEPS:
+            config = replace(config, cycles_per_call=1)
         engine = Engine(
             target=pair.target,
             tokenizer=pair.tokenizer,
             drafter=pair.drafter if cell.size else None,
-            config=replace(
-                pair.engine, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
-            ),
+            config=config,
         )
         sampled = cell.quantity in SAMPLED
         step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
@@ -631,7 +634,7 @@ class EngineRig:
             while unread:
                 unread -= {chunk.request_id for chunk in engine.step()}
             self._warm_up(engine, cell)
-            while len(times) < NUM_STEPS:
+            while len(times) < NUM_STEPS and engine.has_unfinished:
                 times += self._timed(engine)
         finally:
             for request_id in requests:
@@ -647,17 +650,19 @@ class EngineRig:
         cycles: dict[int, StepRecord] = {}
         engine.observers[:] = [EmittedRecords(lambda r: cycles.setdefault(r.cycle_id, r))]
         call_s = self.stopwatch.seconds(engine.step)
-        rest_s = call_s - sum(r.draft_s + r.verify_s + r.other_s for r in cycles.values())
-        other_s = [r.other_s + rest_s / len(cycles) for r in cycles.values()]
-        return [
-            (r.draft_s + r.verify_s + seconds, seconds)
-            for r, seconds in zip(cycles.values(), other_s, strict=True)
-        ]
+        spent = [(r.draft_s + r.verify_s, r.other_s) for r in cycles.values()]
+        beyond_s = call_s - sum(map(sum, spent))
+        rests = [(passes_s, other_s + beyond_s / len(spent)) for passes_s, other_s in spent]
+        return [(passes_s + rest_s, rest_s) for passes_s, rest_s in rests]
+
+    def _room(self, cell: ProfileCell) -> int:
+        """Return for how many steps the context has room if each accepts everything."""
+        most = min(self.pair.target.max_context, self.pair.draft.max_context)
+        return (most - cell.context) // (cell.size + 1)
 
     def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
         """Run steps until memory and kernel caches are warm, within the room of the context."""
-        room = min(engine.max_context, self.pair.draft.max_context) - cell.context
-        most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)
+        most = max(NUM_WARM_STEPS, self._room(cell) - NUM_STEPS - SPARE_STEPS)
         clock = self.stopwatch.clock
         begun_s, begun = clock(), engine.stats().num_steps
         while (num_steps := engine.stats().num_steps - begun) < min(most, MOST_WARM_STEPS):

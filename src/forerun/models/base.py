@@ -1,6 +1,6 @@
 """Language models: RowBatch in, ModelOutput out, a KVStore between, a Context per sequence.
 
-Subclasses of `WrappedModel` change or time the passes of another model.
+Subclasses of `WrappedModel` change the passes of another model.
 """
 
 from __future__ import annotations

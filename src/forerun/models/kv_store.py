@@ -73,18 +73,22 @@ class FeatureRows:
                 f"features have the shape {tuple(features.shape[1:])} per row; the store keeps "
                 f"{tuple(self.rows.shape[2:])} (layers, width)"
             )
-        if not start <= self._num_valid[slot] or end > num_written:
+        if end > num_written:
             raise ValueError(
-                f"features of rows {start} to {end} of slot {slot} cannot be stored: "
-                f"{num_written} rows are written, {self._num_valid[slot]} have features"
+                f"features of rows {start} to {end} of slot {slot} cannot be stored: only "
+                f"{num_written} rows are written"
             )
+        self.note_written(slot, start, end)
         self.rows[slot, start:end] = features
-        self._num_valid[slot] = end
 
     def note_written(self, slot: int, start: int, end: int) -> None:
-        """Count rows whose features were written in place, behind those that are valid."""
-        if start == self._num_valid[slot]:
-            self._num_valid[slot] = end
+        """Count the features of rows as valid; those of all rows before them must be."""
+        if start > self._num_valid[slot]:
+            raise ValueError(
+                f"features of rows {start} to {end} of slot {slot} cannot be stored: "
+                f"{self._num_valid[slot]} rows have features"
+            )
+        self._num_valid[slot] = end
 
     def check_commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Refuse a commit of rows without features."""

@@ -215,12 +215,15 @@ class StopsStruct(Structure):
 
 
 class FeaturesStruct(Structure):
-    """ctypes struct of kept features and of the head behind them, `ForerunFeatures`."""
+    """ctypes struct of the features that the target's store keeps, and of the head that reads them.
+
+    `ForerunFeatures` in kernels/interface.h.
+    """
 
     _fields_ = (
         *(("rows", c_void_p), ("num_rows", c_int64), ("row_bytes", c_int64)),
         *(("layers", c_void_p), ("num_layers", c_int64)),
-        *(("projection", c_void_p), ("unread", c_void_p), ("state_size", c_int64)),
+        *(("projection", c_void_p), ("state_size", c_int64)),
     )
 
 

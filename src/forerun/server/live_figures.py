@@ -29,7 +29,10 @@ Steps of one second are slow or fast together, so that seconds, not steps, show 
 """
 MIN_PLAIN_SECONDS = 3
 NUM_COLD = 1
-"""Plain steps that are not measured after drafting, which leaves the target's weights uncached."""
+"""Plain steps that are not measured after a drafter was asked.
+
+Drafting leaves the target's weights uncached.
+"""
 Z = 1.96
 
 
@@ -70,7 +73,7 @@ class TimeSlice:
             self.counts.add(depth, accepted, num_drafted=record.num_drafted)
             self.methods[record.method] += 1
         else:
-            self.methods["plain"] += 1
+            self.methods["no proposal" if record.k_budget else "plain"] += 1
 
     def compared(self, baselines: Mapping[int, DiscountedRatio]) -> tuple[float, float]:
         """Return the time of decode steps, and the estimated plain time for the same tokens.
@@ -123,7 +126,8 @@ class LiveFigures:
         current.num_cycles += 1
         for record in cycle:
             current.add_record(record)
-        is_plain = not any(record.k_budget for record in cycle)  # no drafter was asked either
+        # A step in which a drafter found nothing is not plain.
+        is_plain = not any(record.k_budget for record in cycle)
         self._num_plain_in_a_row = self._num_plain_in_a_row + 1 if is_plain else 0
         if first.num_prefill_rows:
             return

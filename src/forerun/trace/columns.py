@@ -20,7 +20,7 @@ Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 CycleKind = Literal["plain", "no proposal", "drafting", "prefill"]
 KINDS: tuple[CycleKind, ...] = ("plain", "no proposal", "drafting", "prefill")
 """Kinds of cycles: "prefill" if a prompt is read, else "drafting" if a request drafts, else "no
-proposal" if a drafter was asked. The column `kind` holds the index."""
+proposal" if a drafter was asked, and "plain" otherwise. The column `kind` holds the index."""
 PLAIN, NO_PROPOSAL, DRAFTING, PREFILL = range(len(KINDS))
 BLOCK_STEPS = 1 << 16
 _INTS = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests import tiny
@@ -20,10 +18,6 @@ from forerun.theory.stop_rule import StopRule
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-Wrap = Callable[[LanguageModel], LanguageModel]
-WRAPS: dict[str, Wrap] = {
-    "device": lambda model: on_device(model, DRAFT_PACE, Device(), "draft"),
-}
 K = 6
 PARAMS = {
     "greedy": (SamplingParams(temperature=0), False),
@@ -32,6 +26,10 @@ PARAMS = {
     "penalised": (SamplingParams(frequency_penalty=0.5), False),
 }
 RULES = (None, StopRule(measure="entropy", threshold=2.5))
+
+
+def wrapped_model(model: LanguageModel) -> LanguageModel:
+    return on_device(model, DRAFT_PACE, Device(), "draft")
 
 
 def proposals(model: LanguageModel, vocab_size: int, rule: StopRule | None) -> list[Proposal]:
@@ -53,13 +51,12 @@ def proposals(model: LanguageModel, vocab_size: int, rule: StopRule | None) -> l
     return [proposal for proposal in found if proposal is not None]
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("rule", RULES, ids=["no rule", "entropy"])
 @pytest.mark.parametrize("vocab_size", [tiny.VOCAB_SIZE, tiny.VOCAB_SIZE - 250])
-def test_what_is_drafted_through_a_wrapper_is_what_is_drafted_without(wrap, rule, vocab_size):
+def test_what_is_drafted_through_a_wrapper_is_what_is_drafted_without(rule, vocab_size):
     network = tiny.network()
     bare = proposals(native_model(network), vocab_size, rule)
-    wrapped = proposals(wrap(native_model(network)), vocab_size, rule)
+    wrapped = proposals(wrapped_model(native_model(network)), vocab_size, rule)
     assert len(bare) == len(wrapped) == len(PARAMS)
     for found, expected in zip(wrapped, bare, strict=True):
         assert found.tokens.tolist() == expected.tokens.tolist()
@@ -74,10 +71,9 @@ def test_what_is_drafted_through_a_wrapper_is_what_is_drafted_without(wrap, rule
         assert any(proposal.num_drafted > 1 for proposal in bare)
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_a_wrapper_can_do_what_its_model_can(wrap):
+def test_a_wrapper_can_do_what_its_model_can():
     native, eager = native_model(tiny.network()), tiny.adapted(tiny.network())
-    assert isinstance(wrap(native), DraftsInOneCall)
-    assert not isinstance(wrap(eager), DraftsInOneCall)
+    assert isinstance(wrapped_model(native), DraftsInOneCall)
+    assert not isinstance(wrapped_model(eager), DraftsInOneCall)
     # Layers of the model within would run past the clock, so there are none to be had.
-    assert not isinstance(wrap(native), LayeredModel)
+    assert not isinstance(wrapped_model(native), LayeredModel)

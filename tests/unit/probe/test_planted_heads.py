@@ -102,10 +102,9 @@ def test_states_that_are_stale_after_a_prefix_hit_are_named(eagle):
     give_back = model.store.keep
 
     def spoil(slot, num_tokens):
-        kept_features = model.store._features
-        if kept_features is not None:
-            rows = kept_features._rows[slot, :num_tokens]
-            kept_features._rows[slot, :num_tokens] = rows.flip(0)
+        kept = model.store.feature_rows
+        if kept is not None:
+            kept[slot, :num_tokens] = kept[slot, :num_tokens].flip(0)
         give_back(slot, num_tokens)
 
     model.store.keep = spoil

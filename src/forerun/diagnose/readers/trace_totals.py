@@ -296,7 +296,7 @@ class TraceTotals:
         ks: drafting steps by their K.
         cycles: durations by kind and batch size.
         rows: durations of drafting cycles by batch size and rows per request.
-        far: durations of plain and drafting cycles by batch size, rows per request and logarithm
+        far: durations of cycles that read no prompt by batch size, rows per request and logarithm
             of the context.
         texts: the first tokens of the trace by request, if the trace has token ids.
         stretches: acceptance of drafting steps by stretch and by properties of the steps.
@@ -406,8 +406,8 @@ def with_previous(columns: Columns) -> Columns:
 
     `previous` is the outcome of the step before, `previous_k` its K; -1 where the step before is
     not the one before in its request. `since_start` counts steps since such a place. `paused` is
-    AFTER_PAUSE where a plain step is among the last few, NO_RECENT_PAUSE where all steps since the
-    request began, or since a plain step, have drafted for a while, and -1 elsewhere.
+    AFTER_PAUSE where a step without a draft is among the last few, NO_RECENT_PAUSE where all steps
+    since the request began, or since such a step, have drafted for a while, and -1 elsewhere.
     """
     order = np.lexsort((columns["step"], columns["request"]))
     steps = dict(chosen(columns, order))

@@ -218,12 +218,6 @@ class Eagle3Drafter(DraftModel):
         self._columns = None if columns == [*range(len(self.required_features))] else columns
         self._warned = False
 
-    def through(self, model: LanguageModel) -> Eagle3Drafter:
-        """Return a drafter with the same head whose passes go through a wrapper of its model."""
-        drafter = type(self)(self.attached, self.feature_layers, self.vocab_size)
-        drafter.use(model)
-        return drafter
-
     @torch.inference_mode()
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
@@ -250,21 +244,19 @@ class Eagle3Drafter(DraftModel):
 
     def _batch(self, spans: Sequence[Span], sequences: Sequence[DraftSequence]) -> RowBatch:
         """Return a pass over pending rows with input states computed from the target's features."""
-        features = self.next_features(sequences, [span.num_chain for span in spans])
-        return HeadBatch.of(super()._batch(spans, sequences), self.attached.fuse(features))
-
-    def next_features(
-        self, sequences: Sequence[DraftSequence], num_rows: Sequence[int]
-    ) -> Float[Tensor, "rows layers width"]:
-        """Return the features of the next rows of every sequence, one after another."""
-        found: list[Tensor] = []
-        for sequence, count in zip(sequences, num_rows, strict=True):
+        batch = super()._batch(spans, sequences)
+        features: list[Tensor] = []
+        for span, sequence in zip(spans, sequences, strict=True):
             assert isinstance(sequence, AttachedSequence)
-            found.append(sequence.next_features(count))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            features.append(sequence.next_features(span.num_chain))
+        together = features[0] if len(features) == 1 else torch.cat(features)
+        return HeadBatch.of(batch, self.attached.fuse(together))
 
     def state_of(self, request_id: str) -> AttachedSequence | None:
-        """Return the state of a request whose pending rows all have features."""
+        """Return the state of a request if the kernels can go on.
+
+        They can apply the projection, and all pending rows have features.
+        """
         sequence = self._sequences.get(request_id)
         if self._columns is not None or self.projection is None or sequence is None:
             return None
@@ -411,7 +403,8 @@ class NativeEagle3Model(NativeModel):
     @property
     def projection(self) -> PackedWeights | None:
         """The matrix from features to input states; None where norms come before it."""
-        return None if self.network.norms_features else self._projection
+        config = self.network.config
+        return None if config.norm_before_fc or config.fc_norm else self._projection
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]

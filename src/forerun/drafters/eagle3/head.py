@@ -423,10 +423,6 @@ class Eagle3Head(nn.Module):
         """The target's token id of every draft token."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    @property
-    def norms_features(self) -> bool:
-        return self.fc_norm is not None or self.input_norm is not None
-
     def fuse(
         self, features: Float[Tensor, "*rows layers target_width"]
     ) -> Float[Tensor, "*rows width"]:

@@ -74,8 +74,7 @@ class Cycles {
 
     // Whether every member may emit as much as the cycle can yield, and has room for its rows.
     bool fits() const {
-        const bool keeps = asked_.features.rows != nullptr;
-        const int64_t most_rows = keeps ? asked_.features.num_rows : asked_.store->width;
+        const int64_t most_rows = asked_.features.rows ? asked_.features.num_rows : asked_.store->width;
         for (const ForerunMember& m : members_) {
             if (m.num_left <= m.num_drafted) return false;
             if (m.num_committed + m.num_drafted > most_rows) return false;
@@ -164,9 +163,9 @@ class Cycles {
     // Copy the features of the pass to the store.
     void keep_features() {
         const ForerunFeatures& kept = asked_.features;
+        if (!kept.rows) return;
         const char* rows = features_.data();
-        for (int i = 0; kept.rows && i < asked_.num_members; ++i) {
-            const ForerunMember& m = members_[i];
+        for (const ForerunMember& m : members_) {
             const int64_t first = m.slot * kept.num_rows + m.num_committed - 1;
             const int64_t num_bytes = (1 + m.num_drafted) * kept.row_bytes;
             std::copy_n(rows, num_bytes, static_cast<char*>(kept.rows) + first * kept.row_bytes);
@@ -174,20 +173,17 @@ class Cycles {
         }
     }
 
-    // Compute the states that a head continues from: of the features given, later of those of the last pass.
+    // Compute the states that a head continues from: its row t reads the features of the target's row t.
     bool add_states() {
         const ForerunFeatures& kept = asked_.features;
         states_.resize(tokens_.size() * kept.state_size);
         float* to = states_.data();
-        if (features_.empty()) return forerun_decoder_head(kept.projection, kept.unread, tokens_.size(), to);
-        const char* rows = features_.data();
-        for (int i = 0; i < asked_.num_members; ++i) {
-            const int num_rows = int(unread_[i].size());
-            if (members_[i].num_drafted) {
-                if (!forerun_decoder_head(kept.projection, rows, num_rows, to)) return false;
-                to += num_rows * kept.state_size;
-            }
-            rows += (1 + members_[i].num_drafted) * kept.row_bytes;
+        for (int i : drafting_) {
+            const int64_t first = members_[i].slot * kept.num_rows + members_[i].num_draft_rows;
+            const char* rows = static_cast<const char*>(kept.rows) + first * kept.row_bytes;
+            const int64_t num_rows = unread_[i].size();
+            if (!forerun_decoder_head(kept.projection, rows, num_rows, to)) return false;
+            to += num_rows * kept.state_size;
         }
         return true;
     }
@@ -275,6 +271,10 @@ class Cycles {
 
     // Take over what was accepted; returns whether a member may have ended.
     bool commit(const int64_t* drafted) {
+        // How many of the drafted tokens the draft's cache keeps: all but the last; in a store shared with the target
+        // all; in a head's none, because it reads them again with the target's features.
+        const bool is_shared = asked_.draft_store && asked_.draft_store->data == asked_.store->data;
+        const int64_t num_kept = asked_.features.projection ? 0 : is_shared ? asked_.depth : asked_.depth - 1;
         bool has_ended = false;
         for (int i = 0; i < asked_.num_members; ++i, drafted += asked_.depth) {
             ForerunMember& m = members_[i];
@@ -284,13 +284,7 @@ class Cycles {
                 unread.push_back(token);
                 has_ended |= std::find(m.ends, m.ends + m.num_ends, token) != m.ends + m.num_ends;
             };
-            // The draft's cache has all its tokens but the last. In a store shared with the target it has that one, too.
-            // A head reads them again, with the target's features.
-            const int64_t num_read =
-                asked_.features.projection
-                    ? 0
-                    : asked_.depth - (asked_.draft_store && asked_.draft_store->data != asked_.store->data);
-            const int64_t num_fed = m.num_drafted ? std::min(outcome.num_accepted, num_read) : 0;
+            const int64_t num_fed = m.num_drafted ? std::min(outcome.num_accepted, num_kept) : 0;
             m.num_draft_rows += m.num_drafted ? int64_t(unread.size()) + num_fed : 0;
             unread.clear();
             for (int64_t node = 0; node < outcome.num_accepted; ++node) emit(drafted[node]);

@@ -293,8 +293,9 @@ struct ForerunFeatures {
     int64_t num_rows, row_bytes;
     const int32_t* layers;
     int64_t num_layers;
-    void* projection;     // a decoder whose head maps a row to the head's input state; null: the draft is no head
-    const void* unread;   // the features of the tokens that the head has not read, one row per token
+    // A decoder whose output matrix maps a row to the head's input state of state_size; null: the draft model is no
+    // attached head.
+    void* projection;
     int64_t state_size;
 };
 

@@ -158,7 +158,7 @@ class Decoder final : public AnyDecoder {
         const int64_t own = weights_.sizes.vocab_size, wanted = sampling.vocab_size;
         const int64_t most = std::min(own, wanted);
         std::vector<float> logits(size_t(num_spans) * own), narrow(target_ids_.size());
-        const bool is_cut = sampling.cuts(num_spans);
+        const bool is_truncated = sampling.truncates(num_spans);
         Stops stops(sampling.stops, num_spans);
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
             forward(pass, store, logits.data());
@@ -170,8 +170,9 @@ class Decoder final : public AnyDecoder {
                 if (target_ids_.empty()) {
                     sampling.shape(scores, most, i, row);
                     std::fill(row + most, row + wanted, std::isnan(row[0]) ? kNaN : 0.f);
-                } else if (is_cut) {
-                    // Over all tokens, as where Python shapes the distributions of a batch.
+                } else if (is_truncated) {
+                    // If min_p, top_k or top_p of any request apply, Python computes all rows over the whole vocabulary:
+                    // the same sums give the same bits.
                     std::fill(row, row + wanted, -INFINITY);
                     for (int64_t token = 0; token < own; ++token) row[target_ids_[token]] = scores[token];
                     sampling.shape(row, wanted, i, row);

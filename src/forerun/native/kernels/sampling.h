@@ -171,11 +171,11 @@ inline void truncate(const float* scores, int64_t size, float temperature, const
     for (size_t i = 0; i < tokens.size(); ++i) probs[tokens[i]] = kept[i] * share;
 }
 
-inline bool cuts(const ForerunTruncation& by) { return by.min_p > 0 || by.top_k > 0 || by.excluded_mass > 0; }
+inline bool truncates(const ForerunTruncation& by) { return by.min_p > 0 || by.top_k > 0 || by.excluded_mass > 0; }
 
 // The distribution of a row at a temperature and a truncation, null for none; `probs` may be `scores`.
 inline void distribution(const float* scores, int64_t size, float temperature, const ForerunTruncation* by, float* probs) {
-    if (!by || !cuts(*by))
+    if (!by || !truncates(*by))
         return softmax(scores, size, temperature, probs);
     const std::vector<float> unchanged(scores, scores + size);
     softmax(scores, size, temperature, probs);
@@ -376,8 +376,8 @@ struct Sampling {
         return by_race ? race(row, vocab_size, keys[at]) : draw(row, vocab_size, uniform(keys[at]));
     }
 
-    bool cuts(int num_spans) const {
-        return truncations && std::any_of(truncations, truncations + num_spans, forerun::cuts);
+    bool truncates(int num_spans) const {
+        return truncations && std::any_of(truncations, truncations + num_spans, forerun::truncates);
     }
 
     void shape(const float* scores, int64_t size, int span, float* row) const {
