@@ -83,9 +83,9 @@ inline Lanes add_products(Lanes sum, Lanes w, Lanes x) { return _mm256_dpbusd_av
 #elif defined(__AVX2__)
 using Lanes = __m256i;
 #else
-using Lanes = Ints;
-inline Lanes lanes_of(int32_t value) { return value - Ints{}; }
-inline Lanes load_lanes(const void* from) { return *static_cast<const Ints*>(from); }
+using Lanes = SumInts;
+inline Lanes lanes_of(int32_t value) { return value - Lanes{}; }
+inline Lanes load_lanes(const void* from) { return *static_cast<const Lanes*>(from); }
 inline Lanes add_lanes(Lanes a, Lanes b) { return a + b; }
 inline int32_t byte_of(int32_t word, int index) { return int8_t(uint32_t(word) >> (8 * index)); }
 #endif
@@ -153,7 +153,7 @@ struct Int8 {
     static Word take(Lanes w) { return {w}; }
     static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
         for (int i = 0; i < 4; ++i)
-            sum += ((Ints)((Words)w.w << (24 - 8 * i)) >> 24) * int32_t(x[i]);
+            sum += ((Lanes)((SumWords)w.w << (24 - 8 * i)) >> 24) * int32_t(x[i]);
         return sum;
     }
     static Lanes end(Lanes sum, int32_t) { return sum; }
@@ -190,8 +190,8 @@ struct Int4 {
     static Word take(Lanes w) { return {w}; }
     static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
         for (int i = 0; i < 4; ++i) {
-            sum += (Ints)((Words)w.w >> (8 * i) & 15) * int32_t(x[i]);
-            sum += (Ints)((Words)w.w >> (8 * i + 4) & 15) * int32_t(x[4 + i]);
+            sum += (Lanes)((SumWords)w.w >> (8 * i) & 15) * int32_t(x[i]);
+            sum += (Lanes)((SumWords)w.w >> (8 * i + 4) & 15) * int32_t(x[4 + i]);
         }
         return sum;
     }
@@ -234,12 +234,9 @@ class QuantisedRows {
                 (is_zero ? 0 : most / kLargestInt8) + sum(nan);
             const Floats inverse = splat(is_zero || most > 3e38f ? 0 : kLargestInt8 / most);
             for (int run = begin; run < end; run += kRunInputs) {
-                Ints total{};
-                for (int i = run; i < run + kRunInputs; i += kLanes)
-                    total += i < width ? rounded(load(x + i) * inverse, values + i)
-                                       : rounded(Floats{}, values + i);
                 int32_t sum = 0;
-                for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
+                for (int i = run; i < run + kRunInputs; i += kLanes)
+                    sum += i < width ? rounded(load(x + i) * inverse, values + i) : rounded(Floats{}, values + i);
                 sums_[(size_t(row) * matrix.num_groups * matrix.group + run) / kRunInputs] = sum;
             }
         }
@@ -250,15 +247,21 @@ class QuantisedRows {
     const int32_t* sums() const { return sums_.data(); }
 
   private:
-    typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+    typedef int8_t Bytes __attribute__((vector_size(kNative), aligned(1), may_alias));
 
-    // To the nearest integers, which are stored; NaN becomes 0.
-    static Ints rounded(Floats x, int8_t* to) {
-        const Floats shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-        const Floats whole = (x + shift) - shift;
-        const Ints ints = __builtin_convertvector(x == x ? whole : Floats{}, Ints);
-        *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(ints, Bytes);
-        return ints;
+    // To the nearest integers, which are stored; NaN becomes 0. Returns their sum.
+    static int32_t rounded(Floats x, int8_t* to) {
+        SumInts total{};
+        for (int p = 0; p < kParts; ++p) {
+            const Sums shift = 12582912.f - Sums{};  // 1.5 * 2^23: adding it rounds to an integer
+            const Sums part = x.part[p], whole = (part + shift) - shift;
+            const SumInts ints = __builtin_convertvector(part == part ? whole : Sums{}, SumInts);
+            *reinterpret_cast<Bytes*>(to + p * kNative) = __builtin_convertvector(ints, Bytes);
+            total += ints;
+        }
+        int32_t sum = 0;
+        for (int lane = 0; lane < kNative; ++lane) sum += total[lane];
+        return sum;
     }
 
     std::vector<int8_t> values_;    // [row][inputs]

@@ -18,7 +18,26 @@ constexpr int64_t kBlock = 16 * kLanes;
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-typedef double Doubles __attribute__((vector_size(128), aligned(8), may_alias));
+// Sums in fp64 of every lane.
+struct Doubles {
+    double lane[kLanes];
+
+    void add(const float* values) {
+        for (int i = 0; i < kLanes; ++i) lane[i] += double(values[i]);
+    }
+
+    void add(Floats values) {
+        float each[kLanes];
+        store(each, values);
+        add(each);
+    }
+
+    double total() const {
+        double sum = 0;
+        for (double value : lane) sum += value;
+        return sum;
+    }
+};
 
 // The next values of a row, `rest` past its end.
 inline Floats load_some(const float* from, int64_t count, float rest) {
@@ -32,22 +51,13 @@ inline void store_some(float* to, int64_t count, Floats values) {
     std::memcpy(to, &values, std::min<int64_t>(count, kLanes) * sizeof(float));
 }
 
-inline bool any(Ints mask) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
-#endif
-    int32_t found = 0;
-    for (int i = 0; i < kLanes; ++i) found |= mask[i];
-    return found;
-}
-
 // The largest of a row; NaN where there is one.
 inline float largest_of(const float* row, int64_t size) {
     Floats best = splat(-INFINITY);
-    Ints is_nan = {};
+    Masks is_nan = {};
     const auto look = [&](Floats values) {
         best = larger(values, best);
-        is_nan |= (Ints)(values != values);
+        is_nan = is_nan | (values != values);
     };
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) look(load(row + i));
@@ -61,7 +71,7 @@ inline int64_t place_of(float best, const float* row, int64_t size) {
     int64_t i = 0;
     while (i + kLanes <= size) {
         const Floats values = load(row + i);
-        if (any(best == best ? (Ints)(values == splat(best)) : (Ints)(values != values))) break;
+        if (any(best == best ? values == splat(best) : values != values)) break;
         i += kLanes;
     }
     while (!is_it(row[i])) ++i;
@@ -110,11 +120,9 @@ inline void softmax(const float* scores, int64_t size, float temperature, float*
             store_some(probs + i, end - i, weights);
             sum += weights;
         }
-        total += __builtin_convertvector(sum, Doubles);
+        total.add(sum);
     }
-    double mass = 0;
-    for (int i = 0; i < kLanes; ++i) mass += total[i];
-    const float share = float(1 / mass);
+    const float share = float(1 / total.total());
     for (int64_t i = 0; i < size; ++i) probs[i] *= share;
 }
 
@@ -131,7 +139,7 @@ inline void truncate(const float* scores, int64_t size, float temperature, const
         const float bound = depth < 100 ? best - depth * temperature : -INFINITY;
         tokens.clear(), mass = 0;
         for (int64_t start = 0; start < size; start += kLanes) {
-            if (!any((Ints)(load_some(scores + start, size - start, -INFINITY) >= splat(bound)))) continue;
+            if (!any(load_some(scores + start, size - start, -INFINITY) >= splat(bound))) continue;
             for (int64_t i = start; i < std::min(start + kLanes, size); ++i)
                 if (scores[i] >= bound && probs[i] >= least) tokens.push_back(i), mass += probs[i];
         }
@@ -199,21 +207,19 @@ inline float uncertainty(const float* scores, int64_t size, float temperature, b
             sum += weights;
             product += weights * scaled;
         }
-        total += __builtin_convertvector(sum, Doubles);
-        moment += __builtin_convertvector(product, Doubles);
+        total.add(sum);
+        moment.add(product);
     }
-    double mass = 0, logs = 0;
-    for (int i = 0; i < kLanes; ++i) mass += total[i], logs += moment[i];
+    const double mass = total.total(), logs = moment.total();
     return is_entropy ? float(std::log(mass) - logs / mass) : float(1 / mass);
 }
 
 inline double sum_of(const float* weights, int64_t size) {
     Doubles sum = {};
-    for (int64_t i = 0; i < size; i += kLanes)
-        sum += __builtin_convertvector(load_some(weights + i, size - i, 0.f), Doubles);
-    double total = 0;
-    for (int i = 0; i < kLanes; ++i) total += sum[i];
-    return total;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) sum.add(weights + i);
+    if (i < size) sum.add(load_some(weights + i, size - i, 0.f));
+    return sum.total();
 }
 
 // The token x with u * total in [W(x - 1), W(x)), W the running sum: found by block, then inside it.

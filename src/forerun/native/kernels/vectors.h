@@ -14,28 +14,51 @@ namespace forerun {
 
 constexpr int kLanes = 16;
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+// Compilers keep vectors that are wider than a register in memory, and compare them lane by lane: so 16 lanes are
+// kParts vectors of the processor's own width.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX2__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+constexpr int kParts = kLanes / kNative;
+
+typedef float Sums __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
+typedef uint32_t SumWords __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
+typedef int32_t SumInts __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
+typedef uint16_t SumHalves __attribute__((vector_size(kNative * 2), aligned(2), may_alias));
 
 struct bf16 {
     uint16_t bits;
 };
 
-inline Floats splat(float value) { return value - Floats{}; }
+inline Sums load_sums(const float* from) { return *reinterpret_cast<const Sums*>(from); }
 
-inline Words splat(uint32_t value) { return value - Words{}; }
-
-inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
-
-inline Floats load(const bf16* from) {
+inline Sums load_sums(const bf16* from) {
 #if defined(__AVX512F__)  // one instruction, which compilers do not find in what follows
     const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
+    return (Sums)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
 #else
-    const Halves halves = *reinterpret_cast<const Halves*>(from);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+    const SumHalves halves = *reinterpret_cast<const SumHalves*>(from);
+    return (Sums)(__builtin_convertvector(halves, SumWords) << 16);
+#endif
+}
+
+inline void store_sums(float* to, Sums value) { *reinterpret_cast<Sums*>(to) = value; }
+
+// Round to nearest, ties to even, like torch; NaN stays NaN.
+inline void store_sums(bf16* to, Sums value) {
+    const SumWords bits = (SumWords)value;
+    const SumWords rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const SumWords quiet = (bits >> 16) | 0x40;
+    const SumWords nan = (SumWords)(value != value);
+    const SumWords halves = (rounded & ~nan) | (quiet & nan);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)halves));
+#else
+    *reinterpret_cast<SumHalves*>(to) = __builtin_convertvector(halves, SumHalves);
 #endif
 }
 
@@ -48,20 +71,55 @@ inline float widen(bf16 value) {
     return result;
 }
 
-inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
+struct Floats {
+    Sums part[kParts];
+};
 
-// Round to nearest, ties to even, like torch; NaN stays NaN.
-inline void store(bf16* to, Floats value) {
-    const Words bits = (Words)value;
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Words quiet = (bits >> 16) | 0x40;
-    const Words nan = (Words)(value != value);
-    const Words halves = (rounded & ~nan) | (quiet & nan);
+// All bits of a lane are set, or none.
+struct Masks {
+    SumInts part[kParts];
+};
+
+template <class Result, class Operation>
+inline Result by_part(Operation&& operation) {
+    Result result;
+    for (int p = 0; p < kParts; ++p) result.part[p] = operation(p);
+    return result;
+}
+
+inline Floats operator+(Floats a, Floats b) { return by_part<Floats>([&](int p) { return a.part[p] + b.part[p]; }); }
+inline Floats operator-(Floats a, Floats b) { return by_part<Floats>([&](int p) { return a.part[p] - b.part[p]; }); }
+inline Floats operator*(Floats a, Floats b) { return by_part<Floats>([&](int p) { return a.part[p] * b.part[p]; }); }
+inline Floats operator/(Floats a, Floats b) { return by_part<Floats>([&](int p) { return a.part[p] / b.part[p]; }); }
+inline Floats operator-(Floats a) { return by_part<Floats>([&](int p) { return -a.part[p]; }); }
+inline Masks operator|(Masks a, Masks b) { return by_part<Masks>([&](int p) { return a.part[p] | b.part[p]; }); }
+inline Masks operator==(Floats a, Floats b) { return by_part<Masks>([&](int p) { return a.part[p] == b.part[p]; }); }
+inline Masks operator!=(Floats a, Floats b) { return by_part<Masks>([&](int p) { return a.part[p] != b.part[p]; }); }
+inline Masks operator>=(Floats a, Floats b) { return by_part<Masks>([&](int p) { return a.part[p] >= b.part[p]; }); }
+inline Floats& operator+=(Floats& a, Floats b) { return a = a + b; }
+
+inline bool any(Masks mask) {
 #if defined(__AVX512F__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)halves));
-#else
-    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(halves, Halves);
+    return _mm512_test_epi32_mask((__m512i)mask.part[0], (__m512i)mask.part[0]);
 #endif
+    SumInts all = mask.part[0];
+    for (int p = 1; p < kParts; ++p) all |= mask.part[p];
+    uint64_t words[kNative / 2], found = 0;
+    std::memcpy(words, &all, sizeof words);
+    for (uint64_t word : words) found |= word;
+    return found != 0;
+}
+
+inline Floats splat(float value) { return by_part<Floats>([&](int) { return value - Sums{}; }); }
+
+template <class T>
+inline Floats load(const T* from) {
+    return by_part<Floats>([&](int p) { return load_sums(from + p * kNative); });
+}
+
+template <class T>
+inline void store(T* to, Floats value) {
+    for (int p = 0; p < kParts; ++p) store_sums(to + p * kNative, value.part[p]);
 }
 
 // Always the same tree of additions, so that a sum does not depend on who asks for it.
@@ -73,7 +131,9 @@ inline float sum(Floats v) {
     return lane[0];
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats larger(Floats a, Floats b) {
+    return by_part<Floats>([&](int p) { return a.part[p] > b.part[p] ? a.part[p] : b.part[p]; });
+}
 
 inline float largest(Floats v) {
     float lane[kLanes];
@@ -85,60 +145,54 @@ inline float largest(Floats v) {
 
 // e^x to about one unit in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 // Below -87 the result is 0, above 88 infinity; NaN stays NaN.
-inline Floats exponential(Floats x) {
-    const Floats log2e = splat(1.44269504088896341f);
-    const Floats shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Floats n = (x * log2e + shift) - shift;
-    const Floats r = (x - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
-    Floats p = splat(1.f / 5040);
-    p = p * r + splat(1.f / 720);
-    p = p * r + splat(1.f / 120);
-    p = p * r + splat(1.f / 24);
-    p = p * r + splat(1.f / 6);
-    p = p * r + splat(0.5f);
-    p = p * r + splat(1.f);
-    p = p * r + splat(1.f);
-    const Words scale = (Words)(__builtin_convertvector(n, Ints) + 127) << 23;
-    Floats result = p * (Floats)scale;
-    result = x < splat(-87.f) ? Floats{} : result;
-    result = x > splat(88.f) ? splat(INFINITY) : result;
+inline Sums exponential(Sums x) {
+    const auto all = [](float value) { return value - Sums{}; };
+    const Sums log2e = all(1.44269504088896341f);
+    const Sums shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Sums n = (x * log2e + shift) - shift;
+    const Sums r = (x - n * all(0.693359375f)) - n * all(-2.12194440e-4f);
+    Sums p = all(1.f / 5040);
+    p = p * r + all(1.f / 720);
+    p = p * r + all(1.f / 120);
+    p = p * r + all(1.f / 24);
+    p = p * r + all(1.f / 6);
+    p = p * r + all(0.5f);
+    p = p * r + all(1.f);
+    p = p * r + all(1.f);
+    const SumWords scale = (SumWords)(__builtin_convertvector(n, SumInts) + 127) << 23;
+    Sums result = p * (Sums)scale;
+    result = x < all(-87.f) ? Sums{} : result;
+    result = x > all(88.f) ? all(INFINITY) : result;
     return x != x ? x : result;
 }
 
+inline Floats exponential(Floats x) {
+    return by_part<Floats>([&](int p) { return exponential(x.part[p]); });
+}
+
 // To a few units in the last place: a power series near 0, where the quotient would cancel.
-inline Floats hyperbolic_tangent(Floats x) {
-    const Floats size = larger(x, -x), e = exponential(size * splat(-2.f));
-    const Floats far = (splat(1.f) - e) / (splat(1.f) + e), z = x * x;
-    Floats p = splat(-1382.f / 155925);
-    p = p * z + splat(62.f / 2835);
-    p = p * z + splat(-17.f / 315);
-    p = p * z + splat(2.f / 15);
-    p = p * z + splat(-1.f / 3);
-    const Floats near = x + x * z * p;
-    return size < splat(0.3f) ? near : x < Floats{} ? -far : far;
+inline Sums hyperbolic_tangent(Sums x) {
+    const auto all = [](float value) { return value - Sums{}; };
+    const Sums size = x > -x ? x : -x, e = exponential(size * all(-2.f));
+    const Sums far = (all(1.f) - e) / (all(1.f) + e), z = x * x;
+    Sums p = all(-1382.f / 155925);
+    p = p * z + all(62.f / 2835);
+    p = p * z + all(-17.f / 315);
+    p = p * z + all(2.f / 15);
+    p = p * z + all(-1.f / 3);
+    const Sums near = x + x * z * p;
+    return size < all(0.3f) ? near : x < Sums{} ? -far : far;
 }
 
 // Caps smoothly at -cap and cap; 0 is no cap.
 inline Floats capped(Floats x, float cap) {
-    return cap == 0 ? x : hyperbolic_tangent(x / splat(cap)) * splat(cap);
+    if (cap == 0) return x;
+    return by_part<Floats>([&](int p) { return hyperbolic_tangent(x.part[p] / (cap - Sums{})) * (cap - Sums{}); });
 }
 
 // ------------------------------------------------------------------------------ loops that multiply
 
-// What a loop adds to must stay in registers, and compilers keep vectors that are wider than a register
-// in memory: so these loops have vectors of the processor's own width, kParts to a vector of 16.
-#if defined(__AVX512F__)
-constexpr int kNative = 16;
-#elif defined(__AVX2__)
-constexpr int kNative = 8;
-#else
-constexpr int kNative = 4;
-#endif
-constexpr int kParts = kLanes / kNative;
-
-typedef float Sums __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
-typedef uint32_t SumWords __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
-typedef uint16_t SumHalves __attribute__((vector_size(kNative * 2), aligned(2), may_alias));
+// What these loops add to must stay in registers.
 
 // At most so many rows share what is read, and so many vectors of 16 beside them: with 32 registers
 // 6 x 4 sums, 4 vectors and a broadcast, with 16 registers half as wide 6 x 2, 2 and 2.
@@ -146,19 +200,6 @@ constexpr int kMaxRows = 6;
 constexpr int vectors_beside(int num_rows) {
     return kNative == 16 || num_rows == 1 ? 4 : num_rows == 2 ? 2 : 1;
 }
-
-inline Sums load_sums(const float* from) { return *reinterpret_cast<const Sums*>(from); }
-
-inline Sums load_sums(const bf16* from) {
-#if defined(__AVX512F__)
-    return load(from);
-#else
-    const SumHalves halves = *reinterpret_cast<const SumHalves*>(from);
-    return (Sums)(__builtin_convertvector(halves, SumWords) << 16);
-#endif
-}
-
-inline void store_sums(float* to, Sums value) { *reinterpret_cast<Sums*>(to) = value; }
 
 // Compilers like to load a value again where it is used, or to compute on it before it is broadcast; in
 // inner loops that is the bottleneck.
