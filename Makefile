@@ -67,7 +67,7 @@ exact: $(STAMP)  ## enumerate every verifier's output distribution
 	$(BIN)/forerun exact $(ARGS)
 
 profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (nothing else running)
-	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/shipped-pair.json $(ARGS)
+	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/code-40m.json $(ARGS)
 	$(BIN)/python recipes/docs/performance.py
 
 pairs: $(PAIRS)  ## make targets and pairs for timing, about 0.8 GB below build/pairs
