@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from forerun.models.base import (
@@ -26,7 +26,6 @@ from forerun.models.base import (
     SampledTokens,
     WrappedModel,
 )
-from forerun.theory.stop_rule import StopRule
 
 __all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
 
@@ -173,36 +172,21 @@ class DeviceModel(WrappedModel):
 class SampledDeviceModel(DeviceModel):
     """A DeviceModel over one that draws whole chains."""
 
-    def sampled_chain(
-        self,
-        batch: RowBatch,
-        keys: Int64[Tensor, "num_tokens sequences"],
-        temperatures: Float32[Tensor, " sequences"],
-        vocab_size: int,
-        *,
-        by_race: bool,
-        stops: Sequence[StopRule | None] = (),
-    ) -> SampledTokens:
+    def sampled_chain(self, batch: RowBatch, *asked: Any, **named: Any) -> SampledTokens:
         """Run a sampled chain; it counts as one pass per drawn token."""
         assert isinstance(self.model, DraftsInOneCall)
         begun_s = time.thread_time()
-        drawn = self.model.sampled_chain(
-            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
-        )
+        drawn = self.model.sampled_chain(batch, *asked, **named)
         self.end(begun_s, batch, len(drawn.tokens))
         return drawn
 
     def likely_trees(
-        self,
-        batch: RowBatch,
-        shapes: Sequence[tuple[int, int, int]],
-        temperatures: Sequence[float],
-        vocab_size: int,
+        self, batch: RowBatch, shapes: Sequence[tuple[int, int, int]], *asked: Any
     ) -> list[LikelyTree]:
         """Grow trees; it counts as one pass per level."""
         assert isinstance(self.model, DraftsInOneCall)
         begun_s = time.thread_time()
-        trees = self.model.likely_trees(batch, shapes, temperatures, vocab_size)
+        trees = self.model.likely_trees(batch, shapes, *asked)
         self.end(begun_s, batch, max(depth for _, depth, _ in shapes))
         return trees
 

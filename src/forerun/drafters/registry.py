@@ -46,6 +46,10 @@ MAX_FAILED = 4096
 """Latest failures that are remembered; a bound on memory alone."""
 
 
+IN_KERNELS = (DraftModel, SelfDraft, Eagle3Drafter)
+"""Drafters whose chains the CPU kernels draft; other heads are draft models, too."""
+
+
 class SeveralDrafters:
     """Passes every request on to the drafter that its plan names.
 
@@ -129,10 +133,7 @@ class SeveralDrafters:
         They may where every drafter is a draft model or an EAGLE-3 head, or copies from the text;
         others need to be called at every step.
         """
-        if any(
-            type(d) not in (DraftModel, SelfDraft, Eagle3Drafter, SuffixDrafter)
-            for d in self.drafters.values()
-        ):
+        if any(type(d) not in (*IN_KERNELS, SuffixDrafter) for d in self.drafters.values()):
             return None
         drafter = self.drafters.get(method)
         if not isinstance(drafter, DraftModel) or (request_id, method) in self._failed:

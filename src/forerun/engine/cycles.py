@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from forerun.control.base import Chain
-from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel, SelfDraft
+from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
-from forerun.drafters.registry import SeveralDrafters
+from forerun.drafters.registry import IN_KERNELS, SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.scheduler import ScheduledSequence
@@ -213,14 +213,11 @@ class CycleRunner:
         drafter = None if self.drafter is None else self.drafter.drafter
         if isinstance(drafter, SeveralDrafters):
             drafter = drafter.model_of(entry.sequence.key, entry.plan.method)
-        if type(drafter) is Eagle3Drafter:
-            # Of several drafters, others may read features of further layers.
-            kept = self.target.store.feature_layers
-            return drafter if drafter.required_features == kept else None
-        # The kernels cannot run other heads, which are draft models, too.
-        if isinstance(drafter, DraftModel) and type(drafter) in (DraftModel, SelfDraft):
-            return drafter
-        return None
+        if not isinstance(drafter, DraftModel) or type(drafter) not in IN_KERNELS:
+            return None
+        # Of several drafters, others may read features of further layers.
+        kept = self.target.store.feature_layers
+        return drafter if drafter.required_features in ((), kept) else None
 
     def _compute(self, scheduled: Seq[ScheduledSequence], most: int) -> bool:
         """Run up to `most` cycles; whether there is one."""

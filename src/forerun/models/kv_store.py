@@ -73,20 +73,15 @@ class FeatureRows:
                 f"features have the shape {tuple(features.shape[1:])} per row; the store keeps "
                 f"{tuple(self.rows.shape[2:])} (layers, width)"
             )
-        if end > num_written:
-            raise ValueError(
-                f"features of rows {start} to {end} of slot {slot} cannot be stored: only "
-                f"{num_written} rows are written"
-            )
-        self.note_written(slot, start, end)
+        self.note_stored(slot, start, end, num_written)
         self.rows[slot, start:end] = features
 
-    def note_written(self, slot: int, start: int, end: int) -> None:
-        """Count the features of rows as valid; those of all rows before them must be."""
-        if start > self._num_valid[slot]:
+    def note_stored(self, slot: int, start: int, end: int, num_written: int) -> None:
+        """Count the features of rows as valid, of a slot with `num_written` rows."""
+        if not start <= self._num_valid[slot] or end > num_written:
             raise ValueError(
                 f"features of rows {start} to {end} of slot {slot} cannot be stored: "
-                f"{self._num_valid[slot]} rows have features"
+                f"{num_written} rows are written, {self._num_valid[slot]} have features"
             )
         self._num_valid[slot] = end
 
@@ -157,7 +152,8 @@ class KVStore(ABC):
         if self._features is not None:
             self._features.invalidate(slot, start)
             if writes_features:
-                self._features.note_written(slot, start, start + num_rows)
+                end = start + num_rows
+                self._features.note_stored(slot, start, end, self._slots.num_written(slot))
 
     @abstractmethod
     def commit(self, slot: int, rows: Sequence[int]) -> None:

@@ -82,7 +82,7 @@ void score_blocks(const Query<T>* queries, const uint32_t* blocks, int num_words
     for (int q = 0; q < kQueries; ++q) {
         float* scores = queries[q].scores + place;
         for (int v = 0; v < kWidth; ++v)
-            store_sums(scores + v * kNative, sums[q][v] * (scale - Sums{}));
+            store_sums(scores + v * kNative, sums[q][v] * all_sums(scale));
         for (int i = 0; cap != 0 && i < kBlocks * kBlockKeys; i += kLanes)
             store(scores + i, capped(load(scores + i), cap));
     }
@@ -100,7 +100,7 @@ void weigh(const Query<T>* queries, const T* values, int dim, int place, int num
         Sums value[kSums];
         for (int v = 0; v < kSums; ++v) value[v] = load_sums(values + size_t(k) * dim + v * kNative);
         for (int q = 0; q < kQueries; ++q) {
-            const Sums weight = queries[q].scores[place + k] - Sums{};
+            const Sums weight = all_sums(queries[q].scores[place + k]);
             for (int v = 0; v < kSums; ++v) sums[q][v] += weight * value[v];
         }
     }

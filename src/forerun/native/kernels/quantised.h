@@ -234,9 +234,11 @@ class QuantisedRows {
                 (is_zero ? 0 : most / kLargestInt8) + sum(nan);
             const Floats inverse = splat(is_zero || most > 3e38f ? 0 : kLargestInt8 / most);
             for (int run = begin; run < end; run += kRunInputs) {
-                int32_t sum = 0;
+                SumInts total{};
                 for (int i = run; i < run + kRunInputs; i += kLanes)
-                    sum += i < width ? rounded(load(x + i) * inverse, values + i) : rounded(Floats{}, values + i);
+                    total += rounded(i < width ? load(x + i) * inverse : Floats{}, values + i);
+                int32_t sum = 0;
+                for (int lane = 0; lane < kNative; ++lane) sum += total[lane];
                 sums_[(size_t(row) * matrix.num_groups * matrix.group + run) / kRunInputs] = sum;
             }
         }
@@ -249,19 +251,17 @@ class QuantisedRows {
   private:
     typedef int8_t Bytes __attribute__((vector_size(kNative), aligned(1), may_alias));
 
-    // To the nearest integers, which are stored; NaN becomes 0. Returns their sum.
-    static int32_t rounded(Floats x, int8_t* to) {
+    // To the nearest integers, which are stored; NaN becomes 0. Returns the sums of the parts' lanes.
+    static SumInts rounded(Floats x, int8_t* to) {
         SumInts total{};
         for (int p = 0; p < kParts; ++p) {
-            const Sums shift = 12582912.f - Sums{};  // 1.5 * 2^23: adding it rounds to an integer
+            const Sums shift = all_sums(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
             const Sums part = x.part[p], whole = (part + shift) - shift;
             const SumInts ints = __builtin_convertvector(part == part ? whole : Sums{}, SumInts);
             *reinterpret_cast<Bytes*>(to + p * kNative) = __builtin_convertvector(ints, Bytes);
             total += ints;
         }
-        int32_t sum = 0;
-        for (int lane = 0; lane < kNative; ++lane) sum += total[lane];
-        return sum;
+        return total;
     }
 
     std::vector<int8_t> values_;    // [row][inputs]

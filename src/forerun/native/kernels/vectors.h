@@ -48,6 +48,8 @@ inline Sums load_sums(const bf16* from) {
 
 inline void store_sums(float* to, Sums value) { *reinterpret_cast<Sums*>(to) = value; }
 
+inline Sums all_sums(float value) { return value - Sums{}; }
+
 // Round to nearest, ties to even, like torch; NaN stays NaN.
 inline void store_sums(bf16* to, Sums value) {
     const SumWords bits = (SumWords)value;
@@ -71,6 +73,7 @@ inline float widen(bf16 value) {
     return result;
 }
 
+// 16 floats, with the operators of one part.
 struct Floats {
     Sums part[kParts];
 };
@@ -110,7 +113,7 @@ inline bool any(Masks mask) {
     return found != 0;
 }
 
-inline Floats splat(float value) { return by_part<Floats>([&](int) { return value - Sums{}; }); }
+inline Floats splat(float value) { return by_part<Floats>([&](int) { return all_sums(value); }); }
 
 template <class T>
 inline Floats load(const T* from) {
@@ -146,23 +149,22 @@ inline float largest(Floats v) {
 // e^x to about one unit in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 // Below -87 the result is 0, above 88 infinity; NaN stays NaN.
 inline Sums exponential(Sums x) {
-    const auto all = [](float value) { return value - Sums{}; };
-    const Sums log2e = all(1.44269504088896341f);
-    const Sums shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Sums log2e = all_sums(1.44269504088896341f);
+    const Sums shift = all_sums(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
     const Sums n = (x * log2e + shift) - shift;
-    const Sums r = (x - n * all(0.693359375f)) - n * all(-2.12194440e-4f);
-    Sums p = all(1.f / 5040);
-    p = p * r + all(1.f / 720);
-    p = p * r + all(1.f / 120);
-    p = p * r + all(1.f / 24);
-    p = p * r + all(1.f / 6);
-    p = p * r + all(0.5f);
-    p = p * r + all(1.f);
-    p = p * r + all(1.f);
+    const Sums r = (x - n * all_sums(0.693359375f)) - n * all_sums(-2.12194440e-4f);
+    Sums p = all_sums(1.f / 5040);
+    p = p * r + all_sums(1.f / 720);
+    p = p * r + all_sums(1.f / 120);
+    p = p * r + all_sums(1.f / 24);
+    p = p * r + all_sums(1.f / 6);
+    p = p * r + all_sums(0.5f);
+    p = p * r + all_sums(1.f);
+    p = p * r + all_sums(1.f);
     const SumWords scale = (SumWords)(__builtin_convertvector(n, SumInts) + 127) << 23;
     Sums result = p * (Sums)scale;
-    result = x < all(-87.f) ? Sums{} : result;
-    result = x > all(88.f) ? all(INFINITY) : result;
+    result = x < all_sums(-87.f) ? Sums{} : result;
+    result = x > all_sums(88.f) ? all_sums(INFINITY) : result;
     return x != x ? x : result;
 }
 
@@ -172,22 +174,21 @@ inline Floats exponential(Floats x) {
 
 // To a few units in the last place: a power series near 0, where the quotient would cancel.
 inline Sums hyperbolic_tangent(Sums x) {
-    const auto all = [](float value) { return value - Sums{}; };
-    const Sums size = x > -x ? x : -x, e = exponential(size * all(-2.f));
-    const Sums far = (all(1.f) - e) / (all(1.f) + e), z = x * x;
-    Sums p = all(-1382.f / 155925);
-    p = p * z + all(62.f / 2835);
-    p = p * z + all(-17.f / 315);
-    p = p * z + all(2.f / 15);
-    p = p * z + all(-1.f / 3);
+    const Sums size = x > -x ? x : -x, e = exponential(size * all_sums(-2.f));
+    const Sums far = (all_sums(1.f) - e) / (all_sums(1.f) + e), z = x * x;
+    Sums p = all_sums(-1382.f / 155925);
+    p = p * z + all_sums(62.f / 2835);
+    p = p * z + all_sums(-17.f / 315);
+    p = p * z + all_sums(2.f / 15);
+    p = p * z + all_sums(-1.f / 3);
     const Sums near = x + x * z * p;
-    return size < all(0.3f) ? near : x < Sums{} ? -far : far;
+    return size < all_sums(0.3f) ? near : x < Sums{} ? -far : far;
 }
 
 // Caps smoothly at -cap and cap; 0 is no cap.
 inline Floats capped(Floats x, float cap) {
     if (cap == 0) return x;
-    return by_part<Floats>([&](int p) { return hyperbolic_tangent(x.part[p] / (cap - Sums{})) * (cap - Sums{}); });
+    return by_part<Floats>([&](int p) { return hyperbolic_tangent(x.part[p] / all_sums(cap)) * all_sums(cap); });
 }
 
 // ------------------------------------------------------------------------------ loops that multiply
