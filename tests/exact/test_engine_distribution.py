@@ -19,7 +19,7 @@ from tests import foreign, tiny
 from tests.automaton import Automaton
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.foreign import SharedTokenDraft, SharedTokenModel, TextDraft
@@ -446,6 +446,33 @@ def test_as_much_is_accepted_as_is_expected(target, draft):
         assert len(drafted) > 400
         error = float(differences.std()) / len(drafted) ** 0.5
         assert abs(float(differences.mean())) < 3.5 * error
+
+
+@pytest.mark.parametrize("tree", [Tree(num_nodes=7, depth=3, width=2), None])
+def test_as_much_of_a_coupled_draft_is_accepted_as_is_expected(tree, monkeypatch):
+    """Vocabularies beyond one group of the race; the target's own probabilities would not do."""
+    target = tiny.tabular(0, vocab_size=19, num_slots=BATCH)
+    draft = tiny.cousin(tiny.tabular(0, vocab_size=19, num_slots=BATCH), 7)
+    records: dict[bool, list[StepRecord]] = {True: [], False: []}
+    for has_rows, of_kind in records.items():
+        drafter = DraftModel(draft, 19)
+        if not has_rows:
+            propose = drafter.propose
+            monkeypatch.setattr(
+                drafter,
+                "propose",
+                lambda *args, ask=propose: [p and replace(p, draft_probs=None) for p in ask(*args)],
+            )
+        engine = tiny.engine_over(target, drafter, max_batch=BATCH, max_waiting=2000, tree=tree)
+        engine.observers[:] = [EmittedRecords(of_kind.append)]
+        texts_of(engine, replace(BASE, verification="auto"), 1200)
+    drafted = [record for record in records[True] if record.num_drafted > 1]
+    differences = torch.tensor([r.num_accepted - r.expected_accepted for r in drafted])
+    assert len(drafted) > 900
+    error = float(differences.std()) / len(drafted) ** 0.5
+    assert 0 < abs(float(differences.mean())) < 3.5 * error
+    assert 3.5 * error < 0.1
+    assert all(r.num_accepted == r.expected_accepted for r in records[False])
 
 
 class Lying(DraftModel):

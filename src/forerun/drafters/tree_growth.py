@@ -300,9 +300,7 @@ class Drawn:
         places = {node: place - 1 for place, node in enumerate(nodes)}
         tree = TokenTree(tuple([places[self.template.parents[node]] for node in nodes[1:]]))
         tokens = torch.tensor([self._paths[node][-1] for node in nodes[1:]], dtype=torch.int64)
-        draft_probs = None
-        if self.sequence.tree_choice.is_drawn:
-            draft_probs = torch.stack([self._rows[node] for node in nodes if node in self._rows])
+        draft_probs = torch.stack([self._rows[node] for node in nodes if node in self._rows])
         return Proposal(
             tokens=tokens,
             tree=tree,

@@ -25,12 +25,13 @@ from forerun.sampling.history import RowHistory
 from forerun.sampling.kernels import largest, on_host
 from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
-from forerun.sampling.proposal import Verdict
+from forerun.sampling.proposal import Proposal, Verdict
 from forerun.sampling.tree_rules import tree_keys, verify_trees
 from forerun.sampling.walk import (
     coupled_match_probs,
     edge_probs,
     expected_accepted,
+    expected_on_walk,
     target_keys,
     target_tokens,
     walk,
@@ -202,26 +203,53 @@ def _verify_walked(batch: VerifyBatch) -> list[Verdict]:
         drafted = fed[rows][1:]
         path, final = walk(entry.tree, drafted, targets[rows])
         _check_visited(entry, path, failed[rows])
-        expected = expected_accepted(entry.tree, matches[rows][1:])
+        expected = _expected_on(entry, path, matches[rows][1:])
         verdicts.append(verdict_of(entry, path, (*[drafted[n] for n in path], final), expected))
     return verdicts
 
 
+def _expected_on(entry: ScheduledSequence, path: tuple[int, ...], matches: Seq[float]) -> float:
+    """Return `Verdict.expected_accepted` of a walked tree from the output of `_match_probs`."""
+    proposal = entry.proposal
+    if proposal is None or proposal.choice is not Choice.COUPLED:
+        return expected_accepted(entry.tree, matches)
+    if proposal.draft_probs is None:  # nothing is known of how the draft follows the noise
+        return len(path)
+    if entry.tree.is_chain:
+        return expected_accepted(entry.tree, matches)
+    return expected_on_walk(entry.tree, path, matches)
+
+
 def _match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
-    """Return the probability that each node is accepted given its parent; 0 for the first row."""
+    """Return the probability that each node is accepted given its parent; 0 for the first row.
+
+    In a coupled tree only first children have it; the others have 0.
+    """
     matches = []
     for entry, rows in batch.rows():
         rows_probs, tokens, proposal = probs[rows], batch.tokens[rows][1:], entry.proposal
         matches.append(probs.new_zeros(1))
         if proposal is None or not proposal.num_drafted:
             continue
-        draft_probs = proposal.draft_probs  # of a chain one row per node, of a tree per parent
-        if proposal.choice is Choice.COUPLED and draft_probs is not None and entry.tree.is_chain:
-            draft_probs = draft_probs.to(probs.device)
-            matches.append(coupled_match_probs(rows_probs[:-1], draft_probs, tokens))
+        if proposal.choice is Choice.COUPLED and proposal.draft_probs is not None:
+            matches.append(_coupled_matches(proposal, rows_probs, tokens))
         else:
             matches.append(edge_probs(entry.tree, tokens, rows_probs))
     return torch.cat(matches).nan_to_num(0.0)
+
+
+def _coupled_matches(proposal: Proposal, probs: Tensor, tokens: Tensor) -> Float[Tensor, " nodes"]:
+    """Return the match probability of each parent's first child, in node order; 0 elsewhere."""
+    assert proposal.draft_probs is not None
+    draft_probs = proposal.draft_probs.to(probs.device)  # a row per expanded parent
+    if proposal.tree.is_chain:
+        return coupled_match_probs(probs[:-1], draft_probs, tokens)
+    parents = expanded(proposal.tree)
+    first = torch.tensor([proposal.tree.children(p)[0] for p in parents], device=probs.device)
+    rows = torch.tensor(parents, device=probs.device) + 1
+    matches = probs.new_zeros(len(tokens))
+    matches[first] = coupled_match_probs(probs[rows], draft_probs, tokens[first])
+    return matches
 
 
 def probabilities(batch: VerifyBatch) -> Float[Tensor, "rows vocab"]:

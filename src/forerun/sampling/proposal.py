@@ -37,8 +37,8 @@ class Proposal:
         choice: how the nodes were chosen; it decides which verifiers are exact.
         draft_probs: where `choice.is_drawn`, the rows that tokens were drawn from: one per node
             with children, the root included, in node order. For a chain row i is the distribution
-            that node i was drawn from. A `COUPLED` chain may carry its rows too, for the figures of
-            the trace; verification does not read them. None otherwise.
+            that node i was drawn from. A `COUPLED` proposal may carry its rows too, for
+            `Verdict.expected_accepted` and the trace; no token depends on them. None otherwise.
         stop_reason: why drafting ended ("budget", "stop_rule", "context", "score";
             "invalid_probs": the next distribution was NaN).
         stop_values: what a stop rule measured before every node; None without one.
@@ -73,7 +73,9 @@ class Verdict:
     Attributes:
         path: accepted nodes from the root down (indices into the proposal).
         tokens: every emitted token: the accepted ones, then one recovered or bonus token.
-        expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
+        expected_accepted: E[num_accepted | proposal, target] under the verifier in use; of coupled
+            trees see `expected_on_walk`, and without `draft_probs` that of a coupled proposal
+            equals `num_accepted`.
     """
 
     path: tuple[int, ...]

@@ -179,3 +179,16 @@ def expected_accepted(tree: TokenTree, edge_probs: Sequence[float]) -> float:
     for parent, prob in zip(tree.parents, edge_probs, strict=True):
         mass.append(prob * mass[parent] if parent >= 0 else prob)
     return sum(mass)
+
+
+def expected_on_walk(tree: TokenTree, path: Sequence[int], first_matches: Sequence[float]) -> float:
+    """Return the expected number of accepted nodes of a coupled tree, given the walk taken.
+
+    At every node the walk visits, the first child counts with its probability of being the target's
+    draw given that the draft drew it (`first_matches`, read at first children alone). That a later
+    sibling matches has no closed form given the draws before it, so such a match counts as it came.
+    Accepted minus expected is therefore a sum of differences with mean 0, as for other proposals.
+    """
+    first_children = [children[0] for node in (-1, *path) if (children := tree.children(node))]
+    num_others = len(set(path) - set(first_children))
+    return sum(first_matches[child] for child in first_children) + num_others

@@ -146,21 +146,18 @@ class Coupled(Branching):
         return replace(drafted, choice=Choice.COUPLED, draft_probs=rows)
 
 
-def test_the_rows_of_a_coupled_tree_are_not_taken_for_those_of_a_chain():
+def test_the_rows_of_a_coupled_tree_are_those_of_its_expanded_parents():
     """There are fewer of them than nodes: what a chain expects would be read past their end."""
     target = tiny.tabular(0)
-    records: dict[type[Branching], list[StepRecord]] = {Branching: [], Coupled: []}
-    for kind, of_kind in records.items():
-        drafter = kind(lambda ids: target.log_probs[target.state_of(ids)])
-        engine = tiny.engine_over(target, drafter, k=7)
-        engine.observers[:] = [EmittedRecords(of_kind.append)]
-        found = engine.generate(PROMPTS, seeded())
-        assert same(found, tiny.engine_over(target).generate(PROMPTS, seeded()))
-    expected, coupled = (
-        [record.expected_accepted for record in of_kind if record.num_drafted > 1]
-        for of_kind in records.values()
-    )
-    assert coupled == expected
+    records: list[StepRecord] = []
+    drafter = Coupled(lambda ids: target.log_probs[target.state_of(ids)])
+    engine = tiny.engine_over(target, drafter, k=7)
+    engine.observers[:] = [EmittedRecords(records.append)]
+    found = engine.generate(PROMPTS, seeded())
+    assert same(found, tiny.engine_over(target).generate(PROMPTS, seeded()))
+    drafted = [record for record in records if record.num_drafted > 1]
+    assert drafted
+    assert all(0 < r.expected_accepted < r.num_accepted + r.depth_drafted for r in drafted)
 
 
 @pytest.mark.parametrize("choice", Choice)

@@ -7,6 +7,7 @@ from forerun.sampling.noise import position_key
 from forerun.sampling.walk import (
     edge_probs,
     expected_accepted,
+    expected_on_walk,
     race,
     target_keys,
     target_tokens,
@@ -68,3 +69,11 @@ def test_expected_accepted_sums_path_probabilities() -> None:
     assert edges.tolist() == pytest.approx([0.5, 0.3, 0.6])
     assert expected_accepted(tree, edges.tolist()) == pytest.approx(0.5 + 0.3 + 0.5 * 0.6)
     assert expected_accepted(TokenTree(()), []) == 0
+
+
+def test_a_coupled_tree_expects_first_children_by_probability_and_others_as_they_came():
+    tree = TokenTree((-1, -1, 0, 1, 1, 4))
+    matches = [0.5, 9.0, 9.0, 0.25, 9.0, 0.125]  # 9: no first child of a node that was visited
+    assert expected_on_walk(tree, (1, 4), matches) == 0.5 + 0.25 + 0.125 + 2
+    assert expected_on_walk(tree, (), matches) == 0.5
+    assert expected_on_walk(tree, (1, 4, 5), matches) == 0.5 + 0.25 + 0.125 + 2

@@ -111,7 +111,7 @@ class PrunesDrawnTokens(Faulty):
 
 
 def pruned(proposal: Proposal) -> Proposal:
-    if proposal.draft_probs is None:
+    if proposal.draft_probs is None or not proposal.tree.is_chain:
         return proposal
     drawn = proposal.draft_probs.gather(-1, proposal.tokens[:, None])[:, 0]
     kept = int((drawn > 0.3).cumprod(-1).sum())
