@@ -10,7 +10,7 @@ PAIRS  := build/pairs/.made
 CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz clients check format docs exact profile pairs soak zoo clean
+.PHONY: help install demo test test-full repeat fuzz clients check format docs exact profile pairs soak zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ test: check  ## static checks, then every test
 
 test-full: check  ## the same with the full grid of cases (twice as long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
+
+repeat: $(STAMP)  ## every test file 20 times beside busy loops, and once with a slow clock (hours); ARGS="tests/system"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.repeat $(ARGS)
 
 fuzz: $(STAMP)  ## every reader against hostile inputs; SECONDS=600 for each
 	FORERUN_FUZZ_SECONDS=$(or $(SECONDS),600) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz

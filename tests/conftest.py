@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,11 @@ LONGEST_ID = 80
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Compiled kernels outlive a run: their names say what they were made of.
 os.environ.setdefault("FORERUN_CACHE", str(ROOT / "build" / "cache"))
+
+if scale := os.environ.get("FORERUN_CLOCK_SCALE"):  # `make repeat`: a clock of another speed
+    for name in ("monotonic", "perf_counter"):
+        reading = getattr(time, name)
+        setattr(time, name, lambda read=reading, factor=float(scale): factor * read())
 
 # How long an example takes depends on what else the machine does, so no example has a time limit.
 hypothesis.settings.register_profile("forerun", deadline=None)
@@ -105,3 +111,19 @@ def unchecked() -> Iterator[None]:
     checking.BUDGET.is_off = True
     yield
     checking.BUDGET.is_off = False
+
+
+STEP_TIMES = (0.0002, 0.001, 0.0001)
+"""Seconds of drafting, of the target pass and of the rest, of every step of a test."""
+
+
+@pytest.fixture(autouse=True)
+def fixed_step_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every step of the engine the same duration, so that no controller reads a real clock.
+
+    Tests of the measurement itself are marked `measured_times`.
+    """
+    if "measured_times" not in request.keywords:
+        from forerun.engine.step import StepClock
+
+        monkeypatch.setattr(StepClock, "durations", lambda clock: STEP_TIMES)

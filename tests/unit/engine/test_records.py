@@ -110,6 +110,7 @@ class Slow:
         return self.model.greedy_chain(batch, num_tokens, vocab_size)
 
 
+@pytest.mark.measured_times
 @pytest.mark.parametrize("params", [PARAMS, replace(PARAMS, temperature=0.0)])
 def test_the_target_pass_drafting_and_the_rest_are_told_apart(
     target, params, monkeypatch, unchecked
