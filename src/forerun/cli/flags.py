@@ -17,7 +17,7 @@ from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range, UnreadableInput
 from forerun.models.architecture import Runner, WeightFormat
-from forerun.models.catalog import PREFIX, ZOO_DRAFTS
+from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class TargetFlags:
     def resolved(self, draft: str) -> str | None:
         """Return the draft that "auto" stands for; None for plain decoding."""
         if draft == "auto":
-            shipped = self.target.startswith(PREFIX)
+            shipped = self.target.removeprefix(PREFIX) in ZOO and self.target.startswith(PREFIX)
             return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
         return None if draft == "none" else draft
 

