@@ -33,6 +33,7 @@ from idle_drafter import one_layer
 from rich.progress import Progress
 
 from forerun import Engine, EngineConfig, SamplingParams
+from forerun.measure.prompt_files import PromptEntry
 from forerun.measure.recommend import RecommendConfig, recommend
 from forerun.models.catalog import edit_prompts, held_out_prompts
 from forerun.provenance import collect
@@ -139,7 +140,10 @@ def predicted(cell: Cell, num_rounds: int) -> dict[str, float]:
     """Return the speedup that is recommended for every K, from prompts that are not timed."""
     if cell.batch > 1 or len(cell.drafts) > 1 or cell.workload != "code" or cell.target == SMALL:
         return {}
-    prompts = [prompt.text for prompt in held_out_prompts()[num_rounds:]]
+    prompts = [
+        PromptEntry(where=prompt.name, text=prompt.text)
+        for prompt in held_out_prompts()[num_rounds:]
+    ]
     config = RecommendConfig(
         target=cell.target,
         drafts=cell.drafts,

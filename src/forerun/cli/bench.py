@@ -22,7 +22,6 @@ from forerun.cli.flags import (
     check_plot,
     check_threads,
     check_writable,
-    prompt_texts,
 )
 from forerun.cli.tables import SafeConsole, progress_bar, status_text, table_of, with_ends
 from forerun.control.config import ControllerName
@@ -267,9 +266,11 @@ class BenchOptions:
     Plain decoding is always the first arm.
     Default for a shipped target: its shipped draft at K=1 to 4."""
     prompts: Path | None = None
-    """Texts to continue: a .jsonl, .json, .csv, .tsv or .parquet file with "prompt", or .txt with
-    one per line or between "---". Default: the shipped prompts, on which no shipped model was
-    trained."""
+    """A .jsonl, .json, .csv, .tsv or .parquet file with "prompt" or "messages", or .txt with one
+    per line or between "---". Default: shipped chats for a chat model, else Python code on which no
+    shipped model was trained."""
+    raw: bool = False
+    """Continue texts as they are, even if the model has a chat template."""
     temperatures: Annotated[
         UseAppendAction[tuple[float, ...]], arg(name="temperature", aliases=("--temperatures",))
     ] = ()
@@ -353,17 +354,23 @@ def run(options: BenchOptions) -> int:
     """Run the comparison; an interruption or failure still shows the results before it."""
     options.endpoints.check()
     if options.endpoints.url:
-        return _endpoint_run(options).run(prompt_texts(options.prompts))
+        return _endpoint_run(options).run(_texts_for_servers(options.prompts))
     config = options.config
     options.check()
-    prompts = prompt_texts(options.prompts)
 
     from forerun.measure.bench.compare import MIN_TOKENS
     from forerun.measure.bench.comparison import BenchComparison
+    from forerun.measure.prompt_files import read_prompts
+
+    prompts = None if options.prompts is None else read_prompts(options.prompts)
 
     with SafeConsole(stderr=True).status("starting") as status, ExitStack() as opened:
         comparison = BenchComparison(
-            config, prompts, clock=time.perf_counter, notify=status_text(status)
+            config,
+            prompts,
+            raw=options.raw,
+            clock=time.perf_counter,
+            notify=status_text(status),
         )
         try:
             comparison.load()
@@ -383,6 +390,16 @@ def run(options: BenchOptions) -> int:
             "other --prompts, or --temperature 1"
         )
     return 0
+
+
+def _texts_for_servers(path: Path | None) -> list[str]:
+    """Return the prompts of a load test, which a server completes as they are."""
+    from forerun.measure.prompt_files import neighbours_apart, plain_text, read_prompts
+    from forerun.models.catalog import held_out_prompts
+
+    if path is None:
+        return neighbours_apart([prompt.text for prompt in held_out_prompts()])
+    return [plain_text(entry) for entry in read_prompts(path)]
 
 
 FOR_ENDPOINTS = frozenset(

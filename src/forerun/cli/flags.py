@@ -34,16 +34,6 @@ LookAhead = Annotated[int, arg(name="num-speculative-tokens", aliases=("--k",))]
 """K, the most draft tokens per step."""
 
 
-def prompt_texts(prompts: Path | None) -> list[str]:
-    """Return the texts of a file; without one the shipped prompts, those of a module apart."""
-    from forerun.measure.bench.comparison import neighbours_apart, read_prompts
-    from forerun.models.catalog import held_out_prompts
-
-    if prompts is not None:
-        return read_prompts(prompts)
-    return neighbours_apart([prompt.text for prompt in held_out_prompts()])
-
-
 def check_writable(flag: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before any slow work begins; its content is kept."""
     if path is None:

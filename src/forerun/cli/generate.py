@@ -31,13 +31,14 @@ class GenerateOptions:
     """Options of `forerun generate`."""
 
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")]
-    """Text to continue; "-" reads it from standard input."""
-    chat: bool = False
-    """Wrap the prompt in the model's chat template, as a user's message."""
+    """What a user says to a model with a chat template, else a text to continue; "-" reads it from
+    standard input."""
+    raw: bool = False
+    """Continue the prompt as it is, even if the model has a chat template."""
     system: str | None = None
-    """System message that precedes the user's; needs --chat."""
+    """System message that precedes the user's; needs a chat template."""
     chat_template: Path | None = None
-    """A file with the Jinja template for --chat, in place of the target's own."""
+    """A file with a Jinja template for conversations, in place of the target's own."""
     show_tree: bool = False
     """Print the draft of one step to stderr, as a tree with probabilities and the accepted path:
     the step that accepted most. Needs a draft."""
@@ -52,10 +53,11 @@ class GenerateOptions:
     take longer."""
 
     def check(self) -> None:
-        if self.system is not None and not self.chat:
-            raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
-        if self.chat_template is not None and not self.chat:
-            raise InvalidRequest("--chat-template needs --chat: a plain prompt has no template")
+        if self.raw and (self.system is not None or self.chat_template is not None):
+            raise InvalidRequest(
+                "--raw continues the prompt as it is, without a template: leave out --raw, or "
+                "--system and --chat-template"
+            )
         self.tracing.check()
         if self.trace_probabilities and self.tracing.trace is None:
             raise InvalidRequest("--trace-probabilities needs --trace FILE")
@@ -84,7 +86,7 @@ def run(options: GenerateOptions) -> int:
     engine = load_engine(pair, max_batch=max_batch, max_tokens=params.max_tokens)
     if template:
         engine.tokenizer.use_chat_template(template)
-    ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
+    ids = encode(engine.tokenizer, prompt, raw=options.raw, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}
         if trace is not None:
@@ -146,8 +148,9 @@ def _read_prompt(prompt: str) -> str:
     return text
 
 
-def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None) -> list[int]:
-    if not chat:
+def encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None) -> list[int]:
+    """Return the ids of a prompt: a user's message where there is a chat template, unless `raw`."""
+    if raw or (not tokenizer.has_chat_template and system is None):
         return tokenizer.encode(prompt)
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt})
@@ -164,7 +167,8 @@ COMMAND = Command(
     examples=(
         'forerun generate "def quicksort(items):" --temperature 0 --color',
         "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
-        'forerun generate "Why?" --model DIR --draft DIR --chat --system "Be brief."',
+        'forerun generate "Why?" --model zoo:smollm2-135m --system "Be brief."',
+        'forerun generate "Once upon a time" --model zoo:smollm2-135m --raw',
         "forerun generate 'import' --num-speculative-tokens 8 --profile profile.json",
         "forerun generate 'import' --tree 7,3,4 --show-tree",
         "forerun generate 'import' --draft zoo:code-2m --draft suffix --profile profile.json",

@@ -32,8 +32,10 @@ class ProbeOptions:
     max_context: int = EngineConfig().max_context
     """Longest prompt and output."""
     prompts: Path | None = None
-    """Texts of the kind that is served: .jsonl with "prompt", else one a line or between "---".
-    Default for a shipped target: the shipped prompts."""
+    """Prompts of the kind that is served: .jsonl with "prompt" or "messages", else one a line or
+    between "---". Default for a model of the zoo: the shipped prompts."""
+    raw: bool = False
+    """Continue texts as they are, even if the model has a chat template."""
     temperature: float = 1.0
     """Of the sampled half of the probe, as served; the other half is greedy."""
     top_p: float = 1.0
@@ -109,6 +111,7 @@ def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
     """Load the models and run the checks; a pair that does not load is recorded as a fact."""
+    from forerun.measure.prompt_files import prompt_ids, read_prompts, shipped_prompts
     from forerun.probe.run import PairNames, evidence_of_misfit, load_probed, probe_engine
 
     models = options.models
@@ -121,24 +124,17 @@ def probed(
         num_threads=use_threads(models.threads),
     )
     names = PairNames(target=models.target, draft=draft, dtype=models.dtype, device=models.device)
-    prompts = texts(options)
+    entries = None if options.prompts is None else read_prompts(options.prompts)
     try:
         with SafeConsole(stderr=True).status("loading models"):
             loaded = load_probed(names, engine, twice=not options.once)
     except IncompatibleDraft as error:
         return evidence_of_misfit(error)
+    tokenizer = loaded.engine.tokenizer
+    entries = entries or shipped_prompts(tokenizer, raw=options.raw)
+    prompts = [prompt_ids(entry, tokenizer, raw=options.raw) for entry in entries]
     with progress_bar("probing", 1.0) as notify:
         return probe_engine(loaded, prompts, params, config, notify)
-
-
-def texts(options: ProbeOptions) -> list[str]:
-    if options.prompts is None:
-        from forerun.models.catalog import held_out_prompts
-
-        return [prompt.text for prompt in held_out_prompts()]
-    from forerun.measure.bench.comparison import read_prompts
-
-    return read_prompts(options.prompts)
 
 
 def show(evidence: Evidence, out: Path | None) -> None:

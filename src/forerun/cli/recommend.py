@@ -12,7 +12,7 @@ from rich.table import Column
 from tyro.conf import Positional, UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import check_threads, prompt_texts
+from forerun.cli.flags import check_threads
 from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
 from forerun.errors import Range
 from forerun.models.architecture import Runner, WeightFormat
@@ -37,7 +37,9 @@ class RecommendOptions:
     or up to 3 models of the local Hugging Face cache whose tokenizer fits; suffix, recycling and
     self:int4."""
     prompts: Path | None = None
-    """Texts to continue, as for `forerun bench`. Default: the shipped prompts, Python code."""
+    """As for `forerun bench`. Default: shipped chats for a chat model, else Python code."""
+    raw: bool = False
+    """Continue texts as they are, even if the model has a chat template."""
     temperature: float = 0.0
     """Sampling temperature of the texts; 0 is greedy."""
     max_tokens: int = 128
@@ -64,6 +66,7 @@ def run(options: RecommendOptions) -> int:
     """Try the drafts; returns 0 also where plain decoding is recommended."""
     check_threads(options.threads)
     Range("--budget-s", 0, above_low=True).check(options.budget_s)
+    from forerun.measure.prompt_files import read_prompts
     from forerun.measure.recommend import RecommendConfig, recommend
 
     config = RecommendConfig(
@@ -79,9 +82,9 @@ def run(options: RecommendOptions) -> int:
         draft_weights=options.draft_weights,
         num_threads=options.threads,
     )
-    texts = prompt_texts(options.prompts)[:NUM_PROMPTS]
+    prompts = None if options.prompts is None else read_prompts(options.prompts)[:NUM_PROMPTS]
     with progress_bar("starting", 1.0) as report:
-        found = recommend(config, texts, notify=report)
+        found = recommend(config, prompts, raw=options.raw, notify=report)
     if options.json:
         print(json.dumps(found.to_dict()))
     else:

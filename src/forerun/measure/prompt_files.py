@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.bounded_read import (
     ReadLimits,
@@ -28,6 +28,10 @@ from forerun.bounded_read import (
     read_text,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.models.catalog import chat_prompts, held_out_prompts
+
+if TYPE_CHECKING:
+    from forerun.models.tokenizers import Tokenizer
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 """Suffixes of all files that are read."""
@@ -54,6 +58,9 @@ STREAM = ReadLimits(
 TABLE = ReadLimits(max_bytes=1 << 27, max_seconds=3600.0, max_rows=MAX_RECORDS)
 DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<split>[\w.-]+))?")
 
+STRIDE = 7
+"""Shipped prompts are reordered with this stride, so that those of one module are not adjacent."""
+
 Message = Mapping[str, str]
 """A message of a conversation, with the keys "role" and "content"."""
 Rows = Iterable[tuple[str, object]]
@@ -78,6 +85,64 @@ class PromptEntry:
     def num_characters(self) -> int:
         contents = sum(len(message["content"]) for message in self.messages)
         return len(self.text or "") + contents + len(self.response or "")
+
+
+def read_prompts(path: Path) -> list[PromptEntry]:
+    """Read all prompts of a file or a folder.
+
+    Raises:
+        InvalidRequest: there is none, or one is damaged.
+    """
+    entries = list(read_entries(path))
+    if not entries:
+        raise InvalidRequest(f"{path} has no prompts")
+    return entries
+
+
+def shipped_prompts(tokenizer: Tokenizer, *, raw: bool) -> list[PromptEntry]:
+    """Return chats for a model with a chat template, or else beginnings of Python modules."""
+    is_chat = tokenizer.has_chat_template and not raw
+    prompts = chat_prompts() if is_chat else held_out_prompts()
+    entries = [PromptEntry(where=prompt.name, text=prompt.text) for prompt in prompts]
+    return neighbours_apart(entries)
+
+
+Item = TypeVar("Item")
+
+
+def neighbours_apart(items: Sequence[Item], stride: int = STRIDE) -> list[Item]:
+    """Reorder items with a stride."""
+    return [item for start in range(stride) for item in items[start::stride]]
+
+
+def prompt_ids(entry: PromptEntry, tokenizer: Tokenizer, *, raw: bool) -> list[int]:
+    """Return the ids of a prompt as the target reads it.
+
+    A conversation goes through the chat template, without a last answer of the assistant. So does a
+    text, as a user's message, if there is a template, unless `raw`.
+
+    Raises:
+        InvalidRequest: it is a conversation, and there is no template or it refuses it.
+    """
+    messages: Sequence[Message] = entry.messages
+    if entry.text is not None:
+        if raw or not tokenizer.has_chat_template:
+            return tokenizer.encode(entry.text)
+        messages = [{"role": "user", "content": entry.text}]
+    elif messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    try:
+        text = tokenizer.render_chat(messages)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{entry.where} is a conversation, and {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def plain_text(entry: PromptEntry) -> str:
+    """Return the text of a prompt where conversations cannot be used."""
+    if entry.text is None:
+        raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')
+    return entry.text
 
 
 def read_entries(path: Path) -> Iterator[PromptEntry]:

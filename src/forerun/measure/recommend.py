@@ -23,6 +23,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.measure.bench.compare import MIN_TOKENS
+from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.models.load import model_folder
@@ -223,8 +224,9 @@ def drafts_at_hand(target: str, device: str) -> tuple[str, ...]:
 
 def recommend(
     config: RecommendConfig,
-    prompts: Sequence[str],
+    prompts: Sequence[PromptEntry] | None,
     *,
+    raw: bool = False,
     clock: Callable[[], float] = time.perf_counter,
     notify: Callable[[str, float], None],
 ) -> Recommendation:
@@ -232,7 +234,8 @@ def recommend(
 
     Args:
         config: what to try, and how.
-        prompts: texts to continue; their ends, where they are too long.
+        prompts: their ends are used where they are too long; None takes the shipped ones.
+        raw: continue texts as they are, though the target has a chat template.
         clock: a monotonic clock in seconds.
         notify: receives what is being done and the share that is done.
 
@@ -248,7 +251,9 @@ def recommend(
     notify(f"loading {config.target}", 0.0)
     target = _loaded(config)
     notify("decoding plainly", 0.0)
-    tasks = _usable(target, prompts, config, clock)
+    entries = prompts or shipped_prompts(target.tokenizer, raw=raw)
+    ids = [prompt_ids(entry, target.tokenizer, raw=raw) for entry in entries]
+    tasks = _usable(target, ids, config, clock)
     trials = [DraftTrial(draft=draft, failure=reason) for draft, reason in missing.items()]
     steps: list[StepRecord] = []
     for index, draft in enumerate(drafts):
@@ -310,7 +315,10 @@ def _loaded(config: RecommendConfig) -> Engine:
 
 
 def _usable(
-    target: Engine, prompts: Sequence[str], config: RecommendConfig, clock: Callable[[], float]
+    target: Engine,
+    prompts: Sequence[Sequence[int]],
+    config: RecommendConfig,
+    clock: Callable[[], float],
 ) -> list[tuple[list[int], SamplingParams]]:
     """Return prompts for the time there is, as token ids, cut at the front where too long.
 
@@ -328,7 +336,7 @@ def _usable(
     tasks: list[tuple[list[int], SamplingParams]] = []
     began_s = clock()
     for prompt in prompts:
-        if not (ids := target.tokenizer.encode(prompt)[-room:]):
+        if not (ids := list(prompt[-room:])):
             continue
         [text] = target.generate([ids], params)
         length = first_repeat(text.token_ids) if config.temperature == 0.0 else config.max_tokens

@@ -74,6 +74,11 @@ def edit_prompts() -> tuple[HeldOutPrompt, ...]:
     return prompts_of(FOLDER / "edits.jsonl")
 
 
+def chat_prompts() -> tuple[HeldOutPrompt, ...]:
+    """Messages of a user, for models with a chat template."""
+    return prompts_of(FOLDER / "chats.jsonl")
+
+
 def prompts_of(path: Path) -> tuple[HeldOutPrompt, ...]:
     """Read one prompt per line."""
     try:

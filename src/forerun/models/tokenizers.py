@@ -320,6 +320,11 @@ class Tokenizer:
     def _render(self) -> Renderer:
         return self._load_renderer(self._template)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self.definition.chat_template is not None
+
     def use_chat_template(self, template: str) -> None:
         """Render conversations with this template from now on."""
         self.definition = replace(self.definition, chat_template=template)

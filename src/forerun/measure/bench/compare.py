@@ -27,6 +27,7 @@ from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.control.named import FixedController
 from forerun.engine.engine import Engine
+from forerun.engine.intake import Prompt as EnginePrompt
 from forerun.engine.loading import default_controller, tree_method
 from forerun.engine.results import RequestOutput
 from forerun.measure.bench.config import SCOUT_BATCH, DraftArms
@@ -40,7 +41,7 @@ class Generator(Protocol):
     """Interface of an engine in comparisons."""
 
     def generate(
-        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[EnginePrompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
         """Return one finished request per prompt, with shared parameters or one set per prompt."""
 
@@ -66,9 +67,9 @@ class BenchArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A text that every arm continues, with its sampling parameters."""
+    """A prompt that every arm continues, with its sampling parameters."""
 
-    text: str
+    text: EnginePrompt
     params: SamplingParams
 
 
@@ -157,7 +158,9 @@ MIN_TOKENS = 16
 """Shorter completions time little but the prefill; their prompts are passed over."""
 
 
-def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
+def scouted(
+    plain: Generator, texts: Sequence[EnginePrompt], params: SamplingParams
+) -> Iterator[Prompt]:
     """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram."""
     for start in range(0, len(texts), SCOUT_BATCH):
         batch = texts[start : start + SCOUT_BATCH]
@@ -231,7 +234,7 @@ def under(
     return target.with_draft(drafter, arm.num_speculative_tokens, controller=controller)
 
 
-def warm_up(arms: Sequence[BenchArm], text: str, clock: Callable[[], float]) -> float:
+def warm_up(arms: Sequence[BenchArm], text: EnginePrompt, clock: Callable[[], float]) -> float:
     """Generate twice with every arm, so that no measurement includes initialisation."""
     params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     seconds = 0.0

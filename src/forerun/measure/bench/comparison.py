@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise
-from pathlib import Path
 
 import torch
 
 from forerun.engine.engine import Engine
+from forerun.engine.intake import Prompt as EnginePrompt
 from forerun.engine.loading import check_card
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import Completion, RequestOutput, request_records
@@ -47,13 +47,15 @@ from forerun.measure.bench.report import (
     rows_of,
     summarise,
 )
-from forerun.measure.prompt_files import PromptEntry, read_entries
+from forerun.measure.prompt_files import PromptEntry, neighbours_apart, prompt_ids, shipped_prompts
 from forerun.models.tokenizers import Tokenizer
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter
+
+THREADS_PROMPT = "The number of threads is chosen by decoding a few tokens after this text."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class TracedEngine:
     calls: list[Call] = field(default_factory=list)
 
     def generate(
-        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[EnginePrompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
         each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
         records: list[StepRecord] = []
@@ -141,26 +143,6 @@ class BenchTrace:
             engine.write(self.trace, with_tokens=self.with_tokens)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Read the prompts of a comparison from a file or a folder."""
-    prompts = [text_of(entry) for entry in read_entries(path)]
-    if not prompts:
-        raise InvalidRequest(f"{path} has no prompts")
-    return prompts
-
-
-def text_of(entry: PromptEntry) -> str:
-    """Return the text of a prompt entry; an entry without a text is refused."""
-    if entry.text is None:
-        raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')
-    return entry.text
-
-
-def neighbours_apart(prompts: Sequence[str], stride: int = 7) -> list[str]:
-    """Reorder prompts with a stride, so that prompts from one module are not adjacent."""
-    return [prompt for start in range(stride) for prompt in prompts[start::stride]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCell:
     """Temperature and batch size of one table of results."""
@@ -170,18 +152,26 @@ class BenchCell:
 
 
 class BenchComparison:
-    """Runs a comparison; after an interrupt the results so far remain available."""
+    """Runs a comparison; after an interrupt the results so far remain available.
+
+    Args:
+        prompts: None takes the shipped ones, of the kind that the target reads.
+        raw: continue texts as they are, though the target has a chat template.
+    """
 
     def __init__(
         self,
         config: BenchConfig,
-        prompts: Sequence[str],
+        prompts: Sequence[PromptEntry] | None,
         *,
         clock: Callable[[], float],
         notify: Callable[[str], None],
+        raw: bool = False,
     ) -> None:
         self.config = config
-        self.prompts = prompts
+        self.entries = prompts
+        self.raw = raw
+        self.prompts: list[list[int]] = []
         self.clock = clock
         self.notify = notify
         self.arms: tuple[BenchArm, ...] = ()
@@ -196,21 +186,27 @@ class BenchComparison:
 
     def load(self) -> None:
         """Load all models, choose the number of threads, and warm up every arm."""
-        largest = max(self.config.batches)
-        if len(self.prompts) < largest:
-            raise InvalidRequest(
-                f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
-            )
+        if self.entries is not None:
+            self._check_number(self.entries)  # before models are loaded
         for draft in self.config.arms:
             check_card(draft.draft, self.config.target)
         self.notify("loading models")
         dtype, wanted = self.config.dtype, self.config.num_threads
-        target, _ = on_best_threads(self.target, self.prompts[0], self.clock, wanted)
+        target, _ = on_best_threads(self.target, THREADS_PROMPT, self.clock, wanted)
         self.num_threads = target.config.num_threads
+        entries = self.entries or shipped_prompts(target.tokenizer, raw=self.raw)
+        self._check_number(entries)
+        self.prompts = [prompt_ids(entry, target.tokenizer, raw=self.raw) for entry in entries]
         drafts = [arm for d in self.config.arms for arm in draft_arms(target, d, dtype=dtype)]
         self.arms = (plain_arm(target), *drafts)
         self.notify("warming up")
         warm_up(self.arms, self.prompts[0], self.clock)
+
+    def _check_number(self, entries: Sequence[PromptEntry]) -> None:
+        if len(entries) < (largest := max(self.config.batches)):
+            raise InvalidRequest(
+                f"{len(entries)} prompts do not fill a batch of {largest}; give more prompts"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -484,6 +480,7 @@ class Demo:
         self.notify("writing an example")
         assert isinstance(arm.engine, Engine)
         (prompt,) = self.blocks[0][0].batch
+        assert isinstance(prompt.text, str)
         (output,) = arm.engine.generate([prompt.text], prompt.params)
         self.example = Example(
             prompt=prompt.text, completion=output.completions[0], tokenizer=arm.engine.tokenizer

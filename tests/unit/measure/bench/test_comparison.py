@@ -30,8 +30,8 @@ def comparison(make_arm, clock, monkeypatch):
     """Greedy and sampled, batches of 1 and 3, two K."""
     monkeypatch.setattr(module, "content_hash", lambda name: "0")
     config = BenchConfig(arms=parse_arms(["d@1,2"]), batches=(1, 3), num_blocks=5)
-    prompts = [str(i) for i in range(12)]
-    made = BenchComparison(config, prompts, clock=clock, notify=lambda stage: None)
+    made = BenchComparison(config, None, clock=clock, notify=lambda stage: None)
+    made.prompts = [[i] for i in range(12)]
     made.arms = (
         make_arm("plain"),
         make_arm("d K=1", k=1, accepted=1, step_s=1.2),
