@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-import httpx
 import msgspec
 
 from forerun.audit.config import Kind
 from forerun.audit.records import AuditAnswer, Question
 from forerun.client.client import Client, ServerAnswer, TokenLogprob
 from forerun.client.connection import ID_FLAGS, ClientConfig
+from forerun.client.door import Transport
+from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest, ServerUnavailable
 
 NUM_TOP = 20
@@ -75,9 +76,9 @@ class HttpEndpoint:
         wants_logprobs: bool,
         num_clients: int,
         ids_by_text: Mapping[str, int] | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        self.name = server.url
+        self.name = shown_url(server.url)
         self.wants_logprobs = wants_logprobs
         self._ids_by_text = ids_by_text or {}
         self._clients: dict[str, Client] = {}
@@ -179,7 +180,7 @@ def _ids_of(
 
 def _num_tokens(event: ServerAnswer) -> int:
     """Return the least number of tokens that an event of a stream can hold."""
-    return len(event.token_ids or event.logprobs or ()) or int(bool(event.text))
+    return max(len(event.token_ids or ()), len(event.logprobs or ())) or int(bool(event.text))
 
 
 def _answer_of(
