@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from forerun.audit.config import Kind
-from forerun.audit.records import AuditAnswer, Question
+from forerun.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
 from forerun.client.client import Client, ServerAnswer, TokenLogprob
 from forerun.client.connection import ID_FLAGS, ClientConfig
 from forerun.client.door import Transport
@@ -201,7 +201,7 @@ def _answer_of(
         text="".join(event.text or "" for event in events),
         finish_reason=next((e.finish_reason for e in reversed(events) if e.finish_reason), None),
         top=tuple(_top_of(token) for token in logprobs),
-        logprobs=tuple(t.logprob if t.logprob is not None else 0.0 for t in logprobs),
+        logprobs=tuple(_clamped(t.logprob or 0.0) for t in logprobs),
         num_charged=0 if refused else counted if is_whole else max(counted, question.num_tokens),
         problem=problem,
         is_refused=is_refused,
@@ -210,7 +210,11 @@ def _answer_of(
 
 def _top_of(token: TokenLogprob) -> tuple[tuple[int, float], ...]:
     """Return the alternatives with their ids; a text without an id is named by its hash."""
-    return tuple((_id_of(text, token_id), value) for text, token_id, value in token.top)
+    return tuple((_id_of(text, token_id), _clamped(value)) for text, token_id, value in token.top)
+
+
+def _clamped(logprob: float) -> float:
+    return min(max(logprob, LOWEST), HIGHEST)
 
 
 def _id_of(text: str, token_id: int | None) -> int:

@@ -20,6 +20,10 @@ from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 
 _ID_PREFIX = "token_id:"
+MAX_ID = 2**31 - 1
+"""Largest id of a token; tensors and files of forerun hold no larger one."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _MAX_POSITIONS = 4096
 """Most draft positions in a server's report on speculation."""
 
@@ -80,14 +84,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a request, by the server."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     speculative_decoding: Speculation | None = None
-
-
-MAX_ID = 2**31 - 1
-"""Largest id of a token; tensors and files of forerun hold no larger one."""
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 
 
 class _Message(msgspec.Struct, frozen=True):

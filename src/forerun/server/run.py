@@ -10,12 +10,12 @@ import socket
 import sys
 from functools import cache
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
 
@@ -129,8 +129,16 @@ def open_socket(config: ServerConfig) -> socket.socket:
         ) from error
 
 
+class Failing(Protocol):
+    """What a server depends on: an engine here, or the process of another server."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended it; None while it runs."""
+
+
 def serve(
-    app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: EngineThread | None = None
+    app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: Failing | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT; running requests may then go on for `drain_s` seconds.
 

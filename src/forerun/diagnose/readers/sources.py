@@ -679,7 +679,8 @@ def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
     if not evidence.facts and not is_asking:
         raise InvalidRequest(
             f"{without_secrets(text)[:60]!r} is no file, and nothing in it is understood as a "
-            "complaint; say what is low, slow or wrong and what it depends on, or give --observed NAME"
+            "complaint; say what is low, slow or wrong and what it depends on, or give --observed "
+            "NAME"
         )
     return evidence
 
