@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests import tiny
 from tests.server.conftest import MODEL, TIMEOUT_S, Held, serving, tiny_engine
+from tests.server.keyless import wrongly_answered
 
 from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
@@ -54,6 +55,22 @@ def test_a_request_without_a_valid_key_is_refused(guarded, headers):
         assert response.headers["www-authenticate"] == "Bearer"
     assert is_error(guarded.get("/metrics", headers=headers), 401, "API key")
     assert guarded.get("/health", headers=headers).status_code == 200
+
+
+def test_without_a_key_only_listed_methods_and_paths_are_answered(guarded):
+    """A POST to a page without a key was an error 500 with a traceback."""
+    assert wrongly_answered(guarded.base_url.host, guarded.base_url.port) == {}
+
+
+def test_a_body_without_a_key_is_limited_too(guarded):
+    """That of a GET was read to its end, whatever its length."""
+
+    def parts():
+        for _ in range(30):
+            yield b"x" * 100
+
+    request = guarded.build_request("GET", "/health", content=parts())
+    assert guarded.send(request).status_code in (200, 413)
 
 
 def test_a_key_lets_requests_in(guarded):
@@ -245,7 +262,7 @@ def test_the_model_can_be_asked_for_by_name(guarded):
 
 def test_pages_of_allowed_origins_and_further_host_names_are_answered():
     config = ServerConfig(
-        port=0, allowed_origins=("https://page.example",), allowed_hosts=("model.example",)
+        port=0, allowed_origins=("https://page.example",), allowed_hosts=("MODEL.example",)
     )
     with serving(tiny_engine(), config) as client:
         asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
@@ -256,6 +273,8 @@ def test_pages_of_allowed_origins_and_further_host_names_are_answered():
         assert "access-control-allow-origin" not in other.headers
         assert client.get("/health", headers={"Host": "model.example"}).status_code == 200
         assert client.get("/health", headers={"Host": "other.example"}).status_code == 421
+        for name in ("LOCALHOST", "LocalHost:80", "Model.Example:81"):
+            assert client.get("/health", headers={"Host": name}).status_code == 200
 
 
 def test_other_models_and_paths_are_not_found(guarded):
@@ -374,11 +393,30 @@ def test_keys_of_a_file(tmp_path):
         ('[[keys]]\ntenant = "a"', "one of key and sha256"),
         ('[[keys]]\ntenant = "a"\nsha256 = "abc"', "64 lower-case"),
         (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nmax_concurrent = 0', "max_concurrent is 0"),
+        (f'[[keys]]\ntenant = ["a"]\nkey = "{KEY}"', "tenant of a key is"),
+        (f'[[keys]]\ntenant = 3\nkey = "{KEY}"', "tenant of a key is"),
+        (f'[[keys]]\ntenant = {{}}\nkey = "{KEY}"', "tenant of a key is"),
+        ('[[keys]]\ntenant = "a"\nkey = 1234567890123456789', "key is a int; it must be a text"),
+        ('[[keys]]\ntenant = "a"\nkey = ["0123456789abcdef"]', "key is a list; it must be a text"),
+        ('[[keys]]\ntenant = "a"\nkey = 2026-01-01', "key is a date; it must be a text"),
+        ('[[keys]]\ntenant = "a"\nkey = "äääääääääääääääääääää"', "use ASCII"),
+        ('[[keys]]\ntenant = "a"\nkey = " 0123456789abcdef"', "use ASCII"),
+        ('[[keys]]\ntenant = "a"\nsha256 = 3', "64 lower-case"),
+        ('[[keys]]\ntenant = "a"\nsha256 = ["a"]', "64 lower-case"),
+        (f'[[keys]]\ntenant = "a"\nsha256 = {"1" * 64}', "64 lower-case"),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nmax_tokens = "3"', "max_tokens is '3'"),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nrequests_per_minute = nan', "is nan"),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\npriority = true', "priority is True"),
+        ("keys = [3]", "no table; there are"),
+        ("keys = {}", "no \\[\\[keys\\]\\]"),
+        ("keys = " + "[" * 5000, "not TOML"),
+        ("keys = " + "9" * 5000, "not TOML"),
+        ("keys = \ud800", "not TOML"),
     ],
 )
 def test_a_wrong_file_of_keys_is_refused(tmp_path, text, message):
     path = tmp_path / "keys.toml"
-    path.write_text(text)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(InvalidRequest, match=message):
         read_keys(path)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from forerun.audit.config import Kind
 from forerun.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
-from forerun.client.client import Client, ServerAnswer, TokenLogprob
+from forerun.client.client import MAX_ID, Client, ServerAnswer, TokenLogprob
 from forerun.client.connection import ID_FLAGS, ClientConfig
 from forerun.client.door import Transport
 from forerun.client.urls import shown_url
@@ -152,7 +152,7 @@ class HttpEndpoint:
 def _ids_of(
     events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int], *, counts_end: bool
 ) -> list[int] | None:
-    """Return the ids of a stream's tokens; None if one of them is uncertain.
+    """Return the ids of a stream's tokens; None if one of them is uncertain, or cannot be one.
 
     llama.cpp sends accepted draft tokens without id and log-probability, one event each. Their ids
     follow from their texts if the server counts as many tokens as there are events; otherwise two
@@ -169,7 +169,7 @@ def _ids_of(
         elif event.text:
             ids.append(ids_by_text.get(event.text))
             by_text = True
-    found = [token for token in ids if token is not None]
+    found = [token for token in ids if token is not None and 0 <= token <= MAX_ID]
     if not found or len(found) < len(ids):
         return None
     used = max((e.usage.completion_tokens or 0 for e in events if e.usage), default=0)

@@ -99,7 +99,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     delta: _Message | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: tuple[TokenId, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
     token_sources: tuple[str, ...] | None = None
     logprobs: Any = None
 

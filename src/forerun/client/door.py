@@ -34,8 +34,9 @@ _PIECE_BYTES = 1 << 16
 _PACKED = ("gzip", "x-gzip", "deflate")
 API_KEY = "OPENAI_API_KEY"
 
-# At this level httpx would log the whole URL of every request.
-logging.getLogger("httpx").setLevel(logging.WARNING)
+# Below this level they log the whole URL of every request.
+for _name in ("httpx", "httpcore"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 def reason_of(error: Exception) -> str:
@@ -77,7 +78,7 @@ def _translated(name: str) -> Iterator[None]:
         raise InvalidRequest(
             f"{name} cannot be read: {reason_of(error)}; give one such as http://HOST:PORT/v1"
         ) from None
-    except (httpx.HTTPError, OSError, ValueError) as error:
+    except (httpx.HTTPError, OSError, OverflowError, ValueError) as error:
         raise Unreachable(name, reason_of(error)) from None
 
 

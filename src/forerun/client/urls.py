@@ -23,8 +23,8 @@ def is_url(name: str) -> bool:
 
 def shown_url(url: str) -> str:
     """Return a URL for people: scheme, host, port, and its path only if that is a public one."""
-    scheme, _, rest = url.partition("://")
-    if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]{0,19}", scheme):
+    scheme, mark, rest = url.partition("://")
+    if not mark or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]{0,19}", scheme):
         return HIDDEN
     try:
         parts = urlsplit(url)
