@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 from fastapi import FastAPI, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -75,10 +76,9 @@ class ApiKey:
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)
-        if not self.tenant or not isinstance(self.tenant, str):
+        if not self.tenant:
             raise InvalidRequest(f"the tenant of a key is {self.tenant!r:.200}; it must be a name")
-        digest: object = self.sha256
-        if digest is not None and not (isinstance(digest, str) and SHA256.fullmatch(digest)):
+        if self.sha256 is not None and not SHA256.fullmatch(self.sha256):
             raise InvalidRequest(
                 f"sha256 of a key of {self.tenant!r:.200} must be 64 lower-case hexadecimal digits"
             )
@@ -152,8 +152,8 @@ def key_of(table: object, known: set[str], name: str) -> ApiKey:
     try:
         if key is not None:
             values["sha256"] = _digest_of(key)
-        return ApiKey(**values)
-    except InvalidRequest as error:
+        return msgspec.convert(values, ApiKey)
+    except (InvalidRequest, msgspec.ValidationError) as error:
         raise InvalidRequest(f"{name}: {error}") from error
 
 

@@ -155,8 +155,12 @@ def serve(
     server = uvicorn.Server(settings)
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what is loaded stays: a full collection would stop all threads for longer
-    # uvicorn raises the signal once more when it has drained, for handlers that were there before.
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # They hold until uvicorn sets its own, and it raises the signal once more when it has drained.
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])
     finally:
@@ -180,7 +184,3 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, int(config.drain_s)),
     )
-
-
-def ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing."""

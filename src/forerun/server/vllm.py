@@ -345,12 +345,30 @@ class VllmProcess:
     def stop(self) -> None:
         """End it, and what it has started."""
         self._is_stopping = True
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with _signals_held():
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT_S)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Handle signals after the block, which no exception of a handler must interrupt."""
+    held: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()  # handlers run on the main thread alone
+    before = {n: signal.signal(n, lambda number, _: held.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 @contextmanager
@@ -374,13 +392,16 @@ def vllm_running(
     command = [found, "serve", target, "--host", "127.0.0.1", "--port", str(port)]
     if speculative:
         command += ["--speculative-config", json.dumps(dict(speculative))]
-    # In a session of its own, so that a key press in the terminal reaches it through us alone.
-    process = subprocess.Popen([*command, *arguments], start_new_session=True)
-    vllm = VllmProcess(process, f"http://127.0.0.1:{port}", timeout_s)
+    vllm = None
     try:
+        with _signals_held():
+            # In a session of its own, so that a key press in the terminal reaches it through us.
+            process = subprocess.Popen([*command, *arguments], start_new_session=True)
+            vllm = VllmProcess(process, f"http://127.0.0.1:{port}", timeout_s)
         yield vllm
     finally:
-        vllm.stop()
+        if vllm is not None:
+            vllm.stop()
 
 
 def create_proxy(
