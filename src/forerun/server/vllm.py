@@ -358,17 +358,17 @@ class VllmProcess:
 def _signals_held() -> Iterator[None]:
     """Handle signals after the block, which no exception of a handler must interrupt."""
     held: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()  # handlers run on the main thread alone
-    before = {n: signal.signal(n, lambda number, _: held.append(number)) for n in numbers}
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # where handlers run
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            before[number] = signal.signal(number, lambda number, _: held.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in held:
-            signal.raise_signal(number)
+        for held_number in held:
+            signal.raise_signal(held_number)
 
 
 @contextmanager
