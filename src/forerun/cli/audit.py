@@ -15,7 +15,7 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole, progress_bar
-from forerun.client.urls import is_url, without_secrets
+from forerun.client.urls import is_url, shown_source, shown_url
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
     )
     stack.callback(endpoint.close)
     header = {
-        "url": without_secrets(options.url),
-        "reference": without_secrets(name or ""),
+        "url": shown_url(options.url),
+        "reference": shown_source(name or ""),
         "draft": options.draft or "",
     }
     prompts = _prompts(options.prompts, tokenizer)

@@ -14,7 +14,7 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole
-from forerun.client.urls import is_url, without_secrets
+from forerun.client.urls import is_url, shown_source, without_secrets
 from forerun.errors import ForerunError, InvalidRequest, Range
 from forerun.terminal_text import printable
 
@@ -60,7 +60,7 @@ class WatchOptions:
         if self.target_tpot_s is not None:
             Range("--target-tpot-s", 0, 3600, above_low=True).check(self.target_tpot_s)
         if self.hook is not None and not is_url(self.hook):
-            raise InvalidRequest("--hook must be an http:// or https:// address")
+            raise InvalidRequest("--hook must be an address that begins with http:// or https://")
         if self.trace and is_url(self.source):
             raise InvalidRequest(f"--trace reads a file; {self.name} is an address")
         if self.api_key_env is not None and not is_url(self.source):
@@ -71,7 +71,7 @@ class WatchOptions:
     @property
     def name(self) -> str:
         """The source in messages, in the state and for the hook, without secrets of a URL."""
-        return without_secrets(self.source)
+        return shown_source(self.source)
 
 
 def run(options: WatchOptions) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+from forerun.errors import InvalidRequest
+
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]*", re.IGNORECASE)
 _PAGES = "/metrics /health /version /v1 /models /v1/models".split()
 _PUBLIC = {
@@ -17,8 +19,15 @@ HIDDEN = "…"
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is the address of a server, and not a file."""
-    return name.lower().startswith(("http://", "https://"))
+    """Whether a name is the address of a server, and not a file.
+
+    Raises InvalidRequest for an address with another scheme.
+    """
+    if name.lower().startswith(("http://", "https://")):
+        return True
+    if _URL.fullmatch(name):
+        raise InvalidRequest(f"{shown_url(name)} must begin with http:// or https://")
+    return False
 
 
 def shown_url(url: str) -> str:
@@ -37,6 +46,11 @@ def shown_url(url: str) -> str:
     host = f"[{host}]" if ":" in host else host
     is_public = parts.path.rstrip("/") in _PUBLIC and not parts.query and not parts.fragment
     return f"{scheme}://{host}{port}{parts.path if is_public else '/' + HIDDEN}"
+
+
+def shown_source(name: str) -> str:
+    """Return the name of a file as it is, and a URL as `shown_url` renders it."""
+    return shown_url(name) if is_url(name) else name
 
 
 def without_secrets(text: object) -> str:

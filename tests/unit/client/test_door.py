@@ -16,7 +16,7 @@ from forerun import bounded_read
 from forerun.bounded_read import ReadLimits
 from forerun.client.connection import ClientConfig, Connection
 from forerun.client.door import fetch_page, post_once
-from forerun.client.urls import shown_url, without_secrets
+from forerun.client.urls import is_url, shown_url, without_secrets
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -53,6 +53,21 @@ URLS = {
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_is_shown_without_its_secrets(url):
     assert shown_url(url) == URLS[url]
+
+
+@pytest.mark.parametrize("url", [f"ftp://u:{SECRET}@h/x", f"htp://u:{SECRET}@h"])
+def test_addresses_of_other_kinds_are_refused(url):
+    """They were taken for files, whose names are printed."""
+    with pytest.raises(InvalidRequest, match=r"must begin with http:// or https://$") as raised:
+        is_url(url)
+    assert SECRET not in str(raised.value)
+
+
+def test_files_and_addresses_are_told_apart():
+    assert [is_url(name) for name in ("HTTP://h", "https://h x", "a/b", "a: b", "-")] == [
+        *[True] * 2,
+        *[False] * 3,
+    ]
 
 
 def test_urls_within_a_text_are_shown_without_their_secrets():

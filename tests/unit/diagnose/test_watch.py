@@ -231,7 +231,7 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
     [
         (("--interval-s", "0"), "--interval-s is 0.0"),
         (("--target-tpot-s", "-1"), "--target-tpot-s is -1.0"),
-        (("--hook", "pager"), "must be an http:// or https:// address"),
+        (("--hook", "pager"), "--hook must be an address"),
     ],
 )
 def test_unusable_options_are_refused(tmp_path, capsys, flags, message):
