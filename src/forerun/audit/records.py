@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from forerun.bounded_read import ReadLimits, first_line, open_bounded
+from forerun.bounded_read import ReadLimits, check_regular, first_line, open_bounded
 from forerun.client.client import MAX_ALTERNATIVES, Count, TokenId
 from forerun.errors import InvalidRequest, UnreadableInput
 
@@ -93,6 +93,8 @@ class StateFile:
         """
         if self.path is None:
             return []
+        if self.path.exists():
+            check_regular(self.path)  # a pipe would be waited for
         if not self.path.exists() or not self.path.stat().st_size:
             self._append(_Line(header={**self.header, "format": str(FORMAT)}))
             return []

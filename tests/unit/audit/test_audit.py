@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from forerun.audit.records import AuditAnswer, Question, StateFile
 from forerun.audit.reference import ReportedLogprobs
 from forerun.audit.run import Audit
 from forerun.audit.verdict import contrast, judge
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 
 PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
 SAMPLED = (replace(KINDS[0], share=1.0),)
@@ -418,6 +419,12 @@ def test_odd_answers_of_a_state_are_judged_or_left_out(tmp_path, changes, is_rep
     audit = audit_of(state=path, tokens=4, reference=ReportedLogprobs() if is_reported else None)
     audit.run(silent)
     assert audit.progress.spent.num_tokens == 4
+
+
+def test_a_pipe_is_no_state(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnreadableInput, match="not a regular file"):
+        audit_of(state=tmp_path / "pipe").run(silent)
 
 
 def test_a_deeply_nested_state_is_refused(tmp_path):
