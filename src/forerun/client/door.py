@@ -98,9 +98,9 @@ class _ReadClock(threading.local):
     has_read = False
 
     @contextmanager
-    def until(self, deadline: Deadline) -> Iterator[None]:
+    def until(self, deadline: Deadline, *, has_read: bool = False) -> Iterator[None]:
         """Enforce a time limit on all reads of this thread in the block, also of headers."""
-        self.deadline, self.has_read = deadline, False
+        self.deadline, self.has_read = deadline, has_read
         try:
             yield
         finally:
@@ -177,14 +177,17 @@ class Reply:
         self._reply = reply
         self._clock = clock
         self._pieces = self._unpacked()
+        self._has_read = False
 
     def close(self) -> None:
         self._reply.close()
 
     def piece(self, deadline: Deadline) -> bytes | None:
         """Return the next piece of the body, decompressed; None at its end."""
-        with self._clock.until(deadline), _translated(self.name):
-            return next(self._pieces, None)
+        with self._clock.until(deadline, has_read=self._has_read), _translated(self.name):
+            piece = next(self._pieces, None)
+        self._has_read = True
+        return piece
 
     def body(self, deadline: Deadline, max_bytes: int) -> bytes:
         """Read the body to its end, and close the response; raises UnreadableInput at a limit."""

@@ -320,7 +320,8 @@ class VllmProcess:
     def _supervise(self, announce: Callable[[], None]) -> None:
         try:
             self.wait_until_ready()
-            announce()
+            with suppress(OSError):  # nobody reads what is printed
+                announce()
             code = self.process.wait()
             raise ServerUnavailable(f"vLLM ended with code {code}; its log is above")
         except ServerUnavailable as error:

@@ -8,6 +8,7 @@ import itertools
 import logging
 from types import SimpleNamespace
 
+import httpcore
 import httpx
 import pytest
 from tests.replayed import Replayed
@@ -178,6 +179,23 @@ def test_a_body_has_a_total_time(monkeypatch):
     with pytest.raises(ServerUnavailable, match="takes more than 10 s to answer"):
         post(10)
     assert now_s == [9.0 + 10.0]
+
+
+@pytest.mark.parametrize(("num_pieces", "num_connections"), [(0, 2), (1, 1), (2, 1)])
+def test_a_slow_server_is_not_asked_again_as_a_silent_one_is(
+    num_pieces, num_connections, monkeypatch
+):
+    def start():
+        yield OK + b"Content-Length: 100\r\n\r\n"
+        yield from [b"x"] * num_pieces
+        server.now_s += 30.0
+        raise httpcore.ReadTimeout("timed out")
+
+    server = Replayed(monkeypatch, start)
+    config = ClientConfig(url="http://h", timeout_s=30.0, num_tries=2, first_wait_s=0.0)
+    with pytest.raises(ServerUnavailable, match=r"takes more than 30 s|timed out"):
+        Connection(config).post("http://h/v1", {}, lambda found: found)
+    assert server.num_connections == num_connections
 
 
 @pytest.mark.parametrize("status", [200, 400, 401, 503])
