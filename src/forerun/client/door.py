@@ -76,7 +76,7 @@ def _translated(name: str) -> Iterator[None]:
         raise
     except _QUOTING as error:
         raise InvalidRequest(
-            f"{name} cannot be read: {reason_of(error)}; give one such as http://HOST:PORT/v1"
+            f"{name} cannot be reached: {reason_of(error)}; give one such as http://HOST:PORT/v1"
         ) from None
     except (httpx.HTTPError, OSError, OverflowError, ValueError) as error:
         raise Unreachable(name, reason_of(error)) from None
