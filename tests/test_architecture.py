@@ -93,6 +93,31 @@ def test_functions_are_short(path: Path) -> None:
     assert not long
 
 
+NETWORK = {"aiohttp", "http", "httpcore", "httpx", "requests", "urllib3", "websockets"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_client_is_the_one_door_to_the_network() -> None:
+    """Also for types: what others need of httpx, `client/door.py` names."""
+    using = {
+        name_of(path)
+        for path in MODULES
+        for module in imported_modules(path)
+        if module.split(".")[0] in NETWORK or module == "urllib.request"
+    }
+    assert using == {"client/door.py"}
+
+
 def defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]

@@ -16,7 +16,6 @@ import select
 import stat
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,22 +217,6 @@ def read_bytes(path: Path, limits: ReadLimits = DEFAULT) -> bytes:
 def read_text(path: Path, limits: ReadLimits = DEFAULT) -> str:
     """The content of a UTF-8 file, without a byte order mark; raises UnreadableInput."""
     return decoded(read_bytes(path, limits), str(path))
-
-
-def gunzipped(data: bytes, name: str, limits: ReadLimits = DEFAULT) -> bytes:
-    """Decompress gzip or zlib data, of at most `max_bytes`; raises UnreadableInput."""
-    unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: either header
-    try:
-        found = unpacker.decompress(data, limits.max_bytes + 1)
-    except zlib.error as error:
-        raise UnreadableInput(f"{name} is not gzip: {error}") from error
-    if len(found) > limits.max_bytes:
-        raise UnreadableInput(
-            f"{name} decompresses to more than {limits.max_bytes} bytes, the limit here"
-        )
-    if not unpacker.eof:
-        raise UnreadableInput(f"{name} is compressed data that was cut off")
-    return found
 
 
 def check_regular(path: Path) -> None:

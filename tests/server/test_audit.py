@@ -120,6 +120,38 @@ def test_the_steps_of_a_stream_are_kept():
     assert (answer.num_charged, answer.num_requests, answer.problem) == (6, 1, None)
 
 
+@pytest.mark.parametrize("number", [2**70, 2**31, -1])
+def test_ids_that_cannot_be_are_not_judged(number):
+    assert asked(lambda _: stream(chunk(1, number, finish="length"))).token_ids is None
+
+
+@pytest.mark.parametrize("logprob", ["Infinity", "-Infinity", "1e308", "-1e308"])
+def test_log_probabilities_are_stored_as_finite_numbers(logprob, tmp_path):
+    """JSON has no infinity: null was written, and an audit could not be resumed."""
+    content = {
+        "token": "a",
+        "id": 1,
+        "logprob": 0.5,
+        "top_logprobs": [{"token": "a", "logprob": 0.5}],
+    }
+    event = json.dumps({"choices": [{"text": "a", "logprobs": {"content": [content]}}]})
+    text = f"data: {event.replace('0.5', logprob)}\n\ndata: [DONE]\n\n"
+    answer = asked(lambda _: httpx.Response(200, text=text))
+    assert answer.top and answer.logprobs
+    for _ in range(2):
+        state = StateFile(tmp_path / "state", {})
+        if not state.load():
+            state.answer(*state.ask([QUESTION]), answer)
+    ((_, stored),) = state.load()
+    assert stored == answer
+
+
+def test_more_log_probabilities_than_tokens_asked_for_are_cut_off():
+    entries = [{"token": "a", "id": 1, "logprob": -1.0}] * (QUESTION.num_tokens + 1)
+    event = {"choices": [{"token_ids": [1], "logprobs": {"content": entries}}]}
+    assert "tokens asked for were sent" in asked(lambda _: stream(event)).problem
+
+
 def test_a_busy_server_is_asked_once_and_charged_in_full():
     answer = asked(lambda _: httpx.Response(429, headers={"retry-after": "1"}))
     assert "429" in answer.problem

@@ -58,6 +58,20 @@ def test_one_server_is_measured_at_every_number_of_clients(address, prompts, tmp
         assert block["wall_s"] >= max(request["total_s"] for request in block["requests"])
 
 
+def test_secrets_of_addresses_are_not_shown(address, prompts, tmp_path, capsys):
+    """Two addresses that differ in them alone have names that differ."""
+    out = tmp_path / "load.json"
+    urls = [address.replace("http://", f"http://user:s3cr3t{n}@") for n in range(2)]
+    arguments = ["--url", *urls, "--prompts", prompts, "--out", str(out), "--blocks", "2"]
+    assert main(["bench", *arguments, "--max-tokens", "2", "--concurrency", "1"]) == 0
+    shown = capsys.readouterr()
+    names = [item["url"] for item in json.loads(out.read_text())["endpoints"]]
+    assert names == [address, f"{address} (2)"]
+    assert main(["bench", "--url", *urls, f"{urls[0]}/x"]) == 2
+    shown = shown.out + shown.err + out.read_text() + capsys.readouterr().err
+    assert "s3cr3t" not in shown
+
+
 def test_two_servers_of_one_model_have_equal_texts(address, prompts, capsys):
     with serving(tiny_engine(with_draft=False)) as plain:
         urls = ("--url", address, str(plain.base_url))

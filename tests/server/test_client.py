@@ -17,9 +17,10 @@ import msgspec
 import pytest
 from tests.replayed import Replayed
 
+from forerun.client import client as client_module
 from forerun.client import connection
-from forerun.client.client import Client, Speculation, read_answer
-from forerun.client.connection import ClientConfig
+from forerun.client.client import Client, ServerAnswer, Speculation, read_answer
+from forerun.client.connection import BrokenReply, ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.theory.acceptance import AcceptanceCounts
 
@@ -117,6 +118,73 @@ def test_an_echoed_prompt_has_log_probabilities():
 def test_what_is_no_answer_is_an_error(found):
     with pytest.raises(ServerUnavailable, match="no completion in"):
         client_of(lambda _: httpx.Response(200, json=found)).complete("a", {})
+
+
+def reported(num_tokens: int, num_top: int, form: str) -> dict[str, object]:
+    if form == "completion":
+        tops = [{f"t{n}": -1.0 for n in range(num_top)}] * num_tokens
+        return {"tokens": ["a"] * num_tokens, "top_logprobs": tops}
+    top = [{"token": "a", "logprob": -1.0}] * num_top
+    return {"content": [{"token": "a", "logprob": -1.0, "top_logprobs": top}] * num_tokens}
+
+
+@pytest.mark.parametrize("form", ["completion", "chat"])
+def test_what_an_answer_may_hold_is_limited(form, monkeypatch):
+    """An audit stored 100,000 alternatives at every token of its answers: 3 GB."""
+
+    def read(*shape: int) -> ServerAnswer:
+        return read_answer({"choices": [{"logprobs": reported(*shape, form)}]}, 0.0)
+
+    logprobs = read(2, 128).logprobs
+    assert logprobs is not None and [len(token.top) for token in logprobs] == [128, 128]
+    with pytest.raises(BrokenReply, match="more than 128 alternatives at one token"):
+        read(1, 129)
+    monkeypatch.setattr(client_module, "MAX_VALUES", 100)
+    assert read(20, 4).num_values == 100
+    for shape in ((101, 0), (1, 100), (20, 5)):
+        with pytest.raises(BrokenReply, match="more than 100 token ids and log-probabilities"):
+            read(*shape)
+    with pytest.raises(BrokenReply, match="more than 100"):
+        read_answer({"choices": [{"token_ids": [1] * 101}]}, 0.0)
+
+
+def test_what_the_events_of_a_stream_hold_together_is_limited(monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_VALUES", 100)
+    data = json.dumps({"choices": [{"text": "a", "token_ids": [1] * 30}]}).encode()
+    with pytest.raises(ServerUnavailable, match="more than 100"):
+        streaming(itertools.repeat(b"data: " + data + b"\n\n"))
+
+
+@pytest.mark.parametrize("number", [2**31, 2**70, -1])
+@pytest.mark.parametrize("entry", [{"id": None}, {"token": "token_id:"}], ids=str)
+def test_log_probabilities_of_ids_that_cannot_be_are_left_out(entry, number):
+    name, value = next(iter(entry.items()))
+    entry = {"logprob": -1.0, name: number if value is None else f"{value}{number}"}
+    found = {"choices": [{"logprobs": {"content": [entry]}}]}
+    assert read_answer(found, 0.0).logprobs is None
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": -1}, {"prompt_tokens": 2**70}])
+def test_counts_that_cannot_be_are_refused(usage):
+    with pytest.raises(BrokenReply, match="no completion"):
+        read_answer({"usage": usage}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"text": "a"}, "a"),
+        ({"message": {"content": "a"}}, "a"),
+        ({"delta": {"content": "a"}}, "a"),
+        ({"text": "b", "message": {"content": "a"}}, "a"),
+        ({"message": {"content": None}}, None),
+        ({"text": ""}, ""),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_text_is_that_of_the_completion_or_of_the_message(choice, text):
+    assert read_answer({"choices": [choice, {"text": "second"}]}, 0.0).text == text
 
 
 # ------------------------------------------------------------------------------ hostile streams

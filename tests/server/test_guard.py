@@ -8,12 +8,24 @@ import time
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+from starlette.exceptions import HTTPException
 from tests import tiny
 from tests.server.conftest import MODEL, TIMEOUT_S, Held, serving, tiny_engine
+from tests.server.keyless import wrongly_answered
 
 from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
-from forerun.server.guard import ApiKey, Keyring, LimitReached, check_address, read_keys
+from forerun.server.errors import response_for
+from forerun.server.guard import (
+    ApiKey,
+    Keyring,
+    LimitReached,
+    check_address,
+    protect,
+    read_keys,
+)
 
 KEY, LIMITED = "k" * 32, "m" * 32
 JSON = {"Content-Type": "application/json"}
@@ -54,6 +66,32 @@ def test_a_request_without_a_valid_key_is_refused(guarded, headers):
         assert response.headers["www-authenticate"] == "Bearer"
     assert is_error(guarded.get("/metrics", headers=headers), 401, "API key")
     assert guarded.get("/health", headers=headers).status_code == 200
+
+
+def test_without_a_key_only_listed_methods_and_paths_are_answered(guarded):
+    """A POST to a page without a key was an error 500 with a traceback."""
+    assert wrongly_answered(guarded.base_url.host, guarded.base_url.port) == {}
+
+
+def test_the_body_of_a_get_is_limited_too(guarded):
+    """A route that reads it, as the proxy in front of vLLM does, read it to its end."""
+
+    def parts():
+        for _ in range(30):
+            yield b"x" * 100
+
+    app = FastAPI()
+    app.add_exception_handler(HTTPException, response_for)
+    app.add_api_route("/health", reads_its_body)
+    protect(app, ServerConfig(max_body_bytes=2000), [ApiKey.of("a", KEY)], lambda status: None)
+    with TestClient(app, base_url="http://localhost") as client:
+        request = client.build_request("GET", "/health", content=parts())
+        assert is_error(client.send(request), 413, "2000 bytes")
+        assert client.get("/health").json() == 0
+
+
+async def reads_its_body(request: Request) -> int:
+    return len(await request.body())
 
 
 def test_a_key_lets_requests_in(guarded):
@@ -245,7 +283,7 @@ def test_the_model_can_be_asked_for_by_name(guarded):
 
 def test_pages_of_allowed_origins_and_further_host_names_are_answered():
     config = ServerConfig(
-        port=0, allowed_origins=("https://page.example",), allowed_hosts=("model.example",)
+        port=0, allowed_origins=("https://page.example",), allowed_hosts=("MODEL.example",)
     )
     with serving(tiny_engine(), config) as client:
         asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
@@ -256,6 +294,8 @@ def test_pages_of_allowed_origins_and_further_host_names_are_answered():
         assert "access-control-allow-origin" not in other.headers
         assert client.get("/health", headers={"Host": "model.example"}).status_code == 200
         assert client.get("/health", headers={"Host": "other.example"}).status_code == 421
+        for name in ("LOCALHOST", "LocalHost:80", "Model.Example:81"):
+            assert client.get("/health", headers={"Host": name}).status_code == 200
 
 
 def test_other_models_and_paths_are_not_found(guarded):
@@ -369,16 +409,48 @@ def test_keys_of_a_file(tmp_path):
         ("keys", "not TOML"),
         ("a = 1", "no \\[\\[keys\\]\\]"),
         ('[[keys]]\ntenant = "a"\nkey = "short"', "5 characters"),
+        (f'[[keys]]\ntenant = ""\nkey = "{KEY}"', "tenant of a key is"),
         (f'[[keys]]\nkey = "{KEY}"', "no tenant"),
         (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nrate = 3', "rate; there are"),
         ('[[keys]]\ntenant = "a"', "one of key and sha256"),
         ('[[keys]]\ntenant = "a"\nsha256 = "abc"', "64 lower-case"),
         (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nmax_concurrent = 0', "max_concurrent is 0"),
+        (
+            f'[[keys]]\ntenant = ["a"]\nkey = "{KEY}"',
+            "Expected `str`, got `(array|int|object)` - at `..tenant`",
+        ),
+        (
+            f'[[keys]]\ntenant = 3\nkey = "{KEY}"',
+            "Expected `str`, got `(array|int|object)` - at `..tenant`",
+        ),
+        (
+            f'[[keys]]\ntenant = {{}}\nkey = "{KEY}"',
+            "Expected `str`, got `(array|int|object)` - at `..tenant`",
+        ),
+        ('[[keys]]\ntenant = "a"\nkey = 1234567890123456789', "key is a int; it must be a text"),
+        ('[[keys]]\ntenant = "a"\nkey = ["0123456789abcdef"]', "key is a list; it must be a text"),
+        ('[[keys]]\ntenant = "a"\nkey = 2026-01-01', "key is a date; it must be a text"),
+        ('[[keys]]\ntenant = "a"\nkey = "äääääääääääääääääääää"', "use ASCII"),
+        ('[[keys]]\ntenant = "a"\nkey = " 0123456789abcdef"', "use ASCII"),
+        ('[[keys]]\ntenant = "a"\nsha256 = 3', "got `int` - at `..sha256`"),
+        ('[[keys]]\ntenant = "a"\nsha256 = ["a"]', "got `array` - at `..sha256`"),
+        (f'[[keys]]\ntenant = "a"\nsha256 = {"1" * 64}', "at `..sha256`"),
+        (
+            f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nmax_tokens = "3"',
+            "got `str` - at `..max_tokens`",
+        ),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nrequests_per_minute = nan', "is nan"),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\npriority = true', "got `bool` - at `..priority`"),
+        ("keys = [3]", "no table; there are"),
+        ("keys = {}", "no \\[\\[keys\\]\\]"),
+        ("keys = " + "[" * 5000, "not TOML"),
+        ("keys = " + "9" * 5000, "not TOML"),
+        ("keys = \ud800", "not TOML"),
     ],
 )
 def test_a_wrong_file_of_keys_is_refused(tmp_path, text, message):
     path = tmp_path / "keys.toml"
-    path.write_text(text)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(InvalidRequest, match=message):
         read_keys(path)
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import msgspec
+import psutil
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from tests.server.keyless import wrongly_answered
 
 from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.server.config import ServerConfig
 from forerun.server.guard import ApiKey
 from forerun.server.live_page import LiveSnapshot
+from forerun.server.run import open_socket, uvicorn_config
 from forerun.server.vllm import VllmView, create_proxy, speculative_config, vllm_running
 
 K = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}
@@ -34,8 +45,9 @@ def program(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def address(program) -> Iterator[str]:
-    with vllm_running("target", K, program=program, timeout_s=300.0) as found:
-        yield found
+    with vllm_running("target", K, program=program, timeout_s=300.0) as vllm:
+        vllm.wait_until_ready()
+        yield vllm.address
 
 
 def client_of(app: FastAPI) -> TestClient:
@@ -170,16 +182,17 @@ def test_a_program_that_is_missing_or_ends_is_an_error(program):
         pass
     with (
         pytest.raises(ServerUnavailable, match="ended with code 3"),
-        vllm_running("broken", {}, program=program),
+        vllm_running("broken", {}, program=program) as vllm,
     ):
-        pass
+        vllm.wait_until_ready()
 
 
 def test_the_program_ends_with_the_server(program):
-    with vllm_running("target", {}, program=program) as found:
-        assert httpx.get(f"{found}/health").is_success
+    with vllm_running("target", {}, program=program) as vllm:
+        vllm.wait_until_ready()
+        assert httpx.get(f"{vllm.address}/health").is_success
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{found}/health")
+        httpx.get(f"{vllm.address}/health")
 
 
 def test_the_configuration_is_that_of_the_alignment_where_there_is_one(tmp_path):
@@ -251,10 +264,155 @@ def test_the_configuration_may_be_what_a_plan_recommends(tmp_path, capsys):
         planned(draft="d")
 
 
-def test_the_command_starts_the_server_and_ends_with_it(program, tmp_path):
-    import signal
-    import subprocess
+@contextlib.contextmanager
+def proxied(address: str, keys: Sequence[ApiKey] = (), **changes: object) -> Iterator[str]:
+    """The proxy in a server of its own, as the command runs it."""
+    config = ServerConfig(port=0, **changes)
+    listener = open_socket(config)
+    app = create_proxy(address, target="t", methods=[], config=config, keys=keys)
+    server = uvicorn.Server(uvicorn_config(app, config))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60.0)
 
+
+def comes_true(check: Callable[[], bool]) -> bool:
+    """Whether something happens at all: what is waited for takes milliseconds."""
+    return any(check() or time.sleep(0.02) for _ in range(1500))
+
+
+def raw_request(path: str, body: str) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
+def connected(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)))
+
+
+WAITING = raw_request("/v1/completions", '{"prompt": "wait"}')
+
+
+def test_a_client_that_leaves_stops_its_request_and_gives_its_place_back(address):
+    """The request was worked on to its end, and counted among those of its key until then."""
+    before = httpx.get(f"{address}/left").json()
+    with proxied(address, max_requests=1) as url:
+        with connected(url) as peer:
+            peer.sendall(WAITING)
+            assert comes_true(lambda: httpx.post(f"{url}/tokenize", json={}).status_code == 429)
+        assert comes_true(lambda: httpx.get(f"{address}/left").json() == before + 1)
+        assert comes_true(lambda: httpx.post(f"{url}/tokenize", json={}).status_code == 200)
+
+
+def test_more_than_a_hundred_requests_at_once_hang_nothing(program):
+    """httpx opened at most 100 connections, and every further request waited for one of them."""
+    with vllm_running("target", {}, program=program) as vllm, contextlib.ExitStack() as stack:
+        vllm.wait_until_ready()
+        url = stack.enter_context(proxied(vllm.address))
+        peers = [stack.enter_context(connected(url)) for _ in range(120)]
+        for peer in peers:
+            peer.sendall(WAITING)
+        for path in ("/health", "/ready", "/metrics", "/v1/models"):
+            assert httpx.get(url + path).status_code == 200
+        assert httpx.get(f"{vllm.address}/release").status_code == 200
+        for peer in peers:
+            peer.settimeout(60.0)
+            assert peer.recv(12) == b"HTTP/1.1 200"
+
+
+def test_an_answer_that_vllm_breaks_off_ends_without_an_end(address, caplog):
+    with proxied(address) as url, pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "break off"})
+    assert [record.exc_info for record in caplog.records if record.exc_info] == []
+    assert "broke off an answer" in caplog.text
+
+
+def test_probes_answer_while_vllm_loads():
+    ready = False
+    app = create_proxy("http://127.0.0.1:9", target="t", methods=[], is_ready=lambda: ready)
+    with client_of(app) as client:
+        assert client.get("/health").json() == {"status": "loading"}
+        for answer in (client.get("/ready"), client.post("/v1/completions", json={})):
+            assert answer.status_code == 503
+            assert "loading the model" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"]
+        assert client.get("/").status_code == 200
+        ready = True  # and gone
+        for path in ("/health", "/ready"):
+            answer = client.get(path)
+            assert answer.status_code == 503
+            assert "does not answer" in answer.json()["error"]["message"]
+
+
+def test_origins_are_decided_here(address):
+    origin = {"Origin": "https://page.example"}
+    for allowed, found in (((), None), (("https://page.example",), "https://page.example")):
+        config = ServerConfig(allowed_origins=allowed)
+        with client_of(create_proxy(address, target="t", methods=[], config=config)) as client:
+            answer = client.get("/v1/models", headers=origin)
+            assert answer.headers.get("access-control-allow-origin") == found
+            asked = origin | {"Access-Control-Request-Method": "POST"}
+            answer = client.options("/v1/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == found
+
+
+def test_without_a_key_only_listed_methods_and_paths_are_answered(address):
+    """The path that is compared is the one that is passed on, byte for byte."""
+    with proxied(address, keys=[ApiKey.of("default", SECRET)]) as url:
+        host, port = url.removeprefix("http://").split(":")
+        assert wrongly_answered(host, int(port)) == {}
+
+
+def served_command(program: str, target: str) -> list[str]:
+    command = [sys.executable, "-m", "forerun", "serve", target, "--engine", "vllm"]
+    return [*command, "--vllm", program, "--port", "0", "--draft", "suffix"]
+
+
+def test_a_vllm_that_dies_ends_the_server_with_a_clear_line(program):
+    for target, words in (("broken", "code 3 before it was ready"), ("dying", "code 5")):
+        with subprocess.Popen(
+            served_command(program, target),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.readline()
+            if target == "dying":
+                url = process.stdout.readline().split()[4].rstrip(";").removesuffix("/v1")
+                with contextlib.suppress(httpx.HTTPError):
+                    httpx.get(f"{url}/release")
+            assert process.wait(120.0) == 1
+            (line,) = process.stderr.read().splitlines()
+            assert f"vLLM ended with {words}" in line
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_ends_vllm_while_it_loads(program, name):
+    with subprocess.Popen(
+        served_command(program, "loading"),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert comes_true(lambda: bool(psutil.Process(process.pid).children()))
+        (child,) = psutil.Process(process.pid).children()
+        process.send_signal(getattr(signal, name))
+        process.wait(60.0)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_command_starts_the_server_and_ends_with_it(program, tmp_path):
     found = {"method": "suffix", "num_speculative_tokens": 6}
     file = written(tmp_path / "found.json", found)
     command = [sys.executable, "-m", "forerun", "serve", "target"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import threading
@@ -15,7 +14,6 @@ import pytest
 
 from forerun.bounded_read import (
     ReadLimits,
-    gunzipped,
     json_lines,
     open_bounded,
     open_stdin,
@@ -147,17 +145,6 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     for read in (read_text, read_json):
         with pytest.raises(UnreadableInput, match="UTF-8 at byte 2"):
             read(path)
-
-
-def test_compressed_data_has_limits():
-    assert gunzipped(gzip.compress(b"x" * 1000), "name", SMALL) == b"x" * 1000
-    for data, message in (
-        (gzip.compress(bytes(1 << 24)), "decompresses to more"),
-        (gzip.compress(os.urandom(100))[:-12], "cut off"),
-        (b"plain", "not gzip"),
-    ):
-        with pytest.raises(UnreadableInput, match=message):
-            gunzipped(data, "name", SMALL)
 
 
 def test_parquet_is_read_in_batches(tmp_path):

@@ -73,6 +73,8 @@ class DataConfig:
     """OpenAI-compatible server that writes the responses; by default the target in this process."""
     responses_model: str | None = None
     """Name of the model on that server; by default the target's name."""
+    responses_key_env: str | None = None
+    """Environment variable with that server's API key; by default OPENAI_API_KEY, if it is set."""
     on_policy_share: float = 0.0
     """Share of the training tokens that the draft writes itself and the target scores."""
     fixed_share: float = 0.0

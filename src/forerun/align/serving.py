@@ -20,6 +20,7 @@ from typing import Any
 from forerun.align.config import Export, Method
 from forerun.align.target import load_target
 from forerun.atomic_write import atomic_write
+from forerun.client.urls import without_secrets
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
@@ -386,9 +387,10 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
     Files of `serving/` name folders of this machine and are not uploaded; the card has the same
     commands with the name of the repository.
     """
-    from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from forerun.client.door import NETWORK_ERRORS
 
     with atomic_write(serving.draft / "README.md") as scratch:
         lines = _model_card(serving, repo, engines)
@@ -402,10 +404,10 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
             commit_message="Draft model for speculative decoding, aligned by forerun",
             ignore_patterns=[f"{SERVING_FOLDER}/*", "*.tmp", ".*"],
         )
-    except (HfHubHTTPError, HFValidationError, HTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS) as error:
         raise InvalidRequest(
-            f"{serving.draft} could not be uploaded to {repo}: {error}; the draft is complete on "
-            "disk, and the same command uploads it again"
+            f"{serving.draft} could not be uploaded to {repo}: {without_secrets(error)}; the draft "
+            "is complete on disk, and the same command uploads it again"
         ) from error
     return f"https://huggingface.co/{repo}"
 

@@ -34,6 +34,7 @@ from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.client.client import Client, ServerAnswer
 from forerun.client.connection import BrokenReply, ClientConfig
+from forerun.client.urls import HIDDEN, shown_url
 from forerun.engine.engine import Engine
 from forerun.engine.http_backend import sampling_fields
 from forerun.engine.loading import load_pair_member
@@ -614,12 +615,22 @@ class TrainingTexts:
         if data.responses_from is not None:
             num_logprobs = NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0
             name = data.responses_model or self.config.target
-            config = ClientConfig(url=data.responses_from, model=name, max_connections=16)
+            if HIDDEN in data.responses_from:
+                raise InvalidRequest(
+                    f"--responses-from {data.responses_from} was recorded without its secret "
+                    "parts: give the whole address"
+                )
+            config = ClientConfig(
+                url=data.responses_from,
+                model=name,
+                key_variable=data.responses_key_env,
+                max_connections=16,
+            )
             server = ResponseServer(
                 client=Client(config), tokenizer=self.tokenizer, num_logprobs=num_logprobs
             )
             # The model behind the address is not known: another target must not reuse responses.
-            model = f"{model} {data.responses_from} {name} {num_logprobs}"
+            model = f"{model} {_recorded(data.responses_from)} {name} {num_logprobs}"
         origin = ResponseOrigin(
             source="target",
             model=model,
@@ -649,6 +660,12 @@ class TrainingTexts:
             )
         ]
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
+
+
+def _recorded(url: str) -> str:
+    """Return a URL without its secrets; a hash tells those apart that differ in them."""
+    shown = shown_url(url)
+    return shown if shown == url else f"{shown} {hash_of(url.encode())}"
 
 
 def _without_loop(sample: Sample) -> Sample:

@@ -33,6 +33,7 @@ from forerun.align.config import FREE_TRAINING_SETTINGS, LEFT_OUT, AlignConfig
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import check_regular, read_bytes
 from forerun.cache import hash_of
+from forerun.client.urls import shown_url
 from forerun.errors import InvalidCheckpoint, InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import CARD_FILE, read_card
@@ -216,6 +217,8 @@ GONE: Mapping[str, Mapping[str, int]] = {
 
 def settings_of(config: AlignConfig) -> dict[str, Any]:
     values: dict[str, Any] = to_json(config)
+    if (url := config.data.responses_from) is not None:
+        values["data"]["responses_from"] = shown_url(url)  # a draft's card is published
     return {name: value for name, value in values.items() if name not in LEFT_OUT}
 
 
@@ -252,7 +255,8 @@ Identity = Mapping[str, str]
 
 FREE = {
     "sampling": ("n", "logprobs"),  # responses are single samples
-    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens"),  # see the two hashes
+    # The two hashes cover the first four.
+    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens", "responses_key_env"),
     "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
     "objective": (),
     "attached": (),

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-import httpx
 import msgspec
 
 from forerun.audit.config import Kind
-from forerun.audit.records import AuditAnswer, Question
-from forerun.client.client import Client, ServerAnswer, TokenLogprob
+from forerun.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
+from forerun.client.client import MAX_ID, Client, ServerAnswer, TokenLogprob
 from forerun.client.connection import ID_FLAGS, ClientConfig
+from forerun.client.door import Transport
+from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest, ServerUnavailable
 
 NUM_TOP = 20
@@ -75,9 +76,9 @@ class HttpEndpoint:
         wants_logprobs: bool,
         num_clients: int,
         ids_by_text: Mapping[str, int] | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        self.name = server.url
+        self.name = shown_url(server.url)
         self.wants_logprobs = wants_logprobs
         self._ids_by_text = ids_by_text or {}
         self._clients: dict[str, Client] = {}
@@ -151,7 +152,7 @@ class HttpEndpoint:
 def _ids_of(
     events: Sequence[ServerAnswer], ids_by_text: Mapping[str, int], *, counts_end: bool
 ) -> list[int] | None:
-    """Return the ids of a stream's tokens; None if one of them is uncertain.
+    """Return the ids of a stream's tokens; None if one of them is uncertain, or cannot be one.
 
     llama.cpp sends accepted draft tokens without id and log-probability, one event each. Their ids
     follow from their texts if the server counts as many tokens as there are events; otherwise two
@@ -168,7 +169,7 @@ def _ids_of(
         elif event.text:
             ids.append(ids_by_text.get(event.text))
             by_text = True
-    found = [token for token in ids if token is not None]
+    found = [token for token in ids if token is not None and 0 <= token <= MAX_ID]
     if not found or len(found) < len(ids):
         return None
     used = max((e.usage.completion_tokens or 0 for e in events if e.usage), default=0)
@@ -179,7 +180,7 @@ def _ids_of(
 
 def _num_tokens(event: ServerAnswer) -> int:
     """Return the least number of tokens that an event of a stream can hold."""
-    return len(event.token_ids or event.logprobs or ()) or int(bool(event.text))
+    return max(len(event.token_ids or ()), len(event.logprobs or ())) or int(bool(event.text))
 
 
 def _answer_of(
@@ -200,7 +201,7 @@ def _answer_of(
         text="".join(event.text or "" for event in events),
         finish_reason=next((e.finish_reason for e in reversed(events) if e.finish_reason), None),
         top=tuple(_top_of(token) for token in logprobs),
-        logprobs=tuple(t.logprob if t.logprob is not None else 0.0 for t in logprobs),
+        logprobs=tuple(_clamped(t.logprob or 0.0) for t in logprobs),
         num_charged=0 if refused else counted if is_whole else max(counted, question.num_tokens),
         problem=problem,
         is_refused=is_refused,
@@ -209,7 +210,11 @@ def _answer_of(
 
 def _top_of(token: TokenLogprob) -> tuple[tuple[int, float], ...]:
     """Return the alternatives with their ids; a text without an id is named by its hash."""
-    return tuple((_id_of(text, token_id), value) for text, token_id, value in token.top)
+    return tuple((_id_of(text, token_id), _clamped(value)) for text, token_id, value in token.top)
+
+
+def _clamped(logprob: float) -> float:
+    return min(max(logprob, LOWEST), HIGHEST)
 
 
 def _id_of(text: str, token_id: int | None) -> int:

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Float
@@ -176,13 +177,13 @@ class Ledger:
             values, ratios = read_sampled(rows, before, tokens, self._earlier.get(key, ()))
             self._earlier[key] = answer.token_ids
         sizes = answer.step_sizes
-        places = [place for size in sizes for place in range(size)]
+        places = [*islice((place for size in sizes for place in range(size)), num)]
         places += [0] * max(0, num - len(places))
         return TokenReading(
             values=values,
             ratios=ratios,
             indices=np.arange(num),
-            offsets=np.array(places[:num], dtype=np.int64),
+            offsets=np.array(places, dtype=np.int64),
         )
 
     @property

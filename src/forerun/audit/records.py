@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from forerun.bounded_read import read_text
+from forerun.bounded_read import ReadLimits, check_regular, first_line, open_bounded
+from forerun.client.client import MAX_ALTERNATIVES, Count, TokenId
 from forerun.errors import InvalidRequest, UnreadableInput
 
 Arm = Literal["served", "control"]
 FORMAT = 1
+LOWEST, HIGHEST = -1e4, 100.0
+"""Ends between which log-probabilities are kept; JSON has no infinity."""
+_Logprob = Annotated[float, Meta(ge=LOWEST, le=HIGHEST)]
+_Listed = tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], _Logprob]
+"""A token's id, or the hash of its text, with its log-probability."""
+_STATE = ReadLimits(max_bytes=1 << 28)
+_MAX_VALUES = 4_000_000
+"""Most values of a state file; an audit of 20,000 tokens writes a fifth of them."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +37,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     arm: Arm
     kind: str
-    prompt: tuple[int, ...] | str
-    num_tokens: int
+    prompt: tuple[TokenId, ...] | str
+    num_tokens: Count
     group: int
 
 
@@ -46,21 +56,21 @@ class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
         is_refused: the server will not answer such a request.
     """
 
-    token_ids: tuple[int, ...] | None = None
-    step_sizes: tuple[int, ...] = ()
+    token_ids: tuple[TokenId, ...] | None = None
+    step_sizes: tuple[Count, ...] = ()
     text: str = ""
     finish_reason: str | None = None
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    logprobs: tuple[float, ...] = ()
-    num_charged: int
-    num_requests: int = 1
+    top: tuple[Annotated[tuple[_Listed, ...], Meta(max_length=MAX_ALTERNATIVES)], ...] = ()
+    logprobs: tuple[_Logprob, ...] = ()
+    num_charged: Count
+    num_requests: Count = 1
     problem: str | None = None
     is_refused: bool = False
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     header: dict[str, str] | None = None
-    number: int | None = None
+    number: Count | None = None
     question: Question | None = None
     answer: AuditAnswer | None = None
 
@@ -83,15 +93,15 @@ class StateFile:
         """
         if self.path is None:
             return []
+        if self.path.exists():
+            check_regular(self.path)  # a pipe would be waited for
         if not self.path.exists() or not self.path.stat().st_size:
             self._append(_Line(header={**self.header, "format": str(FORMAT)}))
             return []
-        lines = self._lines()
+        lines, num_bytes = self._lines()
         if not lines or lines[0].header != {**self.header, "format": str(FORMAT)}:
-            found = lines[0].header if lines else None
-            raise InvalidRequest(
-                f"{self.path} is the state of another audit ({found}); name another --state"
-            )
+            raise InvalidRequest(f"{self.path} is the state of another audit; name another --state")
+        os.truncate(self.path, num_bytes)
         questions = {line.number: line.question for line in lines if line.question is not None}
         answers = {line.number: line.answer for line in lines if line.answer is not None}
         self._num_questions = max((n for n in questions if n is not None), default=-1) + 1
@@ -100,24 +110,32 @@ class StateFile:
             for number, question in sorted(questions.items(), key=lambda item: item[0] or 0)
         ]
 
-    def _lines(self) -> list[_Line]:
+    def _lines(self) -> tuple[list[_Line], int]:
+        """Return the whole lines and their length in bytes; an interruption may tear the last."""
         assert self.path is not None
+        found, num_values, num_bytes = list[_Line](), 0, 0
         try:
-            text = read_text(self.path)
+            with open_bounded(self.path, _STATE) as file:
+                for number, line in enumerate(file.lines(), start=1):
+                    if not line.endswith(b"\n"):
+                        break
+                    num_bytes += len(line)
+                    num_values += line.count(b",")
+                    if num_values > _MAX_VALUES:
+                        raise UnreadableInput(f"it holds more than {_MAX_VALUES} values, the limit")
+                    found += self._parsed(line, number)
         except (OSError, UnreadableInput) as error:
             raise InvalidRequest(f"--state {self.path} cannot be read: {error}") from error
-        found = []
-        whole = text.split("\n")
-        for place, line in enumerate(whole):
-            try:
-                if line:
-                    found.append(msgspec.json.decode(line, type=_Line))
-            except msgspec.DecodeError as error:
-                if place == len(whole) - 1:  # torn by an interruption
-                    self.path.write_text("\n".join(whole[:-1]) + "\n", encoding="utf-8")
-                    break
-                raise InvalidRequest(f"--state {self.path}:{place + 1}: {error}") from error
-        return found
+        return found, num_bytes
+
+    def _parsed(self, line: bytes, number: int) -> list[_Line]:
+        try:
+            return [msgspec.json.decode(line, type=_Line)] if line.strip() else []
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            raise InvalidRequest(
+                f"--state {self.path}:{number} is no line of an audit: {first_line(error)}; name "
+                "another file"
+            ) from error
 
     def ask(self, questions: Sequence[Question]) -> list[int]:
         """Record questions before they are sent; returns their numbers."""

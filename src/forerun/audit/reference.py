@@ -49,7 +49,7 @@ class ReportedLogprobs:
         if ids is None or not is_plain or not len(ids) == len(tops) == len(answer.logprobs):
             return None
         width = min(map(len, tops), default=0)
-        if width < 2 or not self._are_possible(answer):
+        if width < 2 or not self._are_possible(answer, tops):
             return None
         ordered = [sorted(row, key=lambda item: -item[1])[:width] for row in tops]
         listed = np.array([[token for token, _ in row] for row in ordered], dtype=np.int64)
@@ -64,10 +64,10 @@ class ReportedLogprobs:
             probs=probs / probs.sum(-1, keepdims=True), columns=columns, ids=listed, margins=margins
         )
 
-    def _are_possible(self, answer: AuditAnswer) -> bool:
-        for row, own, token in zip(
-            answer.top, answer.logprobs, answer.token_ids or (), strict=False
-        ):
+    def _are_possible(
+        self, answer: AuditAnswer, tops: Sequence[Sequence[tuple[int, float]]]
+    ) -> bool:
+        for row, own, token in zip(tops, answer.logprobs, answer.token_ids or (), strict=True):
             values = dict(row)
             total = float(np.exp(np.array([*values.values()])).sum())
             if total > _MOST_SUM or own > 1e-6 + max(values.values()):
@@ -97,7 +97,7 @@ class ReferenceModel:
         """Return the rows of the text's tokens under the parameters of the request."""
         tokens = list(answer.token_ids or ())
         size = self.model.vocab_size
-        if not tokens or not all(0 <= token < size for token in tokens):
+        if not (tokens and prompt) or not all(0 <= token < size for token in (*prompt, *tokens)):
             return None
         end = next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
         ids = [*prompt, *tokens[:end]][: self.model.max_context]

@@ -8,11 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from forerun.audit.config import AuditConfig, Kind
 from forerun.audit.endpoint import MOST_REQUESTS, Endpoint
 from forerun.audit.ledger import Ledger
 from forerun.audit.records import Arm, AuditAnswer, Question, StateFile
 from forerun.audit.reference import Reference
+from forerun.errors import InvalidRequest
+from forerun.terminal_text import printable
 
 Prompt = tuple[int, ...] | str
 Report = Callable[[str, float], None]
@@ -83,6 +87,12 @@ class Audit:
         """Resume from the state file and ask until the audit has ended."""
         started_s = time.monotonic()
         for question, answer in self.state.load():
+            if question.kind not in self.ledger.kinds:
+                raise InvalidRequest(
+                    f"--state {self.state.path} has a question of the kind "
+                    f"{printable(question.kind, max_length=100)!r}, which this forerun does not "
+                    "ask; name another file"
+                )
             self._count(question)
             self._add(question, answer)
         while questions := self._next():
@@ -120,7 +130,8 @@ class Audit:
         if self._is_judged(question, answer):
             self.ledger.add(question, answer)
         if question.arm == "served":
-            self._texts.append((question, answer))
+            kept = msgspec.structs.replace(answer, top=(), logprobs=(), step_sizes=())
+            self._texts.append((question, kept))
             progress.peak_log_e = max(progress.peak_log_e, self.ledger.log_e)
             if progress.alarm_tokens is None and progress.peak_log_e >= self.alarm_log_e:
                 progress.alarm_tokens = progress.spent.num_tokens

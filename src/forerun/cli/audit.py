@@ -15,6 +15,7 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole, progress_bar
+from forerun.client.urls import is_url, shown_source, shown_url
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def run(options: AuditOptions) -> int:
     """Audit a server and show the verdict."""
     from forerun.audit.config import AuditConfig
 
-    if options.draft is not None and (options.reference is None or _is_url(options.reference)):
+    if options.draft is not None and (options.reference is None or is_url(options.reference)):
         raise InvalidRequest("--draft needs the model of the server as --reference")
     config = AuditConfig(
         max_tokens=options.tokens,
@@ -103,10 +104,6 @@ def run(options: AuditOptions) -> int:
     return _CODES[verdict.status]
 
 
-def _is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
 def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
     from forerun.audit.config import AuditConfig
     from forerun.audit.endpoint import HttpEndpoint
@@ -119,7 +116,7 @@ def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
     name, keys = options.reference, options.api_key_env
     reference: Reference = ReportedLogprobs()
     tokenizer, control, ids_by_text = None, None, None
-    if name is not None and _is_url(name):
+    if name is not None and is_url(name):
         control = ClientConfig(url=name, key_variable=keys[-1] if keys else None)
     elif name is not None:
         loaded = load_reference(name, options.draft, max_context=_LONGEST_PROMPT + 2048)
@@ -135,7 +132,11 @@ def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
         ids_by_text=ids_by_text,
     )
     stack.callback(endpoint.close)
-    header = {"url": options.url, "reference": name or "", "draft": options.draft or ""}
+    header = {
+        "url": shown_url(options.url),
+        "reference": shown_source(name or ""),
+        "draft": options.draft or "",
+    }
     prompts = _prompts(options.prompts, tokenizer)
     return Audit(config, endpoint, reference, prompts, StateFile(options.state, header))
 

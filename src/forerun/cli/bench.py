@@ -24,6 +24,7 @@ from forerun.cli.flags import (
     check_writable,
 )
 from forerun.cli.tables import SafeConsole, progress_bar, status_text, table_of, with_ends
+from forerun.client.urls import shown_url
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest, Range
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
@@ -77,7 +78,8 @@ class EndpointFlags:
                     raise InvalidRequest(f"--{item.name.replace('_', '-')} needs --url")
             return
         if len(self.url) > 2 or len(set(self.url)) < len(self.url):
-            raise InvalidRequest(f"--url is {list(self.url)}; give one server, or two others")
+            names = ", ".join(map(shown_url, self.url))
+            raise InvalidRequest(f"--url is {names}; give one server, or two others")
         if len(self.api_key_env) > len(self.url):
             raise InvalidRequest("--api-key-env is given more often than --url")
         for num_clients in self.concurrency:
@@ -117,7 +119,9 @@ class EndpointRun:
         counts = self.flags.num_requests
         with ExitStack() as stack:
             for place, url in enumerate(self.flags.url):
-                self.backends[url] = stack.enter_context(self._connected(place, url))
+                name = shown_url(url)
+                name += " (2)" if name in self.backends else ""
+                self.backends[name] = stack.enter_context(self._connected(place, url))
             total = self.num_blocks * len(counts) * len(self.backends)
             try:
                 with progress_bar("warming up", total) as report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,6 +71,8 @@ class DiagnoseOptions:
     """Cost profile of `forerun profile`, for predictions at other K."""
     interval_s: float = 10.0
     """Between the two samples of a URL."""
+    api_key_env: str | None = None
+    """Environment variable with the API key of a URL. Default: OPENAI_API_KEY, if it is set."""
     json: bool = False
     """Print one JSON object."""
     html: Path | None = None
@@ -156,6 +159,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
 
+    read = partial(read_source, interval_s=options.interval_s, key_variable=options.api_key_env)
     evidence = Evidence()
     for name, value in options.given().items():
         try:
@@ -163,8 +167,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
     for source in options.sources:
-        found = read_source(source, interval_s=options.interval_s, is_asking=options.ask)
-        evidence.include(found)
+        evidence.include(read(source, is_asking=options.ask))
     unknown = [reading.source for reading in evidence.readings if reading.num_unknown]
     known = evidence.facts or any(reading.kinds for reading in evidence.readings)
     if unknown and not known and not options.ask:
@@ -175,7 +178,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
         )
     evidence.check_counts()
     for source in options.before:
-        before = read_source(source, interval_s=options.interval_s)
+        before = read(source)
         add_changes(evidence, before)
         evidence.include(as_reference(before))
     return evidence

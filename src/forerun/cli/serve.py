@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Literal
@@ -123,15 +124,23 @@ def run_vllm(options: ServeOptions) -> int:
         f"speculative configuration of vLLM: {json.dumps(found) if found else 'none'}", flush=True
     )
     listener = open_socket(options.server)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.GOOD))  # so that vLLM is ended too
+    # So that vLLM is ended too; `nohup` has SIGHUP ignored.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.GOOD))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     arguments = ["--served-model-name", options.model, *shlex.split(options.vllm_args)]
-    with vllm_running(target, found, program=options.vllm, arguments=arguments) as address:
+    with vllm_running(target, found, program=options.vllm, arguments=arguments) as vllm:
         methods = [str(found.get("method", "draft"))] if found else []
         proxy = create_proxy(
-            address, target=options.model, methods=methods, config=options.server, keys=keys
+            vllm.address,
+            target=options.model,
+            methods=methods,
+            config=options.server,
+            keys=keys,
+            is_ready=lambda: vllm.is_ready,
         )
-        _announce(options.model, listener)
-        serve(proxy, listener, options.server)
+        vllm.supervise(partial(_announce, options.model, listener))
+        serve(proxy, listener, options.server, vllm)
     return Exit.GOOD
 
 

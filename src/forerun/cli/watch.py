@@ -14,7 +14,9 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole
-from forerun.errors import InvalidRequest, Range
+from forerun.client.urls import is_url, shown_source, without_secrets
+from forerun.errors import ForerunError, InvalidRequest, Range
+from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
     from forerun.diagnose.change_points import ChangePoint
@@ -44,6 +46,9 @@ class WatchOptions:
     """Write the state as a Prometheus text file after every reading, for a textfile collector."""
     hook: str | None = None
     """Send every change point to this address, as a POST of JSON."""
+    api_key_env: str | None = None
+    """Environment variable with the API key of a URL; the hook does not get it.
+    Default: OPENAI_API_KEY, if it is set."""
     once: bool = False
     """Read once and end: exit code 3 if this reading showed a change."""
     json: bool = False
@@ -54,12 +59,19 @@ class WatchOptions:
         Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
         if self.target_tpot_s is not None:
             Range("--target-tpot-s", 0, 3600, above_low=True).check(self.target_tpot_s)
-        if self.hook is not None and not self.hook.startswith(("http://", "https://")):
-            raise InvalidRequest(f"--hook {self.hook!r} must be an http:// or https:// address")
-        if self.trace and self.source.startswith(("http://", "https://")):
-            raise InvalidRequest(f"--trace reads a file; {self.source} is an address")
+        if self.hook is not None and not is_url(self.hook):
+            raise InvalidRequest("--hook must be an address that begins with http:// or https://")
+        if self.trace and is_url(self.source):
+            raise InvalidRequest(f"--trace reads a file; {self.name} is an address")
+        if self.api_key_env is not None and not is_url(self.source):
+            raise InvalidRequest("--api-key-env is for a server; a file needs no key")
         check_writable("--state", self.state)
         check_writable("--metrics-out", self.metrics_out)
+
+    @property
+    def name(self) -> str:
+        """The source in messages, in the state and for the hook, without secrets of a URL."""
+        return shown_source(self.source)
 
 
 def run(options: WatchOptions) -> int:
@@ -68,7 +80,7 @@ def run(options: WatchOptions) -> int:
     is_first = not options.state.exists()
     state = load_state(options)
     if not options.once:
-        _say(options, f"watching {options.source} every {options.interval_s:g} s")
+        _say(options, f"watching {options.name} every {options.interval_s:g} s")
     while True:
         found = _read_once(options, state)
         if options.once:
@@ -91,7 +103,7 @@ def load_state(options: WatchOptions) -> WatchState:
     from forerun.diagnose.watch import WatchState
 
     if not options.state.exists():
-        return WatchState(source=options.source)
+        return WatchState(source=options.name)
     data = read_bytes(options.state, ReadLimits(max_bytes=1 << 24))
     try:
         state = msgspec.json.decode(data, type=WatchState)
@@ -99,9 +111,10 @@ def load_state(options: WatchOptions) -> WatchState:
         raise InvalidRequest(
             f"--state {options.state} is no state of forerun watch: {error}; name another file"
         ) from error
-    if state.source != options.source:
+    if state.source != options.name:
+        of = printable(without_secrets(state.source), max_length=300)
         raise InvalidRequest(
-            f"--state {options.state} is of {state.source}; name another file for {options.source}"
+            f"--state {options.state} is of {of}; name another file for {options.name}"
         )
     return state
 
@@ -115,7 +128,7 @@ def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
         if options.trace:
             found = observe_trace(state, Path(options.source), options.target_tpot_s)
         else:
-            found = observe(state, _metrics_of(options.source), time.time(), options.target_tpot_s)
+            found = observe(state, _metrics_of(options), time.time(), options.target_tpot_s)
     except InvalidRequest as error:
         if is_first or options.once:
             raise
@@ -145,17 +158,17 @@ def _save(options: WatchOptions, state: WatchState) -> None:
             scratch.write_text(watch_text(state), encoding="utf-8")
 
 
-def _metrics_of(source: str) -> Metrics:
+def _metrics_of(options: WatchOptions) -> Metrics:
     from forerun.bounded_read import ReadLimits, read_text
     from forerun.diagnose.readers.prometheus import PrometheusText
     from forerun.diagnose.readers.sources import MAX_PAGE_BYTES, page_of
     from forerun.errors import UnreadableInput
 
-    if source.startswith(("http://", "https://")):
-        return page_of(source).metrics
-    page = PrometheusText()
+    if is_url(options.source):
+        return page_of(options.source, options.api_key_env).metrics
+    page, limits = PrometheusText(), ReadLimits(max_bytes=MAX_PAGE_BYTES)
     try:
-        for line in read_text(Path(source), ReadLimits(max_bytes=MAX_PAGE_BYTES)).splitlines():
+        for line in read_text(Path(options.source), limits).splitlines():
             page.read(line)
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
@@ -166,7 +179,7 @@ def _report(options: WatchOptions, change: ChangePoint) -> None:
     from msgspec.structs import asdict
 
     if options.json:
-        print(json.dumps({"source": options.source} | asdict(change)), flush=True)
+        print(json.dumps({"source": options.name} | asdict(change)), flush=True)
         return
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.started_s))
     causes = f"; likely: {', '.join(change.causes)}" if change.causes else ""
@@ -180,14 +193,15 @@ def _say(options: WatchOptions, text: str) -> None:
 
 def _send(options: WatchOptions, state: WatchState) -> None:
     """Send change points in order; those that are refused are tried again at the next reading."""
-    import httpx
     from msgspec.structs import asdict
 
+    from forerun.client.door import post_once
+
     while state.unsent:
-        content = {"source": options.source} | asdict(state.unsent[0])
+        content = {"source": options.name} | asdict(state.unsent[0])
         try:
-            httpx.post(str(options.hook), json=content, timeout=HOOK_TIMEOUT_S).raise_for_status()
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            post_once(str(options.hook), content, HOOK_TIMEOUT_S)
+        except ForerunError as error:
             _say(options, f"the hook did not take a change: {error}; it is sent again")
             return
         state.unsent = state.unsent[1:]

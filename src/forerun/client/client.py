@@ -6,19 +6,24 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
+from typing import Annotated, Any
 
-import httpx
 import msgspec
 
 from forerun.bounded_read import parse_json
 from forerun.client.connection import BrokenReply, ClientConfig, Connection
+from forerun.client.door import Transport
+from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 
 _ID_PREFIX = "token_id:"
+MAX_ID = 2**31 - 1
+"""Largest id of a token; tensors and files of forerun hold no larger one."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _MAX_POSITIONS = 4096
 """Most draft positions in a server's report on speculation."""
 
@@ -79,8 +84,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a request, by the server."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     speculative_decoding: Speculation | None = None
 
 
@@ -145,6 +150,23 @@ class ServerAnswer:
     usage: Usage | None
     elapsed_s: float
 
+    @property
+    def num_values(self) -> int:
+        """Number of token ids and of log-probabilities, alternatives included."""
+        logprobs = self.logprobs or ()
+        return len(self.token_ids or ()) + sum(1 + len(token.top) for token in logprobs)
+
+
+MAX_ALTERNATIVES = 128
+"""Most alternatives at one token of an answer; clients here ask for at most 20."""
+MAX_VALUES = 1 << 20
+"""Most token ids and log-probabilities of one answer, which take about 200 MB."""
+
+
+def _check_values(num_values: int) -> None:
+    if num_values > MAX_VALUES:
+        raise BrokenReply(f"more than {MAX_VALUES} token ids and log-probabilities, the limit here")
+
 
 def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
     """Return the first choice of a parsed answer or event, empty if it has none."""
@@ -156,7 +178,7 @@ def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
         ) from error
     choice = reply.choices[0] if reply.choices else _Choice()
     message = choice.message or choice.delta
-    return ServerAnswer(
+    answer = ServerAnswer(
         text=choice.text if message is None else message.content,
         token_ids=choice.token_ids,
         token_sources=choice.token_sources or (),
@@ -166,6 +188,8 @@ def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
         usage=reply.usage,
         elapsed_s=elapsed_s,
     )
+    _check_values(answer.num_values)
+    return answer
 
 
 def _read_logprobs(found: Any) -> tuple[TokenLogprob, ...] | None:
@@ -195,11 +219,16 @@ def _token_logprob(
     entry: Mapping[str, Any], logprob: Any, top: Iterable[tuple[Mapping[str, Any], Any]]
 ) -> TokenLogprob:
     name, token_id = _named(entry)
+    listed = tuple(
+        (*_named(one), _number(value)) for one, value in islice(top, MAX_ALTERNATIVES + 1)
+    )
+    if len(listed) > MAX_ALTERNATIVES:
+        raise BrokenReply(f"more than {MAX_ALTERNATIVES} alternatives at one token, the limit here")
     return TokenLogprob(
         token=name,
         token_id=token_id,
         logprob=None if logprob is None else _number(logprob),
-        top=tuple((*_named(one), _number(value)) for one, value in top),
+        top=listed,
     )
 
 
@@ -207,8 +236,14 @@ def _named(entry: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the name of a token, and its id if the server gives it (llama.cpp as a field)."""
     name = str(entry.get("token", ""))
     if "id" in entry:
-        return name, int(entry["id"])
-    return name, int(name.removeprefix(_ID_PREFIX)) if name.startswith(_ID_PREFIX) else None
+        token_id = int(entry["id"])
+    elif name.startswith(_ID_PREFIX):
+        token_id = int(name.removeprefix(_ID_PREFIX))
+    else:
+        return name, None
+    if not 0 <= token_id <= MAX_ID:
+        raise ValueError(f"a token has the id {token_id}")
+    return name, token_id
 
 
 def _number(value: Any) -> float:
@@ -238,7 +273,7 @@ class Client:
         InvalidRequest: the variable of the key is not set, or its value cannot be sent.
     """
 
-    def __init__(self, config: ClientConfig, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, config: ClientConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.connection = Connection(config, transport)
 
@@ -261,16 +296,18 @@ class Client:
         """
         base, model = self.config.base, self.config.model
         body = self.connection.get(f"{base}/models", _LISTING_TIMEOUT_S)
+        name = shown_url(f"{base}/models")
         try:
             cards = msgspec.convert(parse_json(body, "the list"), ModelList).data
         except (UnreadableInput, msgspec.ValidationError) as error:
-            raise ServerUnavailable(f"{base}/models lists no models: {printable(error)}") from error
+            raise ServerUnavailable(f"{name} lists no models: {printable(error)}") from error
         names = ", ".join(card.id for card in cards)
         for card in cards:
             if model is None or card.id == model:
                 return card
         raise InvalidRequest(
-            f"{base} does not serve {model!r}; it serves {printable(names) or 'nothing'}"
+            f"{shown_url(base)} does not serve {model!r}; it serves "
+            f"{printable(names, max_length=1000) or 'nothing'}"
         )
 
     def complete(
@@ -325,12 +362,16 @@ class Client:
         body = self._completion_body(prompt, fields, logprobs, seed)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         url, started_s = self.config.base + "/completions", time.monotonic()
-        events = self.connection.events(url, body)
+        events, num_values = self.connection.events(url, body), 0
         try:
             for event in events:
-                yield read_answer(event, time.monotonic() - started_s)
+                answer = read_answer(event, time.monotonic() - started_s)
+                num_values += answer.num_values
+                _check_values(num_values)
+                yield answer
         except BrokenReply as error:
-            raise ServerUnavailable(f"{url} sends an event with {error}") from error
+            problem = f"{shown_url(url)} sends an event with {error}"
+            raise ServerUnavailable(self.connection.hidden(problem)) from error
         finally:
             events.close()
 

@@ -7,20 +7,23 @@ hostile. Busy and failing servers are tried again; a refusal is final.
 from __future__ import annotations
 
 import logging
-import math
-import os
-import ssl
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event, Lock
 from typing import Any, TypeVar
 
-import httpcore
-import httpx
-
 from forerun.bounded_read import Deadline, parse_json
+from forerun.client.door import (
+    API_KEY,
+    Door,
+    Reply,
+    Transport,
+    Unreachable,
+    answer_deadline,
+    authorization,
+    check_size,
+)
+from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest, Range, ServerUnavailable, UnreadableInput, check_ranges
 from forerun.terminal_text import printable
 
@@ -79,106 +82,13 @@ class ClientConfig:
         return self.url.rstrip("/").endswith(_CHAT + _COMPLETIONS)
 
 
-def answer_deadline(max_seconds: float, name: str) -> Deadline:
-    """Return a time limit, from now on, on one answer of a server."""
-    return Deadline(max_seconds, name, "to answer")
-
-
-class ReadClock(threading.local):
-    """Limits of what the current thread reads from a server, and how much it has read.
-
-    The timeouts of httpx hold for one read each: a server that sends a byte of its headers now and
-    then would be read without end.
-    """
-
-    deadline: Deadline | None = None
-    max_bytes: float = math.inf
-    num_bytes: int = 0
-
-    @contextmanager
-    def until(self, deadline: Deadline, max_bytes: float = math.inf) -> Iterator[None]:
-        """Enforce limits on all reads of this thread in the block, those of headers included."""
-        before = self.deadline, self.max_bytes, self.num_bytes
-        self.deadline, self.max_bytes, self.num_bytes = deadline, max_bytes, 0
-        try:
-            yield
-        finally:
-            self.deadline, self.max_bytes, self.num_bytes = before
-
-
-class _TimedStream(httpcore.NetworkStream):
-    def __init__(self, stream: httpcore.NetworkStream, clock: ReadClock) -> None:
-        self._stream = stream
-        self._clock = clock
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        deadline = self._clock.deadline
-        if deadline is not None:
-            left_s = deadline.remaining_s()
-            timeout = left_s if timeout is None else min(timeout, left_s)
-        try:
-            found = self._stream.read(max_bytes, timeout)
-        except httpcore.ReadTimeout:
-            if deadline is not None and self._clock.num_bytes:
-                deadline.remaining_s()  # slow rather than silent: a retry would be as slow
-            raise
-        self._clock.num_bytes += len(found)
-        if self._clock.num_bytes > self._clock.max_bytes and deadline is not None:
-            raise UnreadableInput(
-                f"{deadline.name} sends more than {self._clock.max_bytes} bytes, the limit here"
-            )
-        return found
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, timeout)
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,
-    ) -> httpcore.NetworkStream:
-        stream = self._stream.start_tls(ssl_context, server_hostname, timeout)
-        return _TimedStream(stream, self._clock)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
-
-
-class _TimedBackend(httpcore.NetworkBackend):
-    def __init__(self, backend: httpcore.NetworkBackend, clock: ReadClock) -> None:
-        self._backend = backend
-        self._clock = clock
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Any = None,
-    ) -> httpcore.NetworkStream:
-        stream = self._backend.connect_tcp(host, port, timeout, local_address, socket_options)
-        return _TimedStream(stream, self._clock)
-
-
-def limit_reads(client: httpx.Client, clock: ReadClock) -> None:
-    """Make every connection of a client obey the deadline of the thread that reads from it."""
-    # httpx has no public way to pass a network backend that keeps the proxies of the environment.
-    for transport in (client._transport, *client._mounts.values()):
-        if isinstance(transport, httpx.HTTPTransport):
-            pool = transport._pool
-            pool._network_backend = _TimedBackend(pool._network_backend, clock)
-
-
 logger = logging.getLogger("forerun.client")
 
 MAX_BODY_BYTES = 1 << 26
 """Most bytes of one decompressed answer; 30,000 tokens with 20 log-probabilities each take half."""
 MAX_LINE_BYTES = 1 << 23
+MAX_WORD_BYTES = 4096
+"""Of the beginning of an answer that a message quotes."""
 MAX_LINES = 1_000_000
 """Most lines of one stream; an event takes two."""
 ID_FLAGS: tuple[Mapping[str, object], ...] = (
@@ -187,12 +97,9 @@ ID_FLAGS: tuple[Mapping[str, object], ...] = (
     {},
 )
 """Flags that ask vLLM and forerun for token ids; a strict server refuses those it does not know."""
-_API_KEY = "OPENAI_API_KEY"
 _REFUSED = (400, 422)
 _UNAUTHORIZED = (401, 403)
 _BUSY = (408, 409, 425, 429)
-_CONNECT_S = 10.0
-_ENCODINGS = ("identity", "gzip", "deflate")
 
 Result = TypeVar("Result")
 
@@ -226,38 +133,39 @@ class Connection:
         InvalidRequest: the variable of the key is not set, or its value cannot be sent.
     """
 
-    def __init__(self, config: ClientConfig, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, config: ClientConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.closing = Event()
         self.waits_s: list[float] = []
         self.num_posted = 0
         self._counting = Lock()
         self._refused_flags: dict[str, int] = {}
-        self._clock = ReadClock()
-        self._http = httpx.Client(
-            timeout=httpx.Timeout(config.timeout_s, connect=min(config.timeout_s, _CONNECT_S)),
-            headers={"Accept-Encoding": "gzip", **_authorization(config.key_variable)},
-            limits=httpx.Limits(max_connections=config.max_connections),
+        self._door = Door(
+            config.timeout_s,
+            authorization(config.key_variable),
+            max_connections=config.max_connections,
             transport=transport,
         )
-        limit_reads(self._http, self._clock)
 
     def close(self) -> None:
         self.closing.set()
-        self._http.close()
+        self._door.close()
+
+    def hidden(self, text: str) -> str:
+        """Return a text without the API key, which a server may repeat in its answers."""
+        return self._door.hidden(text)
 
     def get(self, url: str, timeout_s: float) -> bytes:
         """Return the body at an address after one try; raises as `post`."""
         deadline = answer_deadline(timeout_s, url)
         try:
-            reply = self._send(self._http.build_request("GET", url, timeout=timeout_s), deadline)
-            _check_status(reply)
-            return self._body_of(reply, deadline)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            problem = printable(error) or type(error).__name__
-            raise ServerUnavailable(f"{url} cannot be reached: {problem}") from error
+            reply = self._door.send("GET", url, deadline)
+            self._check_status(reply, deadline)
+            return reply.body(deadline, MAX_BODY_BYTES)
         except (BrokenReply, UnreadableInput) as error:
-            raise ServerUnavailable(f"{url} gives no answer; {printable(error)}") from error
+            raise ServerUnavailable(
+                f"{shown_url(url)} gives no answer; {printable(error)}"
+            ) from error
 
     def post(self, url: str, body: Mapping[str, object], read: Callable[[Any], Result]) -> Result:
         """Post a request and return the result of `read` on the JSON of the response.
@@ -272,7 +180,7 @@ class Connection:
         def attempt() -> Result:
             deadline = answer_deadline(self.config.timeout_s, url)
             reply = self._opened(url, body, deadline)
-            return read(_parsed(self._body_of(reply, deadline)))
+            return read(self._parsed(reply.body(deadline, MAX_BODY_BYTES)))
 
         return self._tried(url, attempt)
 
@@ -282,23 +190,22 @@ class Connection:
         Only the beginning is tried again: a stream that breaks off is an error. Raises as `post`.
         """
 
-        def attempt() -> httpx.Response:
+        def attempt() -> Reply:
             return self._opened(url, body, answer_deadline(self.config.timeout_s, url))
 
         reply = self._tried(url, attempt)
         try:
             for data in self._event_data(reply, url):
-                yield _event(data, url)
-        except httpx.TransportError as error:
-            problem = printable(error) or type(error).__name__
-            raise ServerUnavailable(f"{url} broke off its answer: {problem}") from error
+                yield self._event(data, reply.name)
+        except Unreachable as error:
+            raise ServerUnavailable(f"{reply.name} broke off its answer: {error.reason}") from error
         except UnreadableInput as error:
             raise ServerUnavailable(printable(error)) from error
         finally:
             reply.close()
 
     def _tried(self, url: str, attempt: Callable[[], Result]) -> Result:
-        problem, config = "", self.config
+        problem, config, name = "", self.config, shown_url(url)
         for index in range(config.num_tries):
             wait_s = min(config.first_wait_s * 2.0**index, config.max_wait_s)
             try:
@@ -306,81 +213,82 @@ class Connection:
             except UnreadableInput as error:  # it would be as large the next time
                 raise ServerUnavailable(printable(error)) from error
             except _BusyReply as error:
-                problem = printable(error)
+                problem = str(error)
                 wait_s = min(error.wait_s(wait_s), config.max_wait_s)
-            except (httpx.TransportError, BrokenReply) as error:
-                problem = printable(error) or type(error).__name__
+            except Unreachable as error:
+                problem = error.reason
+            except BrokenReply as error:
+                problem = self.hidden(printable(error))
             if index + 1 < config.num_tries:
-                logger.info("%s: %s; again in %.0f s", url, problem, wait_s)
+                logger.info("%s: %s; again in %.0f s", name, problem, wait_s)
                 self.waits_s.append(wait_s)
                 if self.closing.wait(wait_s):
                     break
-        raise ServerUnavailable(f"{url} gave no response in {config.num_tries} tries: {problem}")
+        raise ServerUnavailable(f"{name} gave no response in {config.num_tries} tries: {problem}")
 
-    def _opened(self, url: str, body: Mapping[str, object], deadline: Deadline) -> httpx.Response:
+    def _opened(self, url: str, body: Mapping[str, object], deadline: Deadline) -> Reply:
         """Post a request and return the successful response before its body is read."""
         for num_refused in range(self._refused_flags.get(url, 0), len(ID_FLAGS)):
             fields = {**body, **ID_FLAGS[num_refused]}
             with self._counting:
                 self.num_posted += 1
-            reply = self._send(self._http.build_request("POST", url, json=fields), deadline)
-            if reply.status_code not in _REFUSED:
+            reply = self._door.send("POST", url, deadline, fields)
+            if reply.status not in _REFUSED:
                 self._refused_flags[url] = num_refused
             # A server that has taken these flags once refuses something else.
             if num_refused >= self._refused_flags.get(url, len(ID_FLAGS)):
                 break
-        _check_status(reply)
+            if num_refused + 1 < len(ID_FLAGS):
+                reply.close()
+        self._check_status(reply, deadline)
         return reply
 
-    def _send(self, request: httpx.Request, deadline: Deadline) -> httpx.Response:
-        """Send a request; the body of an error is read, that of a success is not."""
-        with self._clock.until(deadline):
-            reply = self._http.send(request, stream=True)
-        try:
-            # httpx would decompress any other encoding without a limit on its size.
-            encoding = reply.headers.get("content-encoding", "identity").strip().lower()
-            if encoding not in _ENCODINGS:
-                raise UnreadableInput(f"{request.url} sends a body of encoding {encoding!r}")
-            if not reply.is_success:
-                reply.extensions["body"] = self._body_of(reply, deadline)
-        except BaseException:
-            reply.close()
-            raise
-        return reply
+    def _check_status(self, reply: Reply, deadline: Deadline) -> None:
+        """Raise an error unless a response has status 200 to 299."""
+        if 200 <= reply.status < 300:
+            return
+        words = self._start_of(reply.body(deadline, MAX_BODY_BYTES))
+        problem = f"status {reply.status}: {words}"
+        if reply.status >= 500 or reply.status in _BUSY:
+            raise _BusyReply(problem, reply.headers.get("retry-after"))
+        if reply.status in _UNAUTHORIZED:
+            problem += f" (the key sent is that of {API_KEY}, unless another variable is named)"
+        raise InvalidRequest(f"{reply.name} refuses the request with {problem}")
 
-    def _body_of(self, reply: httpx.Response, deadline: Deadline) -> bytes:
-        """Read a body to its end, and close the response."""
-        body = bytearray()
-        try:
-            with self._clock.until(deadline):
-                for chunk in reply.iter_bytes():
-                    deadline.remaining_s()
-                    body += chunk
-                    _check_size(len(body), deadline.name)
-        finally:
-            reply.close()
-        return bytes(body)
+    def _start_of(self, body: bytes) -> str:
+        text = self.hidden(body[:MAX_WORD_BYTES].decode(errors="replace"))
+        return printable(text, max_length=300)
 
-    def _event_data(self, reply: httpx.Response, url: str) -> Iterator[bytes]:
+    def _parsed(self, body: bytes) -> Any:
+        try:
+            return parse_json(body, "the answer")
+        except UnreadableInput as error:
+            raise BrokenReply(f"{error}; it begins with {self._start_of(body)}") from error
+
+    def _event(self, data: bytes, name: str) -> dict[str, Any]:
+        """Parse the JSON object of one server-sent event."""
+        event = parse_json(data, f"an event of {name}")
+        if not isinstance(event, dict) or "error" in event:
+            raise ServerUnavailable(f"{name} sends {self._start_of(data)}")
+        return event
+
+    def _event_data(self, reply: Reply, url: str) -> Iterator[bytes]:
         """Yield what follows `data:` in every line of a stream until its end marker."""
         whole, next_event = (
             answer_deadline(seconds, url)
             for seconds in (self.config.stream_s, self.config.timeout_s)
         )
         num_bytes, num_lines, rest = 0, 0, bytearray()
-        chunks = reply.iter_bytes()
         while True:
-            sooner = min(whole, next_event, key=Deadline.remaining_s)
-            with self._clock.until(sooner):
-                chunk = next(chunks, None)
-            if chunk is None:
-                raise ServerUnavailable(f"{url} ended its answer before it was complete")
-            num_bytes += len(chunk)
-            *ended, last = chunk.split(b"\n")
+            piece = reply.piece(min(whole, next_event, key=Deadline.remaining_s))
+            if piece is None:
+                raise ServerUnavailable(f"{reply.name} ended its answer before it was complete")
+            num_bytes += len(piece)
+            *ended, last = piece.split(b"\n")
             num_lines += len(ended)
-            _check_size(num_bytes, url)
+            check_size(num_bytes, MAX_BODY_BYTES, reply.name)
             if num_lines > MAX_LINES:
-                raise UnreadableInput(f"{url} sends more than {MAX_LINES} lines, the limit")
+                raise UnreadableInput(f"{reply.name} sends more than {MAX_LINES} lines, the limit")
             for line in ended:
                 rest += line
                 data = bytes(rest[5:]).strip() if rest.startswith(b"data:") else b""
@@ -392,50 +300,6 @@ class Connection:
                     next_event = answer_deadline(self.config.timeout_s, url)
             rest += last
             if len(rest) > MAX_LINE_BYTES:
-                raise UnreadableInput(f"{url} sends a line over {MAX_LINE_BYTES} bytes, the limit")
-
-
-def _authorization(variable: str | None) -> dict[str, str]:
-    """Return the header with the API key of the environment."""
-    key = os.environ.get(variable or _API_KEY, "")
-    if variable is not None and not key:
-        raise InvalidRequest(f"the environment variable {variable!r}, for a key, is not set")
-    if not (key.isascii() and key.isprintable()):
-        raise InvalidRequest(f"{variable or _API_KEY} is no API key: it has special characters")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _check_size(num_bytes: int, name: str) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        raise UnreadableInput(f"{name} sends more than {MAX_BODY_BYTES} bytes, the limit")
-
-
-def _start_of(body: bytes) -> str:
-    return printable(body[:600].decode(errors="replace"), max_length=300)
-
-
-def _check_status(reply: httpx.Response) -> None:
-    """Raise an error unless a response has status 200 to 299."""
-    if reply.is_success:
-        return
-    problem = f"status {reply.status_code}: {_start_of(reply.extensions['body'])}"
-    if reply.status_code >= 500 or reply.status_code in _BUSY:
-        raise _BusyReply(problem, reply.headers.get("retry-after"))
-    if reply.status_code in _UNAUTHORIZED:
-        problem += f" (the key sent is that of {_API_KEY}, unless another variable is named)"
-    raise InvalidRequest(f"{reply.url} refuses the request with {problem}")
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return parse_json(body, "the answer")
-    except UnreadableInput as error:
-        raise BrokenReply(f"{error}; it begins with {_start_of(body)}") from error
-
-
-def _event(data: bytes, url: str) -> dict[str, Any]:
-    """Parse the JSON object of one server-sent event."""
-    event = parse_json(data, f"an event of {url}")
-    if not isinstance(event, dict) or "error" in event:
-        raise ServerUnavailable(f"{url} sends {printable(str(event), max_length=300)}")
-    return event
+                raise UnreadableInput(
+                    f"{reply.name} sends a line over {MAX_LINE_BYTES} bytes, the limit"
+                )

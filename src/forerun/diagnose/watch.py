@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
 from os import fstat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 from msgspec import Struct
@@ -78,7 +77,7 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
     unsent: list[ChangePoint] = []
     num_changes: int = 0
     num_failed: int = 0
-    num_read_bytes: int | None = None
+    num_read_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None = None
     last_hash: str = ""
 
 
@@ -144,8 +143,7 @@ class _Piece(Struct, frozen=True, kw_only=True):
 
 
 def _pieces(file: BinaryIO) -> Iterator[_Piece]:
-    whole = _whole_lines(file)
-    while lines := [*islice(whole, _LINES)]:
+    for lines in _batches(file):
         records = [item for line in lines if not isinstance(item := item_of(line, ""), Damage)]
         steps = [record for record in records if isinstance(record, StepRecord)]
         yield _Piece(
@@ -156,12 +154,22 @@ def _pieces(file: BinaryIO) -> Iterator[_Piece]:
         )
 
 
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the complete lines of a file; an unfinished last line is left for later."""
+def _batches(file: BinaryIO) -> Iterator[list[bytes]]:
+    """Yield complete lines, some at a time; an unfinished last line is left for later.
+
+    Of a line that is too long the parts are yielded, which hold no record.
+    """
+    lines, num_bytes = list[bytes](), 0
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) < MAX_LINE_BYTES and not line.endswith(b"\n"):
-            return
-        yield line
+            break
+        lines.append(line)
+        num_bytes += len(line)
+        if len(lines) == _LINES or num_bytes >= MAX_LINE_BYTES:
+            yield lines
+            lines, num_bytes = [], 0
+    if lines:
+        yield lines
 
 
 def _counters(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> Metrics:

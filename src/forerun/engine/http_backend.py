@@ -9,10 +9,10 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import httpx
-
 from forerun.client.client import Client, ModelCard, ServerAnswer
 from forerun.client.connection import ClientConfig
+from forerun.client.door import Transport
+from forerun.client.urls import shown_url
 from forerun.engine.results import (
     BackendStats,
     Capabilities,
@@ -142,7 +142,7 @@ class HttpBackend:
         *,
         tokenizer: Tokenizer | None = None,
         extra: Mapping[str, object] | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
         config = ClientConfig(url=server) if isinstance(server, str) else server
         config = config if model is None else replace(config, model=model)
@@ -296,8 +296,8 @@ class HttpBackend:
                     chunk = _read(piece, arriving, request_id)
                 except (OverflowError, ValueError) as error:
                     raise ServerUnavailable(
-                        f"{self.client.config.url} sends an event that is no completion: "
-                        f"{printable(error)}"
+                        f"{shown_url(self.client.config.url)} sends an event that is no "
+                        f"completion: {printable(error)}"
                     ) from error
                 if chunk is not None:
                     arriving.add(chunk)

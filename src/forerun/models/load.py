@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.cache import cache_folder, cached_json, hash_of
+from forerun.client.urls import without_secrets
 from forerun.errors import InvalidModel, InvalidRequest, RunnerUnavailable
 from forerun.models.architecture import (
     QUANTISED,
@@ -504,7 +505,7 @@ def fetched(name: str) -> Path:
     except Exception as error:
         near = get_close_matches(name, (*KNOWN_NAMES, *(PREFIX + known for known in ZOO)), n=2)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = without_secrets(next(iter(str(error).splitlines()), type(error).__name__))
         raise InvalidModel(
             f"{name!r} is neither a folder nor a model that can be fetched from the Hugging Face "
             f"hub.{hint} The hub's client says: {reason}"
@@ -525,7 +526,7 @@ def fetched_config(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json")).parent
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = without_secrets(next(iter(str(error).splitlines()), type(error).__name__))
         raise InvalidModel(
             f"config.json of {name!r} cannot be fetched from the Hugging Face hub: {reason}"
         ) from error

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 import forerun
@@ -39,7 +38,7 @@ from forerun.server.errors import (
     response_for,
     status_of,
 )
-from forerun.server.guard import ApiKey, Guard, Keyring
+from forerun.server.guard import ApiKey, protect
 from forerun.server.live import LiveView
 from forerun.server.live_page import page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -326,16 +325,7 @@ def create_app(
         metrics=ServerMetrics(engine.engine, model),
         started_at_s=time.time(),
     )
-    keyring = Keyring(keys, config.max_requests)
-    app.add_middleware(Guard, config=config, keyring=keyring, count=server.metrics.responded)
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "x-forerun-ignored"],
-        )
+    protect(app, config, keys, server.metrics.responded)
     app.bodies = BODIES
     for kind in (ForerunError, HTTPException, Exception):
         app.add_exception_handler(kind, response_for)

@@ -15,15 +15,18 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
-from fastapi import Response
+import msgspec
+from fastapi import FastAPI, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.bounded_read import read_bytes
+from forerun.bounded_read import ReadLimits, first_line, read_bytes
 from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_response
@@ -35,6 +38,7 @@ RANGES = (
     Range("priority", -1_000_000, 1_000_000, integer=True),
 )
 MIN_KEY_CHARACTERS = 16
+KEY_FILE = ReadLimits(max_bytes=1 << 20)
 SHA256 = re.compile("[0-9a-f]{64}")
 BUSY_RETRY_S = 1.0
 
@@ -72,11 +76,11 @@ class ApiKey:
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)
-        if not self.tenant or not isinstance(self.tenant, str):
-            raise InvalidRequest(f"the tenant of a key is {self.tenant!r}; it must be a name")
+        if not self.tenant:
+            raise InvalidRequest(f"the tenant of a key is {self.tenant!r:.200}; it must be a name")
         if self.sha256 is not None and not SHA256.fullmatch(self.sha256):
             raise InvalidRequest(
-                f"sha256 of a key of {self.tenant!r} must be 64 lower-case hexadecimal digits"
+                f"sha256 of a key of {self.tenant!r:.200} must be 64 lower-case hexadecimal digits"
             )
 
     def check(self, priority: int, num_choices: int, max_tokens: int | None) -> None:
@@ -103,8 +107,12 @@ class ApiKey:
         return cls(tenant=tenant, sha256=_digest_of(key))
 
 
-def _digest_of(key: str) -> str:
-    """Return the SHA-256 of a key; a key that is too short is refused."""
+def _digest_of(key: object) -> str:
+    """Return the SHA-256 of a key; one that is too short or that no header holds is refused."""
+    if not isinstance(key, str):
+        raise InvalidRequest(f"an API key is a {type(key).__name__}; it must be a text in quotes")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        raise InvalidRequest("an API key has characters that a request cannot send; use ASCII")
     if len(key) < MIN_KEY_CHARACTERS:
         raise InvalidRequest(
             f"an API key has {len(key)} characters; it needs {MIN_KEY_CHARACTERS}: make one with "
@@ -121,9 +129,9 @@ def read_keys(path: Path) -> list[ApiKey]:
         UnreadableInput: it cannot be read.
     """
     try:
-        tables = tomllib.loads(read_bytes(path).decode()).get("keys", [])
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} is not TOML: {error}") from error
+        tables = tomllib.loads(read_bytes(path, KEY_FILE).decode()).get("keys", [])
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not TOML: {first_line(error)}") from error
     known = {field.name for field in fields(ApiKey)} | {"key"}
     if not isinstance(tables, list) or not tables:
         raise InvalidRequest(f"{path} has no [[keys]] table; give one for each key")
@@ -139,13 +147,13 @@ def key_of(table: object, known: set[str], name: str) -> ApiKey:
     key = values.pop("key", None)
     if (key is None) == ("sha256" not in values):
         raise InvalidRequest(f"{name} needs one of key and sha256")
-    if key is not None:
-        values["sha256"] = _digest_of(str(key))
     if "tenant" not in values:
         raise InvalidRequest(f"{name} has no tenant; name the one whose requests use it")
     try:
-        return ApiKey(**values)
-    except InvalidRequest as error:
+        if key is not None:
+            values["sha256"] = _digest_of(key)
+        return msgspec.convert(values, ApiKey)
+    except (InvalidRequest, msgspec.ValidationError) as error:
         raise InvalidRequest(f"{name}: {error}") from error
 
 
@@ -230,16 +238,18 @@ class Keyring:
 
 logger = logging.getLogger("forerun.requests")
 
-OPEN_PATHS = frozenset({"/", "/health", "/version"})
-"""Paths that need no key; they reveal nothing of requests."""
-OPEN_PREFIX = "/page/"
-"""Files of the live page, which hold nothing of requests."""
+PAGE_FILES = frozenset(file.name for file in (files("forerun.server") / "page").iterdir())
+OPEN = frozenset(
+    ("GET", path.encode())
+    for path in ("/", "/health", "/ready", "/version", *(f"/page/{name}" for name in PAGE_FILES))
+)
+"""Methods and paths, byte for byte as they are sent, that need no key; everything else does."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
     """Whether an address to listen on can be reached only from this machine."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -269,7 +279,7 @@ class Guard:
         self.count = count
         self.config = config
         self.keyring = keyring
-        names = LOCAL_NAMES | {config.host, *config.allowed_hosts}
+        names = LOCAL_NAMES | {name.lower() for name in (config.host, *config.allowed_hosts)}
         self._hosts = names if is_loopback(config.host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -315,12 +325,13 @@ class Guard:
             await refused(scope, receive, send)
             return
         scope.setdefault("state", {})["key"] = key
+        body = LimitedBody(receive, self.config)
         if key is None or scope["method"] != "POST":
-            await self.app(scope, receive, send)
+            await self.app(scope, body, send)
             return
         try:
             with self.keyring.admitted(key):
-                await self.app(scope, LimitedBody(receive, self.config), send)
+                await self.app(scope, body, send)
         except LimitReached as limit:
             after = {"Retry-After": str(math.ceil(limit.retry_after_s))}
             response = error_response(str(limit), 429, code="rate_limit_exceeded", headers=after)
@@ -336,8 +347,8 @@ class Guard:
                 "request to localhost, or start the server with --allowed-hosts",
                 421,
             )
-        path = scope["path"]
-        if key is None and path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
+        path = scope.get("raw_path") or quote(scope["path"]).encode()
+        if key is None and (scope["method"], path) not in OPEN:
             return error_response(
                 "a valid API key is needed, as in Authorization: Bearer KEY",
                 401,
@@ -351,12 +362,28 @@ class Guard:
 
 
 def _host_name(host: str) -> str:
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdecimal() else host
+    name, colon, port = host.lower().rpartition(":")
+    return name if colon and port.isdecimal() else host.lower()
 
 
 def _too_long(config: ServerConfig) -> str:
     return f"the body is longer than {config.max_body_bytes} bytes, the most this server reads"
+
+
+def protect(
+    app: FastAPI, config: ServerConfig, keys: Sequence[ApiKey], count: Callable[[int], None]
+) -> None:
+    """Let only allowed requests reach an application, and pages of allowed origins call it."""
+    keyring = Keyring(keys, config.max_requests)
+    app.add_middleware(Guard, config=config, keyring=keyring, count=count)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-forerun-ignored"],
+        )
 
 
 class LimitedBody:

@@ -10,12 +10,12 @@ import socket
 import sys
 from functools import cache
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
 
@@ -129,8 +129,16 @@ def open_socket(config: ServerConfig) -> socket.socket:
         ) from error
 
 
+class Failing(Protocol):
+    """What a server depends on: an engine here, or the process of another server."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended it; None while it runs."""
+
+
 def serve(
-    app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: EngineThread | None = None
+    app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: Failing | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT; running requests may then go on for `drain_s` seconds.
 
@@ -147,8 +155,12 @@ def serve(
     server = uvicorn.Server(settings)
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what is loaded stays: a full collection would stop all threads for longer
-    # uvicorn raises the signal once more when it has drained, for handlers that were there before.
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # They hold until uvicorn sets its own, and it raises the signal once more when it has drained.
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])
     finally:
@@ -172,7 +184,3 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, int(config.drain_s)),
     )
-
-
-def ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -15,23 +20,25 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
-import httpx
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from msgspec.structs import replace
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from forerun.bounded_read import parse_json, read_bytes
-from forerun.client.connection import ClientConfig, Connection
+from forerun.bounded_read import ReadLimits, parse_json, read_bytes
+from forerun.client.door import Forwarder, PassedReply, fetch_page
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
 from forerun.drafters.config import parse_drafter
-from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable
+from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.catalog import PREFIX, zoo_path
+from forerun.server.app import Disconnected, while_connected
 from forerun.server.bodies import parsed
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_response, response_for
-from forerun.server.guard import ApiKey, Guard, Keyring
+from forerun.server.guard import ApiKey, protect
 from forerun.server.live import live_diagnosis
 from forerun.server.live_page import (
     LiveDiagnosis,
@@ -76,13 +83,12 @@ class VllmView:
         *,
         target: str,
         methods: Sequence[str],
-        version: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.get = get
         self.clock = clock
         self._setup = LiveSetup(
-            engine="vllm", version=version, target=target, methods=tuple(methods), max_context=None
+            engine="vllm", version="", target=target, methods=tuple(methods), max_context=None
         )
         self._started_s = clock()
         self._samples: deque[MetricsSample] = deque(maxlen=HISTORY)
@@ -132,6 +138,8 @@ class VllmView:
         page = PrometheusText()
         for line in body.decode(errors="replace").splitlines():
             page.read(line)
+        if not self._samples:
+            self._setup = replace(self._setup, version=_version(self.get))
         self._samples.append(MetricsSample(at_s=self.clock(), metrics=page.metrics))
 
     def diagnose(self) -> None:
@@ -191,10 +199,13 @@ def _point_of(
 
 
 _HOP_HEADERS = frozenset(
-    "connection content-encoding content-length host keep-alive te trailer transfer-encoding "
+    "connection content-length date host keep-alive origin te trailer transfer-encoding "
     "upgrade proxy-authenticate proxy-authorization authorization".split()
 )
-"""Headers that hold for one connection alone; the key of a client is not passed on."""
+"""Headers that hold for one connection alone, and those that are decided here: keys, origins."""
+PAGE = ReadLimits(max_bytes=1 << 25, max_seconds=5.0)
+"""Limits of what is read of vLLM itself, such as its metrics."""
+logger = logging.getLogger("forerun.server")
 
 
 DEFAULT_K = 4
@@ -282,6 +293,85 @@ def planned(
     return speculative_config(draft or name, k) | dict(changes)
 
 
+class VllmProcess:
+    """vLLM in a process of its own, on a free port of this machine.
+
+    Attributes:
+        address: where it answers once it is ready.
+        failure: why it ended by itself, or was not ready in time; None before.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str, timeout_s: float) -> None:
+        self.process = process
+        self.address = address
+        self.timeout_s = timeout_s
+        self.failure: ServerUnavailable | None = None
+        self._ready = threading.Event()
+        self._is_stopping = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    def supervise(self, announce: Callable[[], None]) -> None:
+        """Call `announce` once it is ready, and note why it ended, on a thread of its own."""
+        threading.Thread(target=self._supervise, args=[announce], daemon=True).start()
+
+    def _supervise(self, announce: Callable[[], None]) -> None:
+        try:
+            self.wait_until_ready()
+            with suppress(OSError):  # nobody reads what is printed
+                announce()
+            code = self.process.wait()
+            raise ServerUnavailable(f"vLLM ended with code {code}; its log is above")
+        except ServerUnavailable as error:
+            if not self._is_stopping:
+                self.failure = error
+
+    def wait_until_ready(self) -> None:
+        """Wait until its health check succeeds; raises ServerUnavailable if it does not in time."""
+        ends_s = time.monotonic() + self.timeout_s
+        while time.monotonic() < ends_s:
+            if (code := self.process.poll()) is not None:
+                raise ServerUnavailable(f"vLLM ended with code {code} before it was ready")
+            with suppress(InvalidRequest, UnreadableInput):
+                fetch_page(f"{self.address}/health", PAGE)
+                self._ready.set()
+                return
+            time.sleep(0.2)
+        raise ServerUnavailable(
+            f"vLLM was not ready after {self.timeout_s:.0f} s; its log is above"
+        )
+
+    def stop(self) -> None:
+        """End it, and what it has started."""
+        self._is_stopping = True
+        with _signals_held():
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT_S)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Handle signals after the block, which no exception of a handler must interrupt."""
+    held: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # where handlers run
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            before[number] = signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for held_number in held:
+            signal.raise_signal(held_number)
+
+
 @contextmanager
 def vllm_running(
     target: str,
@@ -290,14 +380,10 @@ def vllm_running(
     program: str = "vllm",
     arguments: Sequence[str] = (),
     timeout_s: float = START_TIMEOUT_S,
-) -> Iterator[str]:
-    """Run vLLM on a free local port and yield its address; it is ended with the block.
+) -> Iterator[VllmProcess]:
+    """Start vLLM and yield it before it is ready; it is ended with the block.
 
-    `arguments` are further options of `vllm serve`.
-
-    Raises:
-        InvalidRequest: there is no such program.
-        ServerUnavailable: it ended, or is not ready in time.
+    `arguments` are further options of `vllm serve`. Raises InvalidRequest without such a program.
     """
     found = shutil.which(program)
     if found is None:
@@ -307,36 +393,16 @@ def vllm_running(
     command = [found, "serve", target, "--host", "127.0.0.1", "--port", str(port)]
     if speculative:
         command += ["--speculative-config", json.dumps(dict(speculative))]
-    # In a session of its own, so that a key press in the terminal reaches it through us alone.
-    process = subprocess.Popen([*command, *arguments], start_new_session=True)
+    vllm = None
     try:
-        address = f"http://127.0.0.1:{port}"
-        _wait_until_ready(address, process, timeout_s)
-        yield address
+        with _signals_held():
+            # In a session of its own, so that a key press in the terminal reaches it through us.
+            process = subprocess.Popen([*command, *arguments], start_new_session=True)
+            vllm = VllmProcess(process, f"http://127.0.0.1:{port}", timeout_s)
+        yield vllm
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Wait until the server's health check succeeds."""
-    ends_s = time.monotonic() + timeout_s
-    connection = Connection(ClientConfig(url=address))
-    try:
-        while time.monotonic() < ends_s:
-            if (code := process.poll()) is not None:
-                raise ServerUnavailable(f"vLLM ended with code {code} before it was ready")
-            with suppress(InvalidRequest, ServerUnavailable):
-                connection.get(f"{address}/health", 5.0)
-                return
-            time.sleep(0.2)
-    finally:
-        connection.close()
-    raise ServerUnavailable(f"vLLM was not ready after {timeout_s:.0f} s; its log is above")
+        if vllm is not None:
+            vllm.stop()
 
 
 def create_proxy(
@@ -346,41 +412,76 @@ def create_proxy(
     methods: Sequence[str],
     config: ServerConfig | None = None,
     keys: Sequence[ApiKey] = (),
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
     """Return an application that passes requests on to vLLM and shows its metrics on the live page.
 
-    Without `keys` none is needed.
+    Without `keys` none is needed. Until `is_ready`, only the page and the health check answer.
     """
     config = config or ServerConfig()
-    reader = Connection(ClientConfig(url=address))
-    forwarder = httpx.AsyncClient(base_url=address, timeout=None)
+    forwarder = Forwarder(address)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await forwarder.aclose()
-        reader.close()
+        await forwarder.close()
 
     app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
-    keyring = Keyring(keys, config.max_requests)
-    app.add_middleware(Guard, config=config, keyring=keyring, count=_ignore_status)
+    protect(app, config, keys, _ignore_status)
 
     def get(path: str) -> bytes:
-        return reader.get(address + path, 5.0)
+        try:
+            return fetch_page(address + path, PAGE)
+        except UnreadableInput as error:
+            raise ServerUnavailable(f"vLLM does not answer: {error}") from error
 
-    view = VllmView(get, target=target, methods=methods, version=_version(get))
-    app.include_router(page_router(view))
+    app.include_router(page_router(VllmView(get, target=target, methods=methods)))
+    app.add_exception_handler(ServerUnavailable, _unavailable)
+    for kind in (ForerunError, HTTPException):
+        app.add_exception_handler(kind, response_for)
 
-    app.add_exception_handler(ForerunError, response_for)
+    _add_probes(app, get, is_ready)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
     async def pass_on(path: str, request: Request) -> Response:
         body, key = await request.body(), request.state.key
+        if not is_ready():
+            raise ServerUnavailable(LOADING)
         if request.method == "POST" and key.sha256 is not None:
             await run_in_threadpool(check_limits, key, request.scope["path"], body)
-        return await _passed_on(forwarder, request, body)
+        try:
+            reply = await while_connected(request.receive, _forwarded(forwarder, request, body))
+        except Disconnected:
+            return Response(status_code=499)
+        except ServerUnavailable as error:
+            raise ServerUnavailable(f"vLLM does not answer: {error}") from error
+        return PassedResponse(reply, config.write_timeout_s)
 
     return app
+
+
+LOADING = "vLLM is loading the model; /ready answers with status 200 when it has"
+
+
+async def _unavailable(request: Request, error: Exception) -> Response:
+    return error_response(str(error), 503, headers={"Retry-After": "5"})
+
+
+def _add_probes(app: FastAPI, get: Callable[[str], bytes], is_ready: Callable[[], bool]) -> None:
+    """Add /health, which a server that loads passes, and /ready, which it does not."""
+
+    @app.get("/health", include_in_schema=False)
+    def health() -> dict[str, str]:
+        if not is_ready():
+            return {"status": "loading"}
+        get("/health")
+        return {"status": "ok"}
+
+    @app.get("/ready", include_in_schema=False)
+    def ready() -> dict[str, str]:
+        if not is_ready():
+            raise ServerUnavailable(LOADING)
+        return health()
 
 
 def _version(get: Callable[[str], bytes]) -> str:
@@ -440,27 +541,51 @@ def _num_prompts(prompt: object) -> int:
     return 1 if type(prompt[0]) is int else len(prompt)
 
 
-async def _passed_on(http: httpx.AsyncClient, request: Request, body: bytes) -> Response:
-    """Forward a request to vLLM, without retries, and stream its response."""
-    # The bytes of the path as they came: a path such as //host/ must not name another server.
+async def _forwarded(forwarder: Forwarder, request: Request, body: bytes) -> PassedReply:
+    """Forward a request to vLLM without retries; the key and the origin are not passed on."""
     query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
-    url = http.base_url.copy_with(raw_path=request.scope["raw_path"] + query)
     kept = [(name, value) for name, value in request.headers.items() if name not in _HOP_HEADERS]
-    passed = http.build_request(request.method, url, headers=kept, content=body)
-    try:
-        reply = await http.send(passed, stream=True)
-    except httpx.HTTPError as error:
-        return error_response(f"vLLM does not answer: {str(error) or type(error).__name__}", 503)
-    found = {name: value for name, value in reply.headers.items() if name not in _HOP_HEADERS}
-    return StreamingResponse(_chunks(reply), status_code=reply.status_code, headers=found)
+    return await forwarder.send(request.method, request.scope["raw_path"] + query, kept, body)
 
 
-async def _chunks(reply: httpx.Response) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in reply.aiter_bytes():
-            yield chunk
-    finally:
-        await reply.aclose()
+class PassedResponse(Response):
+    """The response of vLLM, until the client leaves or does not read for `write_timeout_s`."""
+
+    def __init__(self, reply: PassedReply, write_timeout_s: float) -> None:
+        super().__init__(status_code=reply.status)
+        self.raw_headers = [
+            (name.lower(), value)
+            for name, value in reply.headers
+            if (text := name.decode("latin-1").lower()) not in _HOP_HEADERS
+            and not text.startswith("access-control-")  # origins are decided here
+        ]
+        self.reply = reply
+        self.write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send what comes; without an end, which closes the connection, where vLLM breaks off."""
+        try:
+            await while_connected(receive, self._send(send))
+        except Disconnected:
+            return
+        except ServerUnavailable as error:
+            logger.warning("vLLM broke off an answer: %s", error)
+        finally:
+            await self.reply.close()
+
+    async def _send(self, send: Send) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        async for piece in self.reply.pieces():
+            await self._write(send, piece, more_body=True)
+        await self._write(send, b"", more_body=False)
+
+    async def _write(self, send: Send, piece: bytes, *, more_body: bool) -> None:
+        try:
+            async with asyncio.timeout(self.write_timeout_s):
+                await send({"type": "http.response.body", "body": piece, "more_body": more_body})
+        except TimeoutError as error:
+            raise Disconnected from error
 
 
 def _ignore_status(status: int) -> None:

@@ -25,6 +25,18 @@ CONFIG = AlignConfig(
 )
 
 
+def test_a_draft_of_a_server_does_not_publish_its_secrets():
+    """The settings of an alignment are in the card of its draft."""
+    for url, shown in (
+        ("http://localhost:8000/v1", "http://localhost:8000/v1"),
+        ("http://user:s3cr3t@host/s3cr3t/v1", "http://host/…"),
+    ):
+        data = replace(CONFIG.data, responses_from=url, responses_key_env="KEY")
+        values = settings_of(replace(CONFIG, data=data))
+        assert values["data"]["responses_from"] == shown
+        assert values["data"]["responses_key_env"] == "KEY"
+
+
 def test_settings_come_back():
     values = settings_of(CONFIG)
     assert from_json(AlignConfig, values) == CONFIG

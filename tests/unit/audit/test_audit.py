@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.lab.audited import VOCAB_SIZE, pair, reference_of
 from tests.lab.dice import Dice
 
 from forerun.audit.config import KINDS, AuditConfig, Kind
+from forerun.audit.ledger import Deviation, Ledger
 from forerun.audit.records import AuditAnswer, Question, StateFile
 from forerun.audit.reference import ReportedLogprobs
 from forerun.audit.run import Audit
-from forerun.audit.verdict import judge
-from forerun.errors import InvalidRequest
+from forerun.audit.verdict import contrast, judge
+from forerun.errors import InvalidRequest, UnreadableInput
 
 PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
 SAMPLED = (replace(KINDS[0], share=1.0),)
@@ -156,6 +161,39 @@ def test_a_deviation_of_the_served_arm_alone_is_one_of_speculation():
     assert "is not shown" not in verdict.sentence
 
 
+class Moved(Ledger):
+    """A ledger in which all that is known is how far the values of both arms moved."""
+
+    def __init__(self, served: Sequence[float], control: Sequence[float]) -> None:
+        super().__init__(AuditConfig(), None)
+        self.values = {"served": np.array(served), "control": np.array(control)}
+
+    def moved(self, arm, direction, kind=None):
+        return self.values[arm]
+
+
+@pytest.mark.parametrize(
+    ("served", "control", "cause"),
+    [
+        ([0.2] * 900, [0.0] * 900, "shown"),
+        ([-0.2] * 900, [0.0] * 900, "shown"),
+        ([0.0] * 900, [0.2] * 900, "denied"),  # it deviates more without speculation
+        ([0.1] * 900, [0.2] * 900, "denied"),
+        ([0.2] * 900, [-0.2] * 900, "denied"),  # as much, the other way
+        ([0.2] * 900, [-0.1999] * 900, "shown"),
+        ([0.2] * 900, [0.2] * 900, "denied"),
+        ([0.2] * 900, [0.2], "open"),
+        ([], [0.2] * 900, "open"),
+        ([0.01, -0.008] * 450, [0.008, -0.01] * 450, "open"),
+    ],
+)
+def test_the_control_decides_whether_speculation_is_the_cause(served, control, cause):
+    first = Deviation(
+        kind="sampled", direction="best", num_tokens=1, mean=0.0, low=0.0, high=0.0, log_e=9.0
+    )
+    assert contrast(Moved(served, control), first) == cause
+
+
 def test_a_refused_kind_is_left_out():
     def refuse(number, question, answer):
         if question.kind == "penalised":
@@ -285,6 +323,124 @@ def test_a_state_file_of_something_else_is_refused(tmp_path, content):
     path = tmp_path / "state.jsonl"
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="state"):
+        audit_of(state=path).run(silent)
+
+
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path):
+    """Its last line, without an end, was taken for one that an interruption had torn."""
+    path = tmp_path / "notes"
+    path.write_text("not of an audit")
+    with pytest.raises(InvalidRequest, match="state of another audit"):
+        audit_of(state=path).run(silent)
+    assert path.read_text() == "not of an audit"
+
+
+QUESTION = {"arm": "served", "kind": "sampled", "prompt": [1, 2], "num_tokens": 4, "group": 0}
+ANSWER = {"token_ids": [1, 2, 3, 4], "num_charged": 4, "finish_reason": "length"}
+
+
+def recorded(tmp_path, question: object, answer: object) -> Path:
+    path = tmp_path / "state.jsonl"
+    lines = [
+        {"header": {"url": "here", "format": "1"}},
+        {"number": 0, "question": question},
+        {"number": 0, "answer": answer},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "unknown"},
+        {"kind": 3},
+        {"arm": "other"},
+        {"prompt": [2**70]},
+        {"prompt": [-1]},
+        {"prompt": [[1]]},
+        {"num_tokens": -1},
+        {"num_tokens": 2**70},
+        {"token_ids": [2**70]},
+        {"token_ids": [2**31]},
+        {"token_ids": [-1]},
+        {"token_ids": "text"},
+        {"num_charged": -(10**9)},
+        {"num_charged": 2**70},
+        {"num_requests": -1},
+        {"step_sizes": [-1]},
+        {"step_sizes": [2**70]},
+        {"logprobs": [float("nan")]},
+        {"logprobs": [float("inf")]},
+        {"logprobs": [1e300]},
+        {"logprobs": [None]},
+        {"top": [[[1, float("nan")]]]},
+        {"top": [[[2**70, -1.0]]]},
+        {"top": [[[-1, -1.0]]]},
+        {"top": [[[1, -1.0]] * 129]},
+        {"top": [[[1, -1.0, 3]]]},
+        {"text": {"a": []}},
+        {"text": "\udcff"},
+    ],
+    ids=repr,
+)
+def test_values_that_no_audit_writes_are_refused_in_one_line(tmp_path, changes):
+    question = QUESTION | {k: v for k, v in changes.items() if k in QUESTION}
+    answer = ANSWER | {k: v for k, v in changes.items() if k not in QUESTION}
+    path = recorded(tmp_path, question, answer)
+    with pytest.raises(InvalidRequest, match=r"^--state [^\n]*$"):
+        audit_of(state=path, tokens=100).run(silent)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step_sizes": [10**10]},
+        {"step_sizes": [10**10] * 3},
+        {"token_ids": [1, 2, 3, 10**6]},
+        {"token_ids": []},
+        {"token_ids": None},
+        {"top": [[], [], [], [], []], "logprobs": [0.0]},
+        {"top": [[[1, 0.0], [2, 0.0]]] * 4, "logprobs": [100.0] * 4},
+        {"top": [[]] + [[[1, -1.0], [2, -1.0]]] * 4, "logprobs": [-1.0] * 4},
+        {"prompt": []},
+        {"prompt": "text"},
+        {"prompt": [10**6]},
+        {"prompt": [1] * 3000},
+        {"unknown": [[[[]]]]},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_odd_answers_of_a_state_are_judged_or_left_out(tmp_path, changes, is_reported):
+    question = QUESTION | {k: v for k, v in changes.items() if k in QUESTION}
+    answer = ANSWER | {k: v for k, v in changes.items() if k not in QUESTION}
+    path = recorded(tmp_path, question, answer)
+    audit = audit_of(state=path, tokens=4, reference=ReportedLogprobs() if is_reported else None)
+    audit.run(silent)
+    assert audit.progress.spent.num_tokens == 4
+
+
+def test_a_pipe_is_no_state(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnreadableInput, match="not a regular file"):
+        audit_of(state=tmp_path / "pipe").run(silent)
+
+
+def test_a_deeply_nested_state_is_refused(tmp_path):
+    path = recorded(tmp_path, QUESTION, ANSWER)
+    with path.open("a") as file:
+        file.write('{"unknown": ' + "[" * 100_000 + "\n")
+    with pytest.raises(InvalidRequest, match=r"state\.jsonl:4 is no line of an audit"):
+        audit_of(state=path).run(silent)
+
+
+def test_the_values_of_a_state_are_limited(tmp_path):
+    path = recorded(tmp_path, QUESTION, ANSWER)
+    line = json.dumps({"number": 0, "answer": ANSWER | {"step_sizes": [1] * 1_000_000}}) + "\n"
+    with path.open("a") as file:
+        file.write(line * 5)
+    with pytest.raises(InvalidRequest, match="more than 4000000 values"):
         audit_of(state=path).run(silent)
 
 

@@ -116,7 +116,7 @@ def test_a_redirect_is_not_followed():
         ("missing", "answers 404"),
         ("html", "no metric of an engine"),
         ("refused", "cannot be read"),
-        ("file", "cannot be read"),
+        ("file", "cannot be reached: no request can be sent"),
     ],
 )
 def test_pages_that_are_none_end_with_a_clear_message(name: str, message: str):

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 
 from forerun.cli.main import main
+from forerun.client import door
+from forerun.diagnose import watch
 from forerun.diagnose.change_points import Cusum, watch_position
 from forerun.diagnose.readers.prometheus import PrometheusText
 from forerun.diagnose.watch import (
@@ -26,7 +28,7 @@ from forerun.diagnose.watch import (
     observe_trace,
     watch_text,
 )
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.trace.files import line_of
 
 K = 3
@@ -229,7 +231,7 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
     [
         (("--interval-s", "0"), "--interval-s is 0.0"),
         (("--target-tpot-s", "-1"), "--target-tpot-s is -1.0"),
-        (("--hook", "pager"), "must be an http:// or https:// address"),
+        (("--hook", "pager"), "--hook must be an address"),
     ],
 )
 def test_unusable_options_are_refused(tmp_path, capsys, flags, message):
@@ -377,6 +379,110 @@ def test_a_line_that_is_still_written_is_read_when_it_is_whole(tmp_path):
         observe_trace(state, trace.path, None)
     assert state.usual.totals["forerun:sequence_steps"] == 2  # damage is skipped
     assert state.num_read_bytes == trace.path.stat().st_size
+
+
+def test_a_trace_without_line_ends_is_read_a_part_at_a_time(tmp_path, monkeypatch):
+    """256 lines were gathered, whatever their lengths: 2 GB."""
+    monkeypatch.setattr(watch, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "t.jsonl"
+    for line in (b"x" * 10_000, b"x" * 900 + b"\n"):
+        path.write_bytes(line * 20)
+        with path.open("rb") as file:
+            sizes = [sum(map(len, lines)) for lines in watch._batches(file)]
+        assert sum(sizes) == path.stat().st_size and max(sizes) < 2000
+
+
+@pytest.mark.parametrize("changes", [{"num_read_bytes": -5}, {"num_read_bytes": 2**70}])
+def test_places_that_no_file_has_are_refused(tmp_path, capsys, changes):
+    trace, state = tmp_path / "t.jsonl", tmp_path / "state.json"
+    trace.write_bytes(line_of(STEP))
+    state.write_text(json.dumps({"source": str(trace)} | changes))
+    assert main(["watch", "--trace", str(trace), "--state", str(state), "--once"]) == 2
+    assert "is no state of forerun watch" in capsys.readouterr().err
+
+
+SECRET = "s3cr3t"
+SECRET_URL = f"http://user:{SECRET}@127.0.0.1:1/{SECRET}/metrics?token={SECRET}#{SECRET}"
+
+
+def test_secrets_of_addresses_are_neither_printed_nor_stored_nor_sent(
+    tmp_path, capsys, monkeypatch
+):
+    server, sent, keys = Server(), [], []
+    state, out = tmp_path / "state.json", tmp_path / "out.prom"
+
+    def fetched(url, limits, headers):
+        assert url == SECRET_URL
+        keys.append(headers["Authorization"])
+        return server.page.encode()
+
+    def posted(url, content, seconds):
+        assert url == SECRET_URL
+        sent.append(content)
+        raise UnreadableInput("busy")
+
+    monkeypatch.setattr(door, "fetch_page", fetched)
+    monkeypatch.setattr(door, "post_once", posted)
+    monkeypatch.setenv("KEY", "of-the-server")
+    arguments = ["watch", SECRET_URL, "--hook", SECRET_URL, "--api-key-env", "KEY", "--once"]
+    arguments += ["--state", str(state), "--metrics-out", str(out), "--json"]
+    for acceptance in [0.74] * 80 + [0.47] * 8:
+        server.serve(acceptance)
+        main(arguments)
+    shown = capsys.readouterr()
+    assert (
+        sent
+        and sent[0]["source"] == "http://127.0.0.1:1/…"
+        and set(keys) == {"Bearer of-the-server"}
+    )
+    for text in (shown.out, shown.err, state.read_text(), out.read_text(), json.dumps(sent)):
+        assert SECRET not in text and "of-the-server" not in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (SECRET_URL, "--once"),
+        (SECRET_URL.upper().replace(SECRET.upper(), SECRET), "--once"),
+        (SECRET_URL.replace("http", "htp"), "--once"),
+        (SECRET_URL, "--trace", "--once"),
+        (SECRET_URL, "--once", "--state", "{state}"),
+        ("{page}", "--once", "--hook", SECRET_URL.replace("http", "ftp")),
+        ("{page}", "--once", "--api-key-env", "KEY"),
+    ],
+)
+def test_secrets_of_addresses_are_not_in_errors(tmp_path, capsys, arguments):
+    state, page = tmp_path / "state.json", tmp_path / "page.prom"
+    page.write_text(Server().page)
+    state.write_text(json.dumps({"source": SECRET_URL.replace("127.0.0.1", "other")}))
+    names = {"state": state, "page": page}
+    given = [text.format(**names) if "{" in text else text for text in arguments]
+    if "--state" not in given:
+        given += ["--state", str(tmp_path / "new.json")]
+    assert main(["watch", *given]) == 2
+    shown = capsys.readouterr()
+    assert shown.err and SECRET not in shown.err + shown.out
+
+
+@pytest.mark.parametrize("url", [SECRET_URL, SECRET_URL.replace("http", "HTTP")])
+def test_a_diagnosis_does_not_show_secrets_of_an_address(url, capsys, monkeypatch):
+    server = Server()
+
+    def fetched(url, limits, headers):
+        server.serve(0.74)
+        return server.page.encode()
+
+    flags = ["--interval-s", "0.001", "--api-key-env", "KEY"]
+    monkeypatch.setenv("KEY", "of-the-server")
+    assert main(["diagnose", url, *flags]) == 2
+    monkeypatch.setattr(door, "fetch_page", fetched)
+    for form in ([], ["--json"]):
+        assert main(["diagnose", url, *flags, *form]) in (0, 3, 4)
+    monkeypatch.setattr(door, "fetch_page", lambda *_: b"")
+    assert main(["diagnose", url, *flags]) == 2
+    shown = capsys.readouterr()
+    assert "127.0.0.1" in shown.out and "127.0.0.1" in shown.err
+    assert SECRET not in shown.out + shown.err and "of-the-server" not in shown.out + shown.err
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path, capsys):

@@ -21,17 +21,16 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from forerun.bounded_read import (
     BoundedFile,
-    Deadline,
     ReadLimits,
-    gunzipped,
     open_bounded,
     open_stdin,
     parse_json,
 )
+from forerun.client.urls import is_url, shown_url, without_secrets
 from forerun.diagnose.evidence import COUNTS, FOLDER, MAX_WORD, Evidence, Reading, shown
 from forerun.diagnose.readers.engine_logs import (
     NUMBER,
@@ -52,10 +51,6 @@ from forerun.diagnose.readers.prometheus import (
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
-
-if TYPE_CHECKING:
-    import httpx
-
 
 FORMAT = 1
 KEY = "forerun_facts"
@@ -529,15 +524,19 @@ MAX_INTERVAL_S = 600.0
 
 
 def read_live(
-    url: str, *, interval_s: float, sleep: Callable[[float], None] = time.sleep
+    url: str,
+    *,
+    interval_s: float,
+    key_variable: str | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Evidence:
     """Return evidence from two samples of a server, or from its totals if the server was idle."""
     if not 0.0 < interval_s <= MAX_INTERVAL_S:
         raise InvalidRequest(f"--interval-s is {interval_s}; it must be above 0, at most 600")
-    first = page_of(url)
+    first = page_of(url, key_variable)
     started = time.monotonic()
     sleep(interval_s)
-    second = page_of(url)
+    second, url = page_of(url, key_variable), shown_url(url)
     seconds = time.monotonic() - started
     between = second.metrics.since(first.metrics)
     evidence = Evidence(readings=[Reading(source=url, kinds={second.kind}, num_lines=2)])
@@ -559,71 +558,26 @@ def read_live(
     return evidence
 
 
-def page_of(url: str) -> PrometheusText:
-    """Read a live page of metrics once; raises InvalidRequest where it cannot be read."""
+def page_of(url: str, key_variable: str | None = None) -> PrometheusText:
+    """Read a live page of metrics once; raises InvalidRequest where it cannot be read.
+
+    `key_variable` is the environment variable of the API key; None takes OPENAI_API_KEY.
+    """
+    from forerun.client.door import authorization, fetch_page
+
+    limits = ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S)
     try:
-        body = http_get(url, ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S))
+        body = fetch_page(url, limits, authorization(key_variable))
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
     page = PrometheusText()
     for line in body.decode("utf-8", errors="replace").splitlines():
         page.read(line)
     if not page.metrics.totals:
-        hint = "" if url.endswith("/metrics") else f"; try {url.rstrip('/')}/metrics"
-        raise InvalidRequest(f"{url} holds no metric of an engine that is known{hint}")
+        hint = "" if url.endswith("/metrics") else "; try its path /metrics"
+        raise InvalidRequest(f"{shown_url(url)} holds no metric of an engine that is known{hint}")
     page.close()
     return page
-
-
-HEADER_BYTES = (16 + 64) << 10
-"""Allowance for status lines, headers and trailers of a response beyond the limit of its body."""
-
-
-def http_get(url: str, limits: ReadLimits) -> bytes:
-    """Return the decompressed body of a page, requested without proxies and redirects."""
-    # Imported when needed: files are read without them.
-    import ssl
-
-    import httpx
-
-    from forerun.client.connection import ReadClock, answer_deadline, limit_reads
-
-    clock, deadline = ReadClock(), answer_deadline(limits.max_seconds, url)
-    try:
-        with httpx.Client(
-            trust_env=False,
-            verify=ssl.create_default_context(),
-            timeout=limits.max_seconds,
-            headers={"Accept-Encoding": "identity"},
-        ) as client:
-            limit_reads(client, clock)
-            with (
-                clock.until(deadline, limits.max_bytes + HEADER_BYTES),
-                client.stream("GET", url) as answer,
-            ):
-                return _body_of(answer, url, limits, deadline)
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise UnreadableInput(f"{url} cannot be read: {reason}") from error
-
-
-def _body_of(answer: httpx.Response, url: str, limits: ReadLimits, deadline: Deadline) -> bytes:
-    """Read the whole response and return its body; a redirect or an error is refused."""
-    body = bytearray()
-    for piece in answer.iter_raw():
-        deadline.remaining_s()
-        body += piece
-        if len(body) > limits.max_bytes:
-            raise UnreadableInput(f"{url} sends more than {limits.max_bytes} bytes, the limit here")
-    if answer.is_redirect:
-        where = answer.headers.get("location", "elsewhere")
-        raise UnreadableInput(
-            f"{url} redirects to {where}, which is not followed: give that address"
-        )
-    if answer.status_code != 200:
-        raise UnreadableInput(f"{url} answers {answer.status_code}: {answer.reason_phrase}")
-    is_packed = answer.headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate")
-    return gunzipped(bytes(body), url, limits) if is_packed else bytes(body)
 
 
 REFERENCE = {
@@ -642,16 +596,19 @@ FIRST_DATA_S = 20.0
 """Seconds that a named pipe may be empty before its first data."""
 
 
-def read_source(name: str, *, interval_s: float, is_asking: bool = False) -> Evidence:
+def read_source(
+    name: str, *, interval_s: float, is_asking: bool = False, key_variable: str | None = None
+) -> Evidence:
     """Return the evidence of one source; words that name no file are a complaint.
 
     Args:
         name: file, URL, "-" or words.
         interval_s: between two samples of a URL.
         is_asking: whether questions follow; a complaint that says nothing is then no error.
+        key_variable: environment variable of the API key of a URL; None takes OPENAI_API_KEY.
     """
-    if name.startswith(("http://", "https://")):
-        return read_live(name, interval_s=interval_s)
+    if is_url(name):
+        return read_live(name, interval_s=interval_s, key_variable=key_variable)
     try:
         if name == "-":
             with open_stdin(LIMITS) as stream:
@@ -667,7 +624,8 @@ def read_source(name: str, *, interval_s: float, is_asking: bool = False) -> Evi
                 return read_trace(path)
             return _read_stream(file, path.name)
     except OSError as error:
-        raise InvalidRequest(f"{name[:300]} cannot be read: {error.strerror or error}") from error
+        shown = without_secrets(name[:300])
+        raise InvalidRequest(f"{shown} cannot be read: {error.strerror or error}") from error
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
 
@@ -720,8 +678,9 @@ def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
         evidence.add(name, value, "the complaint")
     if not evidence.facts and not is_asking:
         raise InvalidRequest(
-            f"{text[:60]!r} is no file, and nothing in it is understood as a complaint; say what "
-            "is low, slow or wrong and what it depends on, or give --observed NAME"
+            f"{without_secrets(text)[:60]!r} is no file, and nothing in it is understood as a "
+            "complaint; say what is low, slow or wrong and what it depends on, or give --observed "
+            "NAME"
         )
     return evidence
 

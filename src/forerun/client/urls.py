@@ -1,0 +1,58 @@
+"""URLs in messages, logs and reports: they can hold a password or the token of a web hook."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+from forerun.errors import InvalidRequest
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]*", re.IGNORECASE)
+_PAGES = "/metrics /health /version /v1 /models /v1/models".split()
+_PUBLIC = {
+    "",
+    *_PAGES,
+    *(f"{v1}{chat}/completions" for v1 in ("", "/v1") for chat in ("", "/chat")),
+}
+"""Paths that hold no secret."""
+HIDDEN = "…"
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is the address of a server, and not a file.
+
+    Raises InvalidRequest for an address with another scheme.
+    """
+    if name.lower().startswith(("http://", "https://")):
+        return True
+    if _URL.fullmatch(name):
+        raise InvalidRequest(f"{shown_url(name)} must begin with http:// or https://")
+    return False
+
+
+def shown_url(url: str) -> str:
+    """Return a URL for people: scheme, host, port, and its path only if that is a public one."""
+    scheme, mark, rest = url.partition("://")
+    if not mark or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]{0,19}", scheme):
+        return HIDDEN
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", "" if parts.port is None else f":{parts.port}"
+    except ValueError:
+        return f"{scheme}://{HIDDEN}"
+    # After a "/" in a password, what looks like host and port may be the beginning of the secret.
+    if "@" in rest.partition("/")[2] or not re.fullmatch(r"[\w.:-]+", host, re.ASCII):
+        return f"{scheme}://{HIDDEN}"
+    host = f"[{host}]" if ":" in host else host
+    is_public = parts.path.rstrip("/") in _PUBLIC and not parts.query and not parts.fragment
+    return f"{scheme}://{host}{port}{parts.path if is_public else '/' + HIDDEN}"
+
+
+def shown_source(name: str) -> str:
+    """Return the name of a file as it is, and a URL as `shown_url` renders it."""
+    return shown_url(name) if is_url(name) else name
+
+
+def without_secrets(text: object) -> str:
+    """Return a text in which every URL is as `shown_url` renders it."""
+    return _URL.sub(lambda found: shown_url(found.group()), str(text))
