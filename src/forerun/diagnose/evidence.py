@@ -439,6 +439,11 @@ def _add_conditional(evidence: Evidence) -> None:
         evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
 
 
+MIN_DRAFTING_SHARE = 0.9
+"""Share of the steps with a draft from which on kappa follows from the speed of all steps. The
+first step of a request has no draft."""
+
+
 def add_costs(evidence: Evidence) -> None:
     """Add kappa, its parts and the speedup, from timers or from two rates."""
     _add_times(evidence)
@@ -448,7 +453,7 @@ def add_costs(evidence: Evidence) -> None:
         evidence.note("speedup", with_s / plain, "tokens/s with over without speculation")
     tau, kappa = evidence.number("acceptance_length"), evidence.number("cycle_cost")
     gain = evidence.number("speedup")
-    if kappa is None and tau and gain:
+    if kappa is None and tau and gain and not _has_plain_steps(evidence):
         kappa = tau / gain
         evidence.note("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
@@ -457,6 +462,12 @@ def add_costs(evidence: Evidence) -> None:
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
     _add_linearity(evidence)
+
+
+def _has_plain_steps(evidence: Evidence) -> bool:
+    """Whether the speed of all steps says little of those with a draft, because many have none."""
+    steps, drafts = evidence.number("num_steps"), evidence.number("num_drafts")
+    return bool(steps and drafts and drafts < MIN_DRAFTING_SHARE * steps)
 
 
 def _add_times(evidence: Evidence) -> None:
