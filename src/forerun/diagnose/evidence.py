@@ -427,16 +427,28 @@ def _add_conditional(evidence: Evidence) -> None:
         ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
         evidence.note(name, ratios, "beta over that of the position before")
     conditional = evidence.numbers(name)
-    drafts = evidence.number("num_drafts")
+    reached = _num_reached(evidence, rates)
     later = [
         value
         for position, value in enumerate(conditional[1:], start=1)
-        if position < len(rates) + 1
-        and (drafts is None or rates[position - 1] * drafts >= MIN_REACHED)
+        if position < len(rates) + 1 and (not reached or reached[position - 1] >= MIN_REACHED)
     ]
     if later and conditional[0] > MIN_RATE:
         found = min(later) / conditional[0]
         evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
+
+
+def _num_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
+    """Return most steps that can have reached each position after the first; none if not known.
+
+    Where K varies, a position may be drafted in far fewer steps than accept the one before it.
+    """
+    accepted = evidence.numbers("accepted_per_position")
+    drafted = evidence.numbers("drafted_per_position")
+    if accepted and len(accepted) == len(drafted):
+        return [*map(min, accepted, (*drafted[1:], accepted[-1]))]
+    drafts = evidence.number("num_drafts")
+    return [] if drafts is None else [rate * drafts for rate in rates]
 
 
 MIN_DRAFTING_SHARE = 0.9

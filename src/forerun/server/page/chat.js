@@ -53,7 +53,7 @@ export function setUpChat(found) {
     byId("mode").value = "text";
     byId("mode").disabled = true;
     byId("formatted").checked = false;
-    byId("chat-note").textContent = "This model has no chat template: it continues the text that you give. Each token is coloured by where it came from.";
+    byId("chat-note").hidden = false;
   }
   const isOwn = found.engine === "forerun";
   byId("compare").parentElement.hidden = !isOwn;
