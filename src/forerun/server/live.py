@@ -324,11 +324,9 @@ class LiveView:
             )
 
     def _head(self, found: WatchedRequest) -> str:
-        if found.head is None:
-            sequence = found.sequence
-            message = dict(self._messages.copy()).get(sequence.request_id)
-            found.head = message or self._end_of_prompt(sequence, HEAD_TOKENS)
-        return found.head
+        if found.head is None:  # the message may come after the first step
+            found.head = dict(self._messages.copy()).get(found.sequence.request_id)
+        return found.head or self._end_of_prompt(found.sequence, HEAD_TOKENS)
 
     def _end_of_prompt(self, sequence: Sequence, num_tokens: int) -> str:
         end = sequence.num_prompt

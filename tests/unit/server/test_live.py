@@ -205,6 +205,8 @@ def test_requests_are_named_by_the_last_message_or_the_end_of_the_prompt(engine,
     monkeypatch.setattr(live, "HEAD_TOKENS", 2)
     engine.add_request([1, 2, 3], PARAMS, request_id="asked")
     engine.add_request([1, 2, 3, 4], PARAMS, request_id="completed")
+    engine.step()
+    view.snapshot()  # before the message is known
     view.add_message(["asked"], "x" * 10_000)
     while engine.has_unfinished:
         engine.step()
