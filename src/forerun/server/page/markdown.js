@@ -197,16 +197,17 @@ function cells({ start, text }) {
 /** Append a range with its code, emphasis and links as elements. */
 function inline(source, start, end, into, depth = 0) {
   const { text, paint } = source;
+  const part = text.slice(start, end); // so that no search goes on to the end of the text
   const absent = new Set(); // marks without a second one behind the present place
   let from = start;
   const flush = (until) => {
     if (until > from) into.append(...paint(from, until));
   };
   for (let at = start; at < end; ) {
-    SPECIAL.lastIndex = at;
-    const special = SPECIAL.exec(text);
-    if (!special || special.index >= end) break;
-    at = special.index;
+    SPECIAL.lastIndex = at - start;
+    const special = SPECIAL.exec(part);
+    if (!special) break;
+    at = start + special.index;
     const found = text[at] === "\\" ? escaped(text, at, end) : marked(source, at, end, absent, depth);
     if (!found) {
       at += text[at] === "`" ? runOf(text, at) : 1;
