@@ -42,11 +42,13 @@ fuzz: $(STAMP)  ## every reader against hostile inputs; SECONDS=600 for each
 clients: $(CLIENTS)/.installed  ## real client libraries against a served model; ARGS="litellm" for one
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-openai-2.txt tests/clients/package.json | $(STAMP)
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-openai-2.txt tests/clients/requirements-structured.txt tests/clients/package.json | $(STAMP)
 	$(PYTHON) -m venv $(CLIENTS)/python
 	$(CLIENTS)/python/bin/pip install -r tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)/openai-2
 	$(CLIENTS)/openai-2/bin/pip install -r tests/clients/requirements-openai-2.txt
+	$(PYTHON) -m venv $(CLIENTS)/structured
+	$(CLIENTS)/structured/bin/pip install -r tests/clients/requirements-structured.txt
 	mkdir -p $(CLIENTS)/node
 	cp tests/clients/package.json $(CLIENTS)/node
 	npm install --prefix $(CLIENTS)/node

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, Output, streamText, tool } from "ai";
+import { generateText, isStepCount, Output, streamText, tool } from "ai";
 import { z } from "zod";
 
 const provider = createOpenAICompatible({ name: "forerun", baseURL: process.env.CLIENTS_URL, apiKey: "none", supportsStructuredOutputs: true, includeUsage: true });
@@ -21,3 +21,13 @@ const { output } = await generateText({ ...asked, output: Output.object({ schema
 City.parse(output);
 const called = await generateText({ ...asked, tools: { look_up: tool({ inputSchema: City }) }, toolChoice: "required" });
 City.parse(called.toolCalls[0].input);
+const lookUp = tool({ inputSchema: City, execute: async () => "found" });
+const twice = await generateText({
+  ...asked,
+  tools: { look_up: lookUp },
+  stopWhen: isStepCount(2),
+  prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? "none" : "required" }),
+});
+assert.equal(twice.steps.length, 2);
+assert.equal(twice.steps[0].toolResults[0].output, "found");
+assert.ok(twice.text);

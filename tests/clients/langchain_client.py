@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common import KEY, MODEL, PROMPT, URL, City
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
 chat = ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, temperature=0, max_tokens=200)
@@ -16,3 +17,6 @@ for method in ("json_schema", "function_calling"):
     assert isinstance(found, City), method
 called = chat.bind_tools([City], tool_choice="any", parallel_tool_calls=False).invoke(PROMPT)
 assert called.tool_calls[0]["name"] == "City"
+result = ToolMessage("found", tool_call_id=called.tool_calls[0]["id"])
+history = [HumanMessage(PROMPT), called, result]
+assert chat.bind_tools([City], tool_choice="none").invoke(history).content

@@ -27,4 +27,9 @@ tool = {"type": "function", "function": {"name": "look", "parameters": City.mode
 called = litellm.completion(
     **asked, tools=[tool], tool_choice="required", parallel_tool_calls=False
 )
-City.model_validate(json.loads(called.choices[0].message.tool_calls[0].function.arguments))
+message = called.choices[0].message
+City.model_validate(json.loads(message.tool_calls[0].function.arguments))
+result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "found"}
+history = asked | {"messages": [*asked["messages"], message, result]}
+second = litellm.completion(**history, tools=[tool], tool_choice="none")
+assert second.choices[0].message.content

@@ -12,7 +12,13 @@ from pathlib import Path
 from common import MODEL, PROMPT, URL, City
 
 with tempfile.TemporaryDirectory() as folder:
-    entry = {"model_id": "served", "model_name": MODEL, "api_base": URL, "supports_schema": True}
+    entry = {
+        "model_id": "served",
+        "model_name": MODEL,
+        "api_base": URL,
+        "supports_schema": True,
+        "supports_tools": True,
+    }
     Path(folder, "extra-openai-models.yaml").write_text(json.dumps([entry]))
     environment = os.environ | {"LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
 
@@ -29,3 +35,18 @@ with tempfile.TemporaryDirectory() as folder:
     assert whole.strip()
     assert run() == whole
     City.model_validate_json(run("--schema", json.dumps(City.model_json_schema())))
+
+    os.environ["LLM_USER_PATH"] = folder
+    import llm
+    from llm.parts import ToolCallPart, ToolResultPart, assistant, tool_message, user
+
+    def look_up(name: str) -> str:
+        """Look a city up."""
+        return "found"
+
+    call = ToolCallPart(name="look_up", arguments={"name": "Rome"}, tool_call_id="call-1")
+    result = ToolResultPart(name="look_up", output="found", tool_call_id="call-1")
+    history = [user(PROMPT), assistant(call), tool_message(result)]
+    model = llm.get_model("served")
+    answer = model.prompt(messages=history, tools=[look_up], key="none", max_tokens=20)
+    assert answer.text()

@@ -51,6 +51,10 @@ async def main() -> None:
         calls.clear()
         assert (await Runner.run(caller, PROMPT)).final_output == "found", kind
         assert isinstance(calls[0], City), kind
+        if kind is OpenAIChatCompletionsModel:
+            # After a call the choice of tools is free again, and the result is answered by text.
+            again = caller.clone(tool_use_behavior="run_llm_again")
+            assert (await Runner.run(again, PROMPT, max_turns=4)).final_output
 
 
 asyncio.run(main())

@@ -56,6 +56,38 @@ def check_structured_output() -> None:
     City.model_validate(json.loads(call.function.arguments))
 
 
+def check_second_turns() -> None:
+    """A call has no content, and its result and the next question are part of the prompt."""
+    asked = {"model": MODEL, "max_tokens": 200, "seed": 1, "tools": [TOOL]}
+    first = client.chat.completions.create(messages=MESSAGES, tool_choice="required", **asked)
+    message = first.choices[0].message
+    assert message.content is None
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "found"}
+    once = {"role": "assistant", "tool_calls": [message.tool_calls[0].model_dump()]}
+    for called in (message, message.model_dump(), once, once | {"content": None}):
+        history = [*MESSAGES, called, result]
+        second = client.chat.completions.create(messages=history, tool_choice="none", **asked)
+        assert second.choices[0].message.content
+        assert second.usage.prompt_tokens > first.usage.prompt_tokens
+    history += [{"role": "assistant", "content": "done"}, *MESSAGES]
+    third = client.chat.completions.create(messages=history, tool_choice="required", **asked)
+    assert third.choices[0].message.tool_calls
+    with client.chat.completions.stream(messages=history, tool_choice="required", **asked) as s:
+        s.until_done()
+        assert s.get_final_completion().choices[0].message.tool_calls
+
+
+def check_second_responses() -> None:
+    tool = {"type": "function", **TOOL["function"]}
+    asked = {"model": MODEL, "max_output_tokens": 200, "temperature": 0, "tools": [tool]}
+    first = client.responses.create(input=PROMPT, tool_choice="required", **asked)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+    history = [{"role": "user", "content": PROMPT}, call.model_dump(exclude_none=True), result]
+    second = client.responses.create(input=history, tool_choice="none", **asked)
+    assert second.output_text
+
+
 def check_responses() -> None:
     asked = {"model": MODEL, "input": PROMPT, "temperature": 0, "max_output_tokens": 16}
     whole = client.responses.create(**asked)
@@ -95,6 +127,8 @@ check_models()
 check_completions()
 check_chats()
 check_structured_output()
+check_second_turns()
 check_responses()
+check_second_responses()
 check_errors()
 asyncio.run(check_many())

@@ -6,6 +6,13 @@ import asyncio
 
 from common import KEY, MODEL, PROMPT, URL, City
 from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.messages import (
+    ModelRequest,
+    ModelResponse,
+    ToolCallPart,
+    ToolReturnPart,
+    UserPromptPart,
+)
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -27,3 +34,19 @@ async def streamed() -> str:
 
 
 assert asyncio.run(streamed()) == text
+agent = Agent(model, model_settings=settings)
+
+
+@agent.tool_plain
+def look_up(name: str) -> str:
+    """Look a city up."""
+    return "found"
+
+
+call = ToolCallPart("look_up", {"name": "Rome"}, tool_call_id="call-1")
+history = [
+    ModelRequest(parts=[UserPromptPart(PROMPT)]),
+    ModelResponse(parts=[call]),
+    ModelRequest(parts=[ToolReturnPart("look_up", "found", tool_call_id="call-1")]),
+]
+assert agent.run_sync(message_history=history).output

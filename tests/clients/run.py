@@ -26,7 +26,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "clients"
 MODEL, DRAFT = "zoo:code-40m", "zoo:code-2m-for-40m"
-TEMPLATE = r"{{ messages | map(attribute='content') | join('\n') }}"
+TEMPLATE = r"""
+{%- for message in messages -%}
+{{ '# ' + message['role'] + ': ' + message['content'] + '\n' }}
+{%- for call in message.tool_calls or [] %}{{ '# ' + call.function.name + '\n' }}{% endfor %}
+{%- endfor %}
+{%- if tools %}{{ '# ' + tools | map(attribute='function.name') | join(', ') + '\n' }}{% endif %}"""
+"""As in many models' templates, every content is added to a text, and tools are rendered."""
 START_S, CLIENT_S = 120, 300
 PACKAGES = {
     "openai_python": ("python", "openai"),
@@ -39,6 +45,9 @@ PACKAGES = {
     "llm_client": ("python", "llm"),
     "openai_agents": ("python", "openai-agents"),
     "lm_eval_client": ("python", "lm-eval"),
+    "instructor_client": ("structured", "instructor"),
+    "dspy_client": ("structured", "dspy"),
+    "outlines_client": ("structured", "outlines"),
     "openai_js": ("node", "openai"),
     "ai_sdk": ("node", "ai"),
 }

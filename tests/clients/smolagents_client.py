@@ -15,7 +15,13 @@ class Answer(Tool):
     inputs = {"answer": {"type": "string", "enum": ["yes", "no"], "description": "the answer"}}  # noqa: RUF012 (as smolagents declares it)
     output_type = "string"
 
+    num_calls = 0
+
     def forward(self, answer: str) -> str:
+        """Fail once, so that the agent asks a second time."""
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise ValueError("not yet")
         return answer
 
 
@@ -24,8 +30,10 @@ asked = ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": PRO
 assert model.generate([asked]).content
 streamed = "".join(part.content or "" for part in model.generate_stream([asked]))
 assert streamed == model.generate([asked]).content
+tool = Answer()
 agent = ToolCallingAgent(
-    tools=[Answer()], model=model, max_steps=1, verbosity_level=0, instructions="x"
+    tools=[tool], model=model, max_steps=2, verbosity_level=0, instructions="x"
 )
 agent.prompt_templates["system_prompt"] = "{{ '' }}"  # longer than the context of the test model
 assert agent.run("Is water wet?") in ("yes", "no")
+assert tool.num_calls == 2

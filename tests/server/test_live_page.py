@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -119,8 +120,18 @@ def test_figures_of_a_request_are_shown(page, address):
     playwright.expect(newest.locator("td").nth(4)).to_have_text("64")
     playwright.expect(newest.locator("td").nth(2)).to_have_text(re.compile(r"\d+ (s|min)"))
     playwright.expect(newest.locator(".head")).to_have_text("import os def first(path):")
+    messages = [
+        {"role": "system", "content": "You are of few words. " * 20},
+        {"role": "user", "content": [{"type": "text", "text": "Which way?"}]},
+        {"role": "assistant", "content": "Up."},
+        {"role": "user", "content": "And then?"},
+    ]
+    body = {"messages": messages, "max_tokens": 3}
+    httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60.0).raise_for_status()
+    playwright.expect(page.locator(".head").first).to_have_text("And then?")
+    newest = page.locator("tr.request").nth(1)
     newest.locator(".head").click()
-    detail = page.locator("tr.detail").first
+    detail = page.locator("tr.detail").nth(1)
     playwright.expect(detail.locator(".origin.accepted")).not_to_have_count(0)
     pieces = detail.locator(".origin:not(.prompt)")
     assert "".join(pieces.all_text_contents()) == text
@@ -220,6 +231,8 @@ def test_nothing_is_coloured_as_good_before_there_are_figures(page):
 
 
 def test_the_chat_streams_tokens_coloured_by_origin(page):
+    go_to(page, "chat")
+    page.uncheck("#formatted")
     ask(page, "def first(path):", max_tokens=40, system="import os")
     turn = page.locator(".turn").first
     playwright.expect(turn.locator(".note")).to_contain_text("40 tokens in")
@@ -289,16 +302,243 @@ def test_texts_are_never_markup(page, address):
     assert page.title() == "forerun"
 
 
+def answer_with(page, text: str, source: str = "accepted") -> None:
+    """Answer every chat with a text, two characters a token; a token with "!" is a plain step's."""
+    parts = [text[at : at + 2] for at in range(0, len(text), 2)]
+    deltas = [
+        {
+            "delta": {"content": part},
+            "token_texts": [part],
+            "token_sources": ["plain" if "!" in part else source],
+        }
+        for part in parts
+    ]
+    events = [json.dumps({"choices": [delta]}) for delta in deltas]
+    usage = {"completion_tokens": len(parts)}
+    lines = [*events, json.dumps({"choices": [], "usage": usage}), "[DONE]"]
+    body = "".join(f"data: {line}\n\n" for line in lines)
+    page.unroute("**/v1/chat/completions")
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+    )
+
+
+MARKDOWN = """# A title
+
+Some **bold**, *slanted __both__* and `code *as is*`; snake_case_name, 2 * 3 * 4, \\*no\\*.
+
+1. one
+   - inner
+2. two
+
+   ```python
+   if a < b:
+       pass
+   ```
+3. three
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+[site](https://a.example/x) [bad](javascript:alert(1)) [worse](data:text/html,x) http://b.example/y.
+
+> said
+> so
+
+```
+<b>open</b>
+"""
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+def test_markdown_becomes_elements(page, coloured):
+    answer_with(page, MARKDOWN)
+    go_to(page, "chat")
+    page.set_checked("#coloured", coloured)
+    ask(page, "Explain.")
+    answer = page.locator(".answer")
+    shown(page, ".turn .note").to_contain_text("tokens in")
+
+    def texts(selector: str) -> list[str]:
+        return answer.locator(selector).all_text_contents()
+
+    assert texts("h3") == ["A title"]
+    assert texts("strong") == ["bold", "both", "2"]
+    assert texts("em") == ["slanted both"]
+    assert texts("p code") == ["code *as is*"]
+    assert texts("pre code") == ["if a < b:\n    pass\n", "<b>open</b>\n"]
+    assert answer.locator("ol > li").count() == 3
+    assert texts("ol ul > li") == ["inner"]
+    assert texts("th, td") == ["a", "b", "1", "2"]
+    assert texts("blockquote") == ["said\nso"]
+    paragraph = texts("p")[0]
+    assert "snake_case_name, 2 * 3 * 4, *no*." in paragraph
+    links = answer.locator("a")
+    assert [node.get_attribute("href") for node in links.all()] == [
+        "https://a.example/x",
+        "http://b.example/y",
+    ]
+    assert {node.get_attribute("rel") for node in links.all()} == {"noopener noreferrer nofollow"}
+    assert "[bad](javascript:alert(1))" in texts("p")[-1]
+    assert (answer.locator(".origin").count() > 0) is coloured
+    page.uncheck("#formatted")
+    assert answer.text_content() == MARKDOWN
+
+
+HOSTILE_MARKDOWN = (
+    f'{HOSTILE}\n\n```x"><script>\n{HOSTILE}\n```\n[a](https://x.example/"onmouseover=1) '
+    "[b](JavaScript:alert(1)) ![c](https://y.example/p.png) <a href='javascript:1'>d</a>\n"
+    "| <i> | b |\n|-|-|"
+)
+
+
+def test_an_answer_is_never_markup(page):
+    answer_with(page, HOSTILE_MARKDOWN)
+    ask(page, HOSTILE)
+    shown(page, ".turn .note").to_contain_text("tokens in")
+    assert page.locator("main img, main script, main i, main b").count() == 0
+    names = page.evaluate(
+        """() => [...document.querySelectorAll('.answer *')].flatMap((node) =>
+            [...node.attributes].map((each) => each.name))"""
+    )
+    assert set(names) <= {"class", "data-origin", "data-language", "href", "rel", "target"}
+    hrefs = [node.get_attribute("href") for node in page.locator(".answer a").all()]
+    assert all(re.match(r"https?://", href) for href in hrefs)
+    assert page.title() == "forerun"
+
+
+@pytest.mark.parametrize(
+    "mark", ["*a ", "**a ", "_a ", "`a ", "[a ", "[a](", "> ", "- ", "| ", "\\*"]
+)
+def test_long_answers_of_marks_are_formatted_in_bounded_time(page, mark):
+    """The work is counted in calls for text, not in seconds."""
+    found = page.evaluate(
+        """async (text) => {
+            const { markdown } = await import('/page/markdown.js');
+            let drawn = 0;
+            const made = markdown(text, (from, to) => {
+                drawn += to - from;
+                return [document.createTextNode(text.slice(from, to))];
+            });
+            return [drawn, made.textContent.length];
+        }""",
+        mark * 20_000,
+    )
+    assert found[0] <= len(mark) * 20_000
+    assert found[1] <= len(mark) * 20_000
+
+
+def test_tokens_of_plain_steps_are_named_by_the_server(page):
+    answer_with(page, "aabbcc!!dd", source="bonus")
+    ask(page, "Go.")
+    shown(page, ".turn .note").to_contain_text("tokens in")
+    pieces = page.locator(".answer .origin")
+    assert pieces.all_text_contents() == ["aabbcc", "!!", "dd"]
+    origins = [node.get_attribute("data-origin") for node in pieces.all()]
+    assert origins == ["bonus", "plain", "bonus"]
+
+
+def test_the_conversation_follows_unless_the_reader_scrolled_up(page):
+    page.set_viewport_size({"width": 900, "height": 700})
+    answer_with(page, "line\n\n" * 300)
+    ask(page, "Go.")
+    shown(page, ".turn .note").to_contain_text("tokens in")
+    left = "(box) => box.scrollHeight - box.scrollTop - box.clientHeight"
+    box = page.locator("#turns")
+    assert box.evaluate(left) < 2
+    box.evaluate("(box) => { box.scrollTop = 100; }")
+    page.uncheck("#coloured")
+    assert box.evaluate("(box) => box.scrollTop") == 100
+    ask(page, "Again.")
+    shown(page, ".turn .note >> nth=1").to_contain_text("tokens in")
+    assert box.evaluate(left) < 2
+
+
+def test_an_answer_is_copied(page, address):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
+    answer_with(page, "**two** words")
+    ask(page, "Go.")
+    page.click("text=Copy")
+    shown(page, "text=Copied").to_be_visible()
+    assert page.evaluate("() => navigator.clipboard.readText()") == "**two** words"
+
+
+def test_the_last_turn_is_answered_once_more(page):
+    for number, answer in enumerate(("first", "second")):
+        answer_with(page, answer)
+        ask(page, f"Question {number}")
+        shown(page, ".turn .note >> nth=-1").to_contain_text("tokens in")
+    shown(page, ".again").to_have_count(1)
+    answer_with(page, "third")
+    page.fill("#message", "a draft")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click(".again")
+    shown(page, ".turn .note >> nth=-1").to_contain_text("tokens in")
+    asked = [message["content"] for message in sent.value.post_data_json["messages"]]
+    assert asked == ["Question 0", "first", "Question 1"]
+    assert page.locator(".answer").all_text_contents() == ["first", "third"]
+    assert page.input_value("#message") == "a draft"
+
+
+def test_conversations_are_kept_until_they_are_cleared(page):
+    answer_with(page, "**kept** text")
+    ask(page, HOSTILE)
+    shown(page, ".turn .note").to_contain_text("tokens in")
+    page.reload()
+    shown(page, "#setup").to_contain_text("code-11m")
+    page.click("#past summary")
+    shown(page, ".past-chat").to_have_text(HOSTILE)
+    page.click(".past-chat")
+    shown(page, ".answer strong").to_have_text("kept")
+    shown(page, ".asked").to_have_text(HOSTILE)
+    answer_with(page, "more")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Go on.")
+    roles = [message["role"] for message in sent.value.post_data_json["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    shown(page, ".turn .note >> nth=-1").to_contain_text("tokens in")
+    shown(page, ".past-chat").to_have_count(1)
+    page.click("#clear")
+    shown(page, ".turn").to_have_count(0)
+    page.click("#forget")
+    shown(page, "#past").to_be_hidden()
+    assert page.evaluate("() => localStorage.getItem('forerun-chats')") is None
+
+
+def test_kept_conversations_are_bounded(page):
+    kept = page.evaluate(
+        """async () => {
+            const { saveChat, readChats } = await import('/page/history.js');
+            const nums = [];
+            const turn = (size) => ({ asked: 'x'.repeat(size), answers: [] });
+            const chat = (id, size) => ({ id, at: 0, turns: [turn(size)] });
+            for (let n = 0; n < 40; n += 1) saveChat(chat(`a${n}`, 10));
+            nums.push(readChats().length, readChats()[0].id);
+            for (let n = 0; n < 5; n += 1) saveChat(chat(`b${n}`, 300000));
+            nums.push(readChats().map((each) => each.id).join());
+            saveChat(chat('c', 5000000));
+            nums.push(readChats().length, localStorage.getItem('forerun-chats').length < 1000001);
+            localStorage.setItem('forerun-chats', '{"no": "list"');
+            nums.push(readChats().length);
+            return nums;
+        }"""
+    )
+    assert kept == [30, "a39", "b4,b3,b2", 3, True, 0]
+
+
 def test_everything_is_reached_by_keyboard(page):
     go_to(page, "chat")
     page.click("#settings summary")
     page.focus("#theme")
     focused = []
-    for _ in range(14):
+    for _ in range(16):
         page.keyboard.press("Tab")
         focused.append(page.evaluate("() => document.activeElement.id"))
-    order = ("tab-chat", "message", "send", "clear", "compare", "system", "mode", "max-tokens")
-    places = [focused.index(name) for name in (*order, "temperature", "top-p", "seed")]
+    order = ("tab-chat", "message", "send", "clear", "compare", "formatted", "coloured", "system")
+    order += ("mode", "max-tokens", "temperature", "top-p", "seed")
+    places = [focused.index(name) for name in order]
     assert places == sorted(places)
     page.fill("#max-tokens", "4")
     page.fill("#message", "a = ")

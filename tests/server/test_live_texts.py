@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.server.conftest import serving, tiny_engine
+from tests.server.test_chat import chat_engine
 
 from forerun.server.guard import ApiKey
 from forerun.server.live import LiveView
@@ -20,6 +21,29 @@ def test_texts_are_shown_to_a_single_tenant(num_keys, shown):
         found = client.get("/live", headers=headers).json()
     assert found["shows_texts"] is shown
     assert bool(found["requests"][0]["pieces"]) is shown
+
+
+def test_requests_are_named_by_the_last_message_of_their_user():
+    system = {"role": "system", "content": "Be brief."}
+    parts = [{"type": "text", "text": "Why "}, {"type": "text", "text": "so?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "So."}]
+    prompts = {
+        "/v1/chat/completions": [
+            ({"messages": [system, *turns]}, "Why so?"),
+            ({"messages": [system]}, "<system>Be brief.\n<assistant>"),
+        ],
+        "/v1/responses": [
+            ({"input": "Hello", "instructions": "Be brief."}, "Hello"),
+            ({"input": [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]}, "B"),
+        ],
+        "/v1/completions": [({"prompt": "ab"}, "ab")],
+    }
+    with serving(chat_engine()) as client:
+        for path, bodies in prompts.items():
+            for body, head in bodies:
+                client.post(path, json=body | {"seed": 1}).raise_for_status()
+                newest = client.app.state.server.view.snapshot().requests[0]
+                assert newest.head == head, path
 
 
 def test_requests_are_answered_where_the_page_fails(monkeypatch, caplog):

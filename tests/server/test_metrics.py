@@ -96,6 +96,24 @@ def test_files_name_metrics_that_exist(scraped, name):
     assert {re.sub("_(bucket|count|sum)$", "", metric) for metric in named} <= known
 
 
+EXPRESSION = re.compile(r"((?:vllm|forerun):[a-z_0-9]+)\{([^}]*)\}")
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+def test_files_name_labels_that_exist(scraped, name):
+    text, *_ = scraped
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    found = EXPRESSION.findall((DEPLOY / name).read_text().replace('\\"', '"'))
+    assert found
+    for metric, matchers in found:
+        named = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+        # A counter without an event, such as one of changes, has no sample to compare with.
+        assert named <= labels.get(metric, named) | {"instance", "job"}, metric
+
+
 def test_our_own_reader_understands_them(scraped):
     text, _, usage, _ = scraped
     reader = PrometheusText()

@@ -134,7 +134,8 @@ def test_the_tables(path, capsys):
     assert main(["trace", "summarize", str(path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "target target, draft draft, cpu" in text
-    assert "tau 3.000 over 9 drafting steps, kappa 1.476, decoding 2.03x" in text
+    assert "tau 3.000 over 9 drafting steps, kappa 1.476, so 2.03x in these steps" in text
+    assert "decoding 1.59x plain, steps without a draft included" in text
     assert "36 drafted, 18 accepted (22.5 expected), 50.0% wasted" in text
     assert "draft 14.6%, verify 82.5%, other 2.9%" not in text
     assert "1 9 9 1.000 (0.701–1.000) 1.000 ████████████████████████" in text

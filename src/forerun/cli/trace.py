@@ -103,6 +103,8 @@ def drafting(summary: TraceSummary) -> Iterator[str]:
         f"tau {counts.acceptance_length:.3f} over {counts.num_steps} drafting steps, "
         f"kappa {kappa(cost, counts.acceptance_length)}"
     )
+    if summary.speedup is not None:
+        yield f"decoding {summary.speedup:.2f}x plain, steps without a draft included"
     yield (
         f"{counts.num_drafted} drafted, {counts.num_accepted} accepted "
         f"({overall.expected_accepted:.1f} expected), {overall.wasted_share:.1%} wasted"
@@ -110,13 +112,13 @@ def drafting(summary: TraceSummary) -> Iterator[str]:
 
 
 def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
-    """Return the cost of a step and the speedup that follows, or why there is none."""
+    """Return the cost of a drafting step and what follows for these steps, or why it is unknown."""
     from forerun.trace.summary import MIN_PLAIN_STEPS
 
     if cost is None:
         return f"unknown: fewer than {MIN_PLAIN_STEPS} plain steps to compare with"
     skipped = f", {cost.num_uncompared} steps not compared" if cost.num_uncompared else ""
-    return f"{cost.estimate:.3f}, decoding {tau / cost.estimate:.2f}x{skipped}"
+    return f"{cost.estimate:.3f}, so {tau / cost.estimate:.2f}x in these steps{skipped}"
 
 
 def _time_line(summary: TraceSummary) -> str:

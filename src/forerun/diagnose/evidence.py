@@ -427,16 +427,33 @@ def _add_conditional(evidence: Evidence) -> None:
         ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
         evidence.note(name, ratios, "beta over that of the position before")
     conditional = evidence.numbers(name)
-    drafts = evidence.number("num_drafts")
+    reached = _num_reached(evidence, rates)
     later = [
         value
         for position, value in enumerate(conditional[1:], start=1)
-        if position < len(rates) + 1
-        and (drafts is None or rates[position - 1] * drafts >= MIN_REACHED)
+        if position < len(rates) + 1 and (not reached or reached[position - 1] >= MIN_REACHED)
     ]
     if later and conditional[0] > MIN_RATE:
         found = min(later) / conditional[0]
         evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
+
+
+def _num_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
+    """Return most steps that can have reached each position after the first; none if not known.
+
+    Where K varies, a position may be drafted in far fewer steps than accept the one before it.
+    """
+    accepted = evidence.numbers("accepted_per_position")
+    drafted = evidence.numbers("drafted_per_position")
+    if accepted and len(accepted) == len(drafted):
+        return [*map(min, accepted, (*drafted[1:], accepted[-1]))]
+    drafts = evidence.number("num_drafts")
+    return [] if drafts is None else [rate * drafts for rate in rates]
+
+
+MIN_DRAFTING_SHARE = 0.9
+"""Share of the steps with a draft from which on kappa follows from the speed of all steps. The
+first step of a request has no draft."""
 
 
 def add_costs(evidence: Evidence) -> None:
@@ -448,7 +465,7 @@ def add_costs(evidence: Evidence) -> None:
         evidence.note("speedup", with_s / plain, "tokens/s with over without speculation")
     tau, kappa = evidence.number("acceptance_length"), evidence.number("cycle_cost")
     gain = evidence.number("speedup")
-    if kappa is None and tau and gain:
+    if kappa is None and tau and gain and not _has_plain_steps(evidence):
         kappa = tau / gain
         evidence.note("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
@@ -457,6 +474,12 @@ def add_costs(evidence: Evidence) -> None:
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
     _add_linearity(evidence)
+
+
+def _has_plain_steps(evidence: Evidence) -> bool:
+    """Whether the speed of all steps says little of those with a draft, because many have none."""
+    steps, drafts = evidence.number("num_steps"), evidence.number("num_drafts")
+    return bool(steps and drafts and drafts < MIN_DRAFTING_SHARE * steps)
 
 
 def _add_times(evidence: Evidence) -> None:

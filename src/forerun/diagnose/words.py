@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from forerun.diagnose.attribution import Attribution, Part, survival_of
 from forerun.diagnose.diagnosis import Change, Diagnosis, RankedCause
-from forerun.diagnose.evidence import FACTS, Evidence, Fact
+from forerun.diagnose.evidence import FACTS, Evidence, Fact, alike
 from forerun.terminal_text import printable
 from forerun.theory.speedup import constant_survival
 
@@ -153,9 +153,12 @@ def _step_words(found: Attribution, evidence: Evidence) -> Iterator[str]:
     gain = found.speedup or 0.0
     verb = "faster" if gain >= 1.0 else "slower"
     yield (
-        f"A step costs kappa = {found.cycle_cost:.2f} plain steps, so decoding runs at "
-        f"tau / kappa = {gain:.2f} times the plain rate: {abs(gain - 1.0):.0%} {verb}."
+        f"A step with a draft costs kappa = {found.cycle_cost:.2f} plain steps, so such steps "
+        f"decode at tau / kappa = {gain:.2f} times the plain rate: {abs(gain - 1.0):.0%} {verb}."
     )
+    whole = evidence.number("speedup") or gain
+    if not alike(whole, gain):
+        yield f"With the steps that drafted nothing, decoding runs at {whole:.2f} times that rate."
 
 
 def _interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
@@ -249,9 +252,10 @@ def change_line(change: Change, *, states_speedup: bool = True) -> str:
     if predicted is not None:
         k = predicted.num_speculative_tokens
         speedup = f"{predicted.speedup:.2f}x plain decoding, " if states_speedup else ""
+        at_k = "" if k is None else f", at K = {k}"
         gain = (
-            f" Predicted: {speedup}{predicted.gain:.2f} times the "
-            f"present speed{'' if k is None else f', at K = {k}'} ({predicted.basis})."
+            f" Predicted: {speedup}{predicted.gain:.2f} times the present speed of steps with a "
+            f"draft{at_k} ({predicted.basis})."
         )
     return f"{change.remedy.change}.{gain} Price: {change.remedy.price}."
 

@@ -243,6 +243,7 @@ class ServerState:
     config: ServerConfig
     tool_format: ToolFormat | None
     metrics: ServerMetrics
+    view: LiveView
     started_at_s: float
     large: Executor = field(default_factory=PacedExecutor)
     grammars: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "grammar"))
@@ -280,7 +281,9 @@ class ServerState:
         terms = RequestTerms(
             priority=body.priority, deadline_s=body.deadline_s, tenant=key.tenant, plan=plan
         )
-        return self.engine.submit_all(body.prompts_for(engine.intake), params, terms=terms)
+        tickets = self.engine.submit_all(body.prompts_for(engine.intake), params, terms=terms)
+        self.view.add_message([ticket.request_id for ticket in tickets], body.last_message)
+        return tickets
 
 
 BODIES: Mapping[str, type[Body]] = {
@@ -317,12 +320,18 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
+    metrics = ServerMetrics(engine.engine, model)
+    # One tenant must not read the texts of another.
+    shows_texts = len({key.tenant for key in keys}) < 2
+    view = LiveView(engine.engine, target=model, metrics=metrics, shows_texts=shows_texts)
+    engine.engine.observers.append(view)
     server = app.state.server = ServerState(
         engine=engine,
         model=model,
         config=config,
         tool_format=tool_format,
-        metrics=ServerMetrics(engine.engine, model),
+        metrics=metrics,
+        view=view,
         started_at_s=time.time(),
     )
     protect(app, config, keys, server.metrics.responded)
@@ -332,20 +341,8 @@ def create_app(
     _add_generation(app)
     _add_tokens(app)
     _add_status(app)
-    _add_page(app, server, len({key.tenant for key in keys}))
-    return app
-
-
-def _add_page(app: FastAPI, server: ServerState, num_tenants: int) -> None:
-    """Add the live page; one tenant must not read the texts of another."""
-    view = LiveView(
-        server.engine.engine,
-        target=server.model,
-        metrics=server.metrics,
-        shows_texts=num_tenants < 2,
-    )
-    server.engine.engine.observers.append(view)
     app.include_router(page_router(view))
+    return app
 
 
 def _add_generation(app: FastAPI) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 import forerun
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.readers.trace import evidence_of_steps
+from forerun.diagnose.evidence import Evidence, Reading
+from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
 from forerun.diagnose.words import change_line, changes_of, headline
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
@@ -38,21 +39,26 @@ from forerun.server.live_page import (
     LiveTotals,
     Origin,
 )
-from forerun.server.metrics import ServerMetrics
+from forerun.server.metrics import LABELS, ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
-MAX_DIAGNOSED = 3000
-"""Latest steps of requests that a diagnosis rests on."""
 MIN_DIAGNOSED = 50
+"""Steps of requests below which there is no diagnosis."""
 DIAGNOSIS_INTERVAL_S = 15.0
+MAX_DIAGNOSED = 40
+"""Samples of the metrics; a diagnosis rests on what was counted since the oldest."""
 MAX_REQUESTS = 12
 MAX_PROMPT_TOKENS = 60
 """Tokens at the end of a prompt that are shown."""
 HEAD_TOKENS = 32
-"""Tokens at the beginning of a prompt that name its request."""
+"""Tokens at the end of a prompt that name its request, where no message of a user does."""
+MAX_HEAD = 200
+"""Characters of a user's message that name its request."""
+MAX_MESSAGES = 1024
+"""Requests whose message is kept until they are shown."""
 MAX_FIRST_TOKENS = 500
 """Latest requests over which times to the first token are summed up."""
 MAX_CHARACTERS = 4000
@@ -121,8 +127,8 @@ class WatchedRequest:
 class LiveView:
     """A step observer that provides the snapshots shown on the live page.
 
-    Other threads read only the counts of the engine. Without `metrics` the page goes without what
-    they count beside the steps.
+    Other threads read only the counts of the engine. The counts and the diagnosis of the page are
+    those of `metrics`, and the speedup of the page is added to them.
     """
 
     is_required = False
@@ -133,7 +139,7 @@ class LiveView:
         engine: Engine,
         *,
         target: str,
-        metrics: ServerMetrics | None = None,
+        metrics: ServerMetrics,
         shows_texts: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -148,12 +154,13 @@ class LiveView:
         self._watched: dict[str, WatchedRequest] = {}
         self._first_tokens: deque[FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)
         self._prefilled: deque[tuple[float, int]] = deque()
-        self._recent: deque[StepRecord] = deque(maxlen=MAX_DIAGNOSED)
+        self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
+        self._samples = deque([Metrics()], maxlen=MAX_DIAGNOSED)
         self._reading = threading.Lock()
         self._diagnosing = threading.Lock()
         self._diagnosis: LiveDiagnosis | None = None
         self._diagnosed_s = -DIAGNOSIS_INTERVAL_S
-        self._num_new = 0
+        metrics.registry.register(self)
 
     # ------------------------------------------------------------------ on the engine's own thread
 
@@ -194,12 +201,12 @@ class LiveView:
             now_s = self.clock()
             figures = self.figures
             counts = figures.counts
-            changes = [] if self.metrics is None else [*self.metrics.totals.changes.copy()]
+            changes = [*self.metrics.totals.changes.copy()]
             return LiveSnapshot(
                 uptime_s=now_s - self._started_s,
                 window_s=float(min(WINDOW_S, len(figures.slices))),
                 setup=self._setup(),
-                totals=msgspec.convert(self.engine.stats(), LiveTotals, from_attributes=True),
+                totals=self._totals(),
                 load=self._load(),
                 tokens_per_s=figures.tokens_per_s(now_s),
                 speedup=figures.speedup(),
@@ -223,8 +230,32 @@ class LiveView:
             except IndexError:
                 return
             self.figures.add(records)
-            self._recent.extend(records)
-            self._num_new += len(records)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the speedup that the page states, for `/metrics`; no value before it is known."""
+        with self._reading:
+            self._drain()
+            found = self.figures.speedup()
+        for name, text, value in (
+            ("forerun:speedup", "Rate of the latest decode steps over plain ones", "value"),
+            ("forerun:speedup_low", "Lower end of its 95% interval", "low"),
+            ("forerun:speedup_high", "Upper end of its 95% interval", "high"),
+            ("forerun:plain_token_seconds", "Time per token of plain steps", "plain_s"),
+        ):
+            family = GaugeMetricFamily(name, text, labels=LABELS)
+            if found is not None:
+                family.add_metric([*self.metrics.labels.values()], getattr(found, value))
+            yield family
+
+    def _totals(self) -> LiveTotals:
+        totals = self.metrics.totals
+        counts = totals.acceptance
+        return LiveTotals(
+            num_steps=totals.num_cycles,
+            num_drafted=counts.num_drafted,
+            num_accepted=counts.num_accepted,
+            num_emitted=totals.num_emitted,
+        )
 
     def _setup(self) -> LiveSetup:
         capabilities = self.engine.capabilities()
@@ -250,27 +281,21 @@ class LiveView:
             num_kv_tokens=num_tokens,
             max_kv_tokens=max_tokens,
             kv_share=min(1.0, num_tokens / max_tokens),
-            refused=None if self.metrics is None else self.metrics.refusals(),
+            refused=self.metrics.refusals(),
         )
 
     def _latency(self, now_s: float) -> LiveLatency:
         firsts = list(self._first_tokens.copy())
         num_prompt = sum(first.num_prompt for first in firsts)
-        found = LiveLatency(
-            ttft=_quantiles_of([first.ttft_s for first in firsts]),
-            prefix_hit_share=sum(first.num_cached for first in firsts) / num_prompt
-            if num_prompt
-            else None,
-        )
-        if self.metrics is None:
-            return found
+        num_cached = sum(first.num_cached for first in firsts)
         totals, fed = self.metrics.totals, self._prefilled
         fed.append((now_s, totals.num_prefill_rows))
         while len(fed) > 2 and fed[1][0] <= now_s - RECENT_S:
             fed.popleft()
         (since_s, before), (_, now) = fed[0], fed[-1]
-        return msgspec.structs.replace(
-            found,
+        return LiveLatency(
+            ttft=_quantiles_of([first.ttft_s for first in firsts]),
+            prefix_hit_share=num_cached / num_prompt if num_prompt else None,
             gap=_quantiles_of(list(totals.recent_gaps.copy())),
             prompt_tokens_per_s=(now - before) / (now_s - since_s) if now_s > since_s else None,
         )
@@ -299,43 +324,61 @@ class LiveView:
             )
 
     def _head(self, found: WatchedRequest) -> str:
-        if found.head is None:
-            sequence = found.sequence
-            first = sequence.ids[: min(HEAD_TOKENS, sequence.num_prompt)]
-            found.head = self.engine.tokenizer.decode(first)
-        return found.head
+        if found.head is None:  # the message may come after the first step
+            found.head = dict(self._messages.copy()).get(found.sequence.request_id)
+        return found.head or self._end_of_prompt(found.sequence, HEAD_TOKENS)
+
+    def _end_of_prompt(self, sequence: Sequence, num_tokens: int) -> str:
+        end = sequence.num_prompt
+        shortened = "… " if end > num_tokens else ""
+        ids = sequence.ids[max(0, end - num_tokens) : end]
+        return shortened + self.engine.tokenizer.decode(ids)
 
     def _pieces(self, found: WatchedRequest) -> tuple[LivePiece, ...]:
-        tokenizer, sequence = self.engine.tokenizer, found.sequence
-        found.read(tokenizer)
-        end = sequence.num_prompt
-        prompt = tokenizer.decode(sequence.ids[max(0, end - MAX_PROMPT_TOKENS) : end])
-        shortened = "… " if end > MAX_PROMPT_TOKENS else ""
-        return (LivePiece(text=shortened + prompt, origin="prompt"), *found.pieces)
+        found.read(self.engine.tokenizer)
+        prompt = self._end_of_prompt(found.sequence, MAX_PROMPT_TOKENS)
+        return (LivePiece(text=prompt, origin="prompt"), *found.pieces)
+
+    def add_message(self, request_ids: Iterable[str], text: str | None) -> None:
+        """Name requests by the last message of their user; any thread may call this."""
+        if self.shows_texts and text:
+            self._messages.extend((request_id, text[:MAX_HEAD]) for request_id in request_ids)
 
     def diagnose(self) -> None:
-        """Diagnose the latest steps, if there are new ones and the last diagnosis is old enough.
+        """Diagnose the latest metrics, if there are new steps and the last diagnosis is old enough.
 
         It takes some ten milliseconds; call it on a thread on which nothing waits.
         """
         if not self._diagnosing.acquire(blocking=False):
             return
         try:
-            with self._reading:
-                self._drain()
-                now_s = self.clock()
-                is_due = now_s - self._diagnosed_s >= DIAGNOSIS_INTERVAL_S
-                if not (is_due and self._num_new and len(self._recent) >= MIN_DIAGNOSED):
-                    return
-                self._diagnosed_s, self._num_new = now_s, 0
-                steps = list(self._recent)
-            self._diagnosis = diagnosis_of(steps)
+            now_s = self.clock()
+            if now_s - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
+                return
+            page = PrometheusText()
+            for line in self.metrics.text().decode().splitlines():
+                page.read(line)
+            growth = page.metrics.since(self._samples[0])
+            num_steps, num_new = map(_num_steps, (growth, page.metrics.since(self._samples[-1])))
+            if num_new and num_steps >= MIN_DIAGNOSED:
+                self._diagnosed_s = now_s
+                self._samples.append(page.metrics)
+                self._diagnosis = live_diagnosis(diagnose(evidence_of(growth)), num_steps)
         finally:
             self._diagnosing.release()
 
 
-def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
-    return live_diagnosis(diagnose(evidence_of_steps(steps, "the latest steps")), len(steps))
+def evidence_of(metrics: Metrics) -> Evidence:
+    """Return the evidence that a file of these metrics gives."""
+    source = "metrics of this server"
+    evidence = Evidence(readings=[Reading(source=source, kinds={"forerun metrics"})])
+    evidence.add("engine", "forerun", source)
+    metrics_of(metrics).add_to(evidence, source)
+    return evidence
+
+
+def _num_steps(metrics: Metrics) -> int:
+    return int(metrics.totals.get("forerun:sequence_steps", 0.0))
 
 
 def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:

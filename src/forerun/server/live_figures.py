@@ -36,13 +36,6 @@ Drafting leaves the target's weights uncached.
 Z = 1.96
 
 
-@dataclass(slots=True, kw_only=True)
-class PartTimes(Seconds):
-    """Sums of the durations of each part of a step, and of the tokens, over several steps."""
-
-    num_emitted: int = 0
-
-
 @dataclass(slots=True)
 class TimeSlice:
     """Counts and durations of the steps that began within one second.
@@ -58,7 +51,7 @@ class TimeSlice:
     num_records: int = 0
     num_emitted: int = 0
     sum_k: int = 0
-    decoded: dict[int, PartTimes] = field(default_factory=dict)
+    decoded: dict[int, Seconds] = field(default_factory=dict)
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     methods: Counter[str] = field(default_factory=Counter)
     measured: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -81,7 +74,7 @@ class TimeSlice:
         `baselines` has plain seconds over tokens by batch size; steps at others are left out.
         """
         known = [(size, times) for size, times in self.decoded.items() if size in baselines]
-        as_plain_s = sum(times.num_emitted * baselines[size].ratio for size, times in known)
+        as_plain_s = sum(times.num_tokens * baselines[size].ratio for size, times in known)
         return sum(times.total_s for _, times in known), as_plain_s
 
     def point(self, now_s: float) -> LivePoint:
@@ -131,15 +124,13 @@ class LiveFigures:
         self._num_plain_in_a_row = self._num_plain_in_a_row + 1 if is_plain else 0
         if first.num_prefill_rows:
             return
-        num_emitted = sum(record.num_emitted for record in cycle)
         size = _bucket_of(len(cycle))
-        times = current.decoded.setdefault(size, PartTimes())
-        times.add(cycle, len(cycle))
-        times.num_emitted += num_emitted
+        current.decoded.setdefault(size, Seconds()).add(cycle)
         if self._num_plain_in_a_row > NUM_COLD:
             tokens_before, before_s = current.measured.get(size, (0, 0.0))
             seconds = first.draft_s + first.verify_s + first.other_s
-            current.measured[size] = (tokens_before + num_emitted, before_s + seconds)
+            num_tokens = sum(record.num_emitted for record in cycle)
+            current.measured[size] = (tokens_before + num_tokens, before_s + seconds)
             self.num_plain_steps += 1
 
     def _end_slice(self) -> None:
@@ -161,25 +152,25 @@ class LiveFigures:
         """Return the speedup in the window with its interval; None without a plain baseline."""
         baselines = self.baselines()
         paid = DiscountedRatio(1.0)
-        compared: dict[int, PartTimes] = {}
+        compared: dict[int, Seconds] = {}
         num_decoded = 0
         for piece in self.window:
             seconds, as_plain_s = piece.compared(baselines)
             if seconds > 0.0:
                 paid.observe(seconds, as_plain_s)
             for size, times in piece.decoded.items():
-                num_decoded += times.num_emitted
+                num_decoded += times.num_tokens
                 if size in baselines:
-                    compared.setdefault(size, PartTimes()).include(times)
+                    compared.setdefault(size, Seconds()).include(times)
         if not math.isfinite(paid.relative_error):
             return None
         as_plain_s = paid.y
         errors = [
-            times.num_emitted * baselines[size].ratio / as_plain_s * baselines[size].relative_error
+            times.num_tokens * baselines[size].ratio / as_plain_s * baselines[size].relative_error
             for size, times in compared.items()
         ]
         error = Z * math.hypot(paid.relative_error, *errors)
-        num_compared = sum(times.num_emitted for times in compared.values())
+        num_compared = sum(times.num_tokens for times in compared.values())
         return LiveSpeedup(
             value=paid.ratio,
             low=max(0.0, paid.ratio * (1.0 - error)),
@@ -213,19 +204,19 @@ class LiveFigures:
         plain time per token have the speedup as their ratio.
         """
         baselines = {} if self.speedup() is None else self.baselines()
-        total = PartTimes()
+        total = Seconds()
         for piece in self.window:
             for size, times in piece.decoded.items():
                 if not baselines or size in baselines:
                     total.include(times)
-        if not total.num_emitted:
+        if not total.num_tokens:
             return None
         return LiveTokenTimes(
             num_steps=total.num_cycles,
             num_sequences=total.num_steps / total.num_cycles,
-            draft_s=total.draft_s / total.num_emitted,
-            verify_s=total.verify_s / total.num_emitted,
-            other_s=total.other_s / total.num_emitted,
+            draft_s=total.draft_s / total.num_tokens,
+            verify_s=total.verify_s / total.num_tokens,
+            other_s=total.other_s / total.num_tokens,
         )
 
     def tokens_per_s(self, now_s: float) -> float:

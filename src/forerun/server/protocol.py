@@ -208,6 +208,11 @@ class GenerationRequest(Body):
     def num_prompts(self) -> int:
         return 1
 
+    @property
+    def last_message(self) -> str | None:
+        """The last message of the user of a conversation."""
+        return None
+
     @abstractmethod
     def prompts_for(self, intake: Intake) -> list[Prompt]:
         """Return the prompts: texts or token ids; conversations are rendered."""
@@ -444,6 +449,12 @@ class ChatRequest(GenerationRequest):
     def prompts_for(self, intake: Intake) -> list[Prompt]:
         """Return the token ids of the rendered conversation."""
         return [rendered(self.messages, intake, self.template_variables)]
+
+    @property
+    def last_message(self) -> str | None:
+        """The last message of the user of a conversation."""
+        asked = [message for message in self.messages if message.role == "user"]
+        return asked[-1].for_template().get("content") if asked else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -137,6 +137,11 @@ class ResponsesRequest(GenerationRequest):
         """Return the token ids of the rendered conversation."""
         return self.chat.prompts_for(intake)
 
+    @property
+    def last_message(self) -> str | None:
+        """The last message of the user of the conversation."""
+        return self.chat.last_message
+
 
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":

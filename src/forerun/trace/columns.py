@@ -38,7 +38,7 @@ class StepBlock:
         records: the steps, one by one.
         names: ids of their requests.
         columns: numbers of the steps by field name; `request` is the index of a step's request in
-            `names`; `kind` and `size` are those of its cycle.
+            `names`; `kind`, `size` and `cycle_tokens` (emitted) are those of its cycle.
         first: index of the first step of every cycle.
     """
 
@@ -69,7 +69,9 @@ def block_of(records: Sequence[StepRecord]) -> StepBlock:
         for name in ("num_prefill_rows", "num_drafted", "k_budget")
     )
     kinds = np.select([reads, drafts, plans], [PREFILL, DRAFTING, NO_PROPOSAL], PLAIN)
-    columns |= {"kind": np.repeat(kinds, sizes), "size": np.repeat(sizes, sizes)}
+    tokens = np.add.reduceat(columns["num_emitted"], first)
+    for name, values in (("kind", kinds), ("size", sizes), ("cycle_tokens", tokens)):
+        columns[name] = np.repeat(values, sizes)
     return StepBlock(records=records, names=tuple(codes), columns=columns, first=first)
 
 

@@ -61,10 +61,11 @@ class MeasuredCycleCost:
 
 @dataclass(slots=True, kw_only=True)
 class Seconds:
-    """Numbers of cycles and of their steps, and the sums of their durations in seconds."""
+    """Numbers of cycles, of their steps and tokens, and the sums of their durations in seconds."""
 
     num_cycles: int = 0
     num_steps: int = 0
+    num_tokens: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
@@ -73,10 +74,11 @@ class Seconds:
     def total_s(self) -> float:
         return self.draft_s + self.verify_s + self.other_s
 
-    def add(self, cycle: Sequence[StepRecord], num_steps: int) -> None:
-        """Add the durations of the cycle that these records share, and count `num_steps` steps."""
+    def add(self, cycle: Sequence[StepRecord]) -> None:
+        """Add the cycle that these records share."""
         self.num_cycles += 1
-        self.num_steps += num_steps
+        self.num_steps += len(cycle)
+        self.num_tokens += sum(record.num_emitted for record in cycle)
         for name in DURATIONS:
             setattr(self, name, getattr(self, name) + getattr(cycle[0], name))
 
@@ -93,13 +95,14 @@ def seconds_by(
     Args:
         num_steps: number of steps that each row counts for.
     """
-    values = [num_steps, *(columns[name] for name in DURATIONS)]
-    for place, num_cycles, (steps, draft_s, verify_s, other_s) in sums_by(keys, values):
+    values = [num_steps, columns["cycle_tokens"], *(columns[name] for name in DURATIONS)]
+    for place, num_cycles, (steps, tokens, draft_s, verify_s, other_s) in sums_by(keys, values):
         yield (
             place,
             Seconds(
                 num_cycles=num_cycles,
                 num_steps=int(steps),
+                num_tokens=int(tokens),
                 draft_s=draft_s,
                 verify_s=verify_s,
                 other_s=other_s,
@@ -163,6 +166,21 @@ class CyclesByKind:
             num_steps=used.num_steps,
             num_uncompared=merged(drafting.values()).num_steps - used.num_steps,
         )
+
+    def speedup(self, plain_step_s: Mapping[int, float]) -> float | None:
+        """Return the rate of all decode cycles over that of plain ones; None if none is known.
+
+        Plain cycles and those without a proposal count too, so that this is below tau / kappa,
+        which is of drafting steps alone, where a controller planned some steps without a draft.
+        """
+        decoded = [
+            (size, seconds)
+            for (kind, size), seconds in self.places.items()
+            if kind != "prefill" and size in plain_step_s
+        ]
+        total_s = sum(seconds.total_s for _, seconds in decoded)
+        plain_s = sum(seconds.num_tokens / size * plain_step_s[size] for size, seconds in decoded)
+        return plain_s / total_s if total_s > 0.0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +266,7 @@ class GroupSummary:
             "wasted_share": self.wasted_share,
             "acceptance_length": counts.acceptance_length,
             "cycle_cost": None if cost is None else asdict(cost),
+            "speedup": self.costs.speedup(plain_step_s),
             "positions": [
                 {
                     "num_drafted": position.num_drafted,
@@ -304,6 +323,11 @@ class TraceSummary:
     def cycle_cost(self) -> MeasuredCycleCost | None:
         """Return the mean cost of drafting steps in plain steps; None if too few are plain."""
         return self.overall.costs.cycle_cost(self.plain_step_s)
+
+    @property
+    def speedup(self) -> float | None:
+        """Return the speedup of all decode cycles, plain ones included; None if it is not known."""
+        return self.cycles.speedup(self.plain_step_s)
 
     @property
     def median_ttft_s(self) -> float | None:

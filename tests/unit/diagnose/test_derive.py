@@ -46,6 +46,22 @@ def test_a_position_few_reached_does_not_count_as_a_cliff():
     assert found.number("later_over_first") == pytest.approx((5 / 90) / 0.9)
 
 
+def test_a_position_few_steps_drafted_does_not_count_as_a_cliff():
+    """A controller that drafts one token as a rule tried six in two steps."""
+    counts = {"num_drafts": 2000, "accepted_per_position": [1200, 60, 30, 16, 6, 0]}
+    found = derived(**counts, drafted_per_position=[2000, 120, 70, 50, 30, 2])
+    assert found.number("later_over_first") == pytest.approx((16 / 50) / (30 / 70) / 0.6)
+
+
+@pytest.mark.parametrize(("num_steps", "kappa"), [(1050, 3.0 / 1.5), (3000, None)])
+def test_kappa_of_drafting_steps_does_not_follow_from_the_speed_of_many_plain_ones(
+    num_steps, kappa
+):
+    counts = {"num_drafts": 1000, "num_drafted": 4000, "num_accepted": 2000}
+    found = derived(**counts, num_steps=num_steps, speedup=1.5)
+    assert found.number("cycle_cost") == kappa
+
+
 @pytest.mark.parametrize(
     ("facts", "tau"),
     [

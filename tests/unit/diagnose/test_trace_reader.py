@@ -97,7 +97,8 @@ def test_figures_by_hand(tmp_path: Path):
     assert found.number("draft_cost") == pytest.approx(0.1)
     assert found.number("verify_cost") == pytest.approx(1.2)
     assert found.number("overhead") == pytest.approx(0.4)
-    assert found.number("speedup") == pytest.approx(1.5)
+    assert found.number("acceptance_length") / found.number("cycle_cost") == pytest.approx(1.5)
+    assert found.number("speedup") == pytest.approx(3.2 / 2.2)  # 20 of the 120 steps are plain
     # 0.04 s of reading the prompt, 100 x 0.02 s, 20 x 0.01 s
     assert found.number("prefill_share") == pytest.approx(0.04 / 2.24)
     assert found.number("tokens_per_s") == pytest.approx((300 + 20) / 2.2)
@@ -247,7 +248,7 @@ def test_columns_are_the_steps_of_the_same_file(tmp_path: Path):
     records = [record for record in RUN if isinstance(record, StepRecord)]
     (block,) = blocks_of([*read_trace(written(tmp_path / "t.jsonl", RUN))])  # type: ignore[list-item]
     assert block.records == records and block.names == ("r",)
-    fields = block.columns.keys() - {"request", "kind", "size"}
+    fields = block.columns.keys() - {"request", "kind", "size", "cycle_tokens"}
     assert len(fields) == 15
     for name in fields:
         assert block.columns[name].tolist() == [getattr(record, name) for record in records]

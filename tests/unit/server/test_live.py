@@ -7,9 +7,13 @@ import re
 import msgspec
 import pytest
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 from tests import tiny
 from tests.records import STEP
 
+from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.readers.prometheus import PrometheusText
+from forerun.diagnose.readers.sources import read_lines
 from forerun.engine.engine import Engine
 from forerun.engine.thread import EngineThread
 from forerun.sampling.config import SamplingParams
@@ -27,11 +31,15 @@ def engine() -> Engine:
     return tiny.engine_over(target, tiny.drafting(tiny.cousin(target, 1), tiny.VOCAB_SIZE))
 
 
-@pytest.fixture
-def view(engine: Engine) -> LiveView:
-    found = LiveView(engine, target="tiny")
+def view_of(engine: Engine, **changes: bool) -> LiveView:
+    found = LiveView(engine, target="tiny", metrics=ServerMetrics(engine, "tiny"), **changes)
     engine.observers.append(found)
     return found
+
+
+@pytest.fixture
+def view(engine: Engine) -> LiveView:
+    return view_of(engine)
 
 
 def test_origins_of_a_step():
@@ -84,8 +92,7 @@ def test_totals_are_those_of_the_engine(engine, view):
 
 
 def test_the_latency_is_that_of_the_outputs(engine):
-    view = LiveView(engine, target="tiny", metrics=ServerMetrics(engine, "tiny"))
-    engine.observers.append(view)
+    view = view_of(engine)
     assert view.snapshot().latency.ttft is None
     outputs = engine.generate([[1, 2, 3], [4, 5]], PARAMS)
     found = view.snapshot().latency
@@ -116,8 +123,8 @@ def test_steps_without_a_reader_are_bounded(engine, view, monkeypatch):
 
 
 def test_texts_can_be_kept_off_the_page(engine):
-    view = LiveView(engine, target="tiny", shows_texts=False)
-    engine.observers.append(view)
+    view = view_of(engine, shows_texts=False)
+    view.add_message(["request-0"], "a secret")
     engine.generate([[1, 2, 3]], PARAMS)
     found = view.snapshot()
     assert found.requests[0].pieces == ()
@@ -146,19 +153,80 @@ def test_a_diagnosis_comes_after_enough_steps(engine, view):
     assert found.num_steps >= live.MIN_DIAGNOSED
 
 
+def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
+    engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
+    view.diagnose()
+    lines = view.metrics.text().decode().splitlines()
+    expected = diagnose(read_lines(((line, False) for line in lines), "metrics.txt"))
+    found = view.snapshot().diagnosis
+    assert found == live.live_diagnosis(expected, found.num_steps)
+    page = PrometheusText()
+    assert all([page.read(line) for line in lines])
+    facts = {fact.name: fact.value for fact in diagnose(live.evidence_of(page.metrics)).evidence}
+    assert facts == {fact.name: fact.value for fact in expected.evidence}
+
+
+def test_a_diagnosis_rests_on_what_was_counted_since_the_oldest_sample(engine, view, monkeypatch):
+    monkeypatch.setattr(view, "_samples", type(view._samples)(view._samples, maxlen=2))
+    nums = []
+    for second in range(3):
+        view.clock = lambda now_s=100.0 * second: now_s
+        engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
+        view.diagnose()
+        nums.append(view.snapshot().diagnosis.num_steps)
+    total = sum(view.metrics.totals.plans.values())
+    assert nums[1] > nums[0] and nums[2] < total - nums[0] + 1
+
+
+def test_metrics_have_the_speedup_of_the_page(engine, view):
+    def gauges() -> dict[str, float]:
+        families = text_string_to_metric_families(view.metrics.text().decode())
+        own = ("forerun:speedup", "forerun:plain_token")
+        return {s.name: s.value for f in families for s in f.samples if s.name.startswith(own)}
+
+    assert gauges() == {}
+    plain = replace(STEP, method="plain", k_budget=0, num_drafted=0, depth_drafted=0)
+    plain = replace(plain, num_accepted=0, num_emitted=1, draft_s=0.0, verify_s=0.01)
+    for second in range(5):
+        steps = [replace(plain, cycle_id=10 * second + n, t_s=float(second)) for n in range(6)]
+        steps.append(replace(STEP, cycle_id=10 * second + 9, t_s=float(second)))
+        view._queue.extend((step,) for step in steps)
+    found = view.snapshot().speedup
+    assert found is not None
+    assert gauges() == {
+        "forerun:speedup": found.value,
+        "forerun:speedup_low": found.low,
+        "forerun:speedup_high": found.high,
+        "forerun:plain_token_seconds": found.plain_s,
+    }
+
+
+def test_requests_are_named_by_the_last_message_or_the_end_of_the_prompt(engine, view, monkeypatch):
+    monkeypatch.setattr(live, "HEAD_TOKENS", 2)
+    engine.add_request([1, 2, 3], PARAMS, request_id="asked")
+    engine.add_request([1, 2, 3, 4], PARAMS, request_id="completed")
+    engine.step()
+    view.snapshot()  # before the message is known
+    view.add_message(["asked"], "x" * 10_000)
+    while engine.has_unfinished:
+        engine.step()
+    heads = {request.request_id: request.head for request in view.snapshot().requests}
+    end = engine.tokenizer.decode([3, 4])
+    assert heads == {"asked": "x" * live.MAX_HEAD, "completed": f"… {end}"}
+
+
 def test_a_diagnosis_is_made_at_a_low_rate(engine, view):
     now_s = [0.0]
     view.clock = lambda: now_s[0]
     calls = []
-    original = live.diagnosis_of
 
-    def counted(steps):
-        calls.append(len(steps))
-        return original(steps)
+    def counted(evidence):
+        calls.append(evidence)
+        return diagnose(evidence)
 
     engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "diagnosis_of", counted)
+        patch.setattr(live, "diagnose", counted)
         for second in range(31):
             now_s[0] = float(second)
             engine.generate([[1]], PARAMS)

@@ -13,13 +13,15 @@ from tests import tiny
 
 from forerun.server.live import LiveView
 from forerun.server.live_page import EncodedSnapshots, LiveSnapshot, page_router
+from forerun.server.metrics import ServerMetrics
 
 PAGE = files("forerun.server") / "page"
 
 
 @pytest.fixture
 def view() -> LiveView:
-    return LiveView(tiny.engine_over(tiny.tabular(0)), target="tiny")
+    engine = tiny.engine_over(tiny.tabular(0))
+    return LiveView(engine, target="tiny", metrics=ServerMetrics(engine, "tiny"))
 
 
 @pytest.fixture

@@ -192,6 +192,7 @@ def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
     for fact, seconds in parts.items():
         tally.set_fact(fact, seconds / cycles)
     if steps := positive(totals, "forerun:sequence_steps"):
+        tally.counts["num_steps"] = steps
         tally.set_fact("batch", max(1.0, steps / cycles))
 
 

@@ -27,8 +27,8 @@ from forerun.diagnose.readers.trace_totals import (
 )
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
 from forerun.theory.intervals import normal_interval
-from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
-from forerun.trace.columns import Mask, Piece, StepBlock, block_of, pieces_of
+from forerun.theory.record import RequestRecord, TraceHeader
+from forerun.trace.columns import Mask, Piece, StepBlock, pieces_of
 from forerun.trace.files import read_trace
 from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
 
@@ -97,6 +97,8 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     if compared:
         plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
         evidence.note("plain_step_s", plain_s / used.num_cycles, source)
+        speedup = totals.cycles.speedup(plain_step_s)
+        evidence.note("speedup", speedup, f"{source}: all decode steps, plain ones included")
         _add_batch(evidence, compared, plain_step_s, source)
         _add_verify_curve(evidence, totals, plain_step_s, source)
 
@@ -541,18 +543,6 @@ def read_trace_evidence(path: Path) -> Evidence:
         if read.limit:
             break
     return evidence_of(read, path.name, f"trace {path.name}")
-
-
-def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
-    """Return the evidence of step records in memory, given as complete cycles in order."""
-    read = TraceRead()
-    if steps:
-        read.totals.add(block_of(steps))
-    evidence = evidence_of(read, name, name)
-    method = read.totals.methods.most_common(1)
-    if method:
-        evidence.note("method", METHODS.get(method[0][0], "other"), name)
-    return evidence
 
 
 def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
