@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 
@@ -87,6 +88,7 @@ class Alignment:
     ) -> None:
         self.config = config
         self.accelerator = accelerator
+        self.num_threads = torch.get_num_threads()  # before a native target takes the cores
         self.costs = costs
         self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
         self.objective = objective_of(config)
@@ -189,6 +191,7 @@ class Alignment:
             folder=self.workspace.training,
             identity=of_training(identity),
         )
+        trainer.num_threads = self.num_threads
         trainer.resume()
         return trainer
 

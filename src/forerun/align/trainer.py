@@ -37,6 +37,7 @@ from forerun.align.teachers import Teacher
 from forerun.align.workspace import StepMetrics, differences
 from forerun.atomic_write import atomic_write, remove_unfinished
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
+from forerun.measure.rigs import torch_threads
 from forerun.models.tensor_files import writing_tensors
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -236,6 +237,9 @@ class Trainer:
 
     A step is the same mean over the same rows with one process or many: its rows are numbered,
     every process takes an equal run of them, and the loss is divided by the learned rows of all.
+
+    Attributes:
+        num_threads: of torch while it trains; the native runner of a target leaves torch one.
     """
 
     def __init__(
@@ -249,6 +253,7 @@ class Trainer:
         identity: Mapping[str, str],
     ) -> None:
         self.config = config
+        self.num_threads = torch.get_num_threads()
         self.module = module
         self.teacher = teacher
         self.accelerator = accelerator
@@ -277,7 +282,7 @@ class Trainer:
         if self.step >= until_step:  # nothing has changed since the checkpoint
             return
         self._wrapped.train()
-        with StopSignal() as interruption:
+        with torch_threads(self.num_threads), StopSignal() as interruption:
             while self.step < until_step:
                 started_s = time.monotonic()
                 late = started_s - self._saved_s > self.config.checkpoint_every_s

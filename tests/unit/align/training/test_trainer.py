@@ -168,3 +168,12 @@ def test_a_step_without_anything_to_learn_is_harmless(tmp_path: Path) -> None:
     trainer.run(Nothing(), 1, steps.append)
     assert steps[0].loss == 0 and steps[0].num_learned == 0
     assert math.isfinite(steps[0].grad_norm)
+
+
+def test_training_has_its_threads_though_a_native_target_took_them(tmp_path: Path) -> None:
+    trainer = training.trainer_of(training.tiny_draft(tmp_path), tmp_path)
+    trainer.num_threads = 2
+    seen: list[int] = []
+    trainer.run(training.packing(), 2, lambda step: seen.append(torch.get_num_threads()))
+    assert seen == [2, 2]
+    assert torch.get_num_threads() == 1
