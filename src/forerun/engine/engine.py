@@ -32,7 +32,7 @@ from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
     Source,
     as_sources,
-    check_card,
+    check_draft,
     check_features,
     default_controller,
     load_drafters,
@@ -285,16 +285,15 @@ class Engine:
         if draft is None:
             _advise_draft(target, device, dtype, config)
         asked = [] if draft in (None, NONE) else as_sources(draft)
-        drafts = with_auto(asked, target, device, dtype, config)
+        drafts, found = with_auto(asked, target, device, dtype, config)
+        for name in drafts:
+            check_draft(name, target)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
         engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
         if draft in (None, NONE):
             return engine
-        for name in drafts:
-            check_card(name, target)
-        found = [one for one in drafts if one not in asked]
         drafter = load_drafters(
             drafts, model, own_tokenizer, dtype=dtype, config=config, optional=found
         )

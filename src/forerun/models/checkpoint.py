@@ -18,6 +18,7 @@ from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_jso
 from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.architecture import SUPPORTED, text_class, unsupported_class
+from forerun.terminal_text import printable, shell_command
 
 if TYPE_CHECKING:
     from forerun.models.gguf_file import GGUFFile
@@ -36,6 +37,10 @@ MAX_HEADER_BYTES = 32 << 20
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+CONVERT_PICKLE = (
+    'python -c "import sys, torch, safetensors.torch as s; s.save_file({{k: v.contiguous() for k, '
+    f"v in torch.load(sys.argv[1], weights_only=True).items()}}}}, '{WEIGHTS}')\" {{name}}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,10 +284,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickled:
         raise InvalidModel(
-            f"{folder} has only pickled weights ({', '.join(pickled)}), which can run code when "
-            "loaded; convert them to safetensors, in that folder:\n"
-            'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for '
-            f"k, v in torch.load('{pickled[0]}', weights_only=True).items()}}, '{WEIGHTS}')\""
+            f"{folder} has only pickled weights ({', '.join(map(printable, pickled))}), which can "
+            "run code when loaded; convert them to safetensors, in that folder:\n"
+            + shell_command(CONVERT_PICKLE, name=pickled[0])
         )
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
 

@@ -23,7 +23,7 @@ from forerun.engine.auto_drafts import (
     with_auto,
 )
 from forerun.engine.config import EngineConfig
-from forerun.errors import ForerunError, InvalidRequest
+from forerun.errors import ForerunError, InvalidModel, InvalidRequest
 from forerun.measure.quantise import write_quantised
 from forerun.models.catalog import zoo_path
 from forerun.models.checkpoint import read_checkpoint
@@ -151,9 +151,12 @@ def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatc
 
 def test_auto_stands_beside_named_drafts_and_names_none_twice():
     config = EngineConfig()
-    drafts = with_auto(["suffix", "auto", "recycling"], "zoo:code-40m", "cpu", "auto", config)
+    drafts, found = with_auto(
+        ["suffix", "auto", "recycling"], "zoo:code-40m", "cpu", "auto", config
+    )
     assert drafts == ["suffix", "zoo:code-2m-for-40m", IN_FEWER_BITS, "recycling"]
-    drafts = with_auto(["auto", IN_FEWER_BITS], "zoo:code-40m", "cpu", "auto", config)
+    assert found == ["zoo:code-2m-for-40m", IN_FEWER_BITS]
+    drafts, _ = with_auto(["auto", IN_FEWER_BITS], "zoo:code-40m", "cpu", "auto", config)
     assert drafts == ["zoo:code-2m-for-40m", COPIER, IN_FEWER_BITS]
 
 
@@ -168,6 +171,28 @@ def test_a_draft_that_was_found_and_cannot_be_loaded_is_left_out(monkeypatch, tm
     assert str(broken) in line
     with pytest.raises(ForerunError):
         Engine.load("zoo:books-1m", draft=[str(broken), COPIER])
+
+
+@pytest.mark.parametrize("draft", ["mtp", ["mtp", "suffix"], ["suffix", "mtp", "auto"]])
+def test_a_module_that_is_asked_for_and_missing_is_refused(draft):
+    with pytest.raises(InvalidModel, match="brings no multi-token-prediction"):
+        Engine.load("zoo:books-1m", draft=draft)
+
+
+@pytest.mark.parametrize("draft", ["self:99", "self:4", "self:0", "self:x", ["suffix", "self:99"]])
+def test_a_self_draft_of_too_many_layers_is_refused_before_weights_are_read(draft, monkeypatch):
+    monkeypatch.delattr("forerun.engine.loading.load_model")
+    with pytest.raises(InvalidRequest, match="self:"):
+        Engine.load("zoo:books-1m", draft=draft)
+
+
+def test_several_drafts_are_refused_with_a_controller_that_takes_the_first():
+    with pytest.raises(InvalidRequest, match=r"several drafts \(suffix, recycling\).*fixed"):
+        Engine.load(
+            "zoo:books-1m", draft=["suffix", "recycling"], config=EngineConfig(controller="fixed")
+        )
+    engine = Engine.load("zoo:books-1m", draft=["suffix", "recycling"])
+    assert len(engine.capabilities().methods) == 2
 
 
 def test_a_loaded_target_has_no_files_to_find_a_draft_for():

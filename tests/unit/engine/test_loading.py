@@ -165,7 +165,7 @@ def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, 
         write_card(replace(card, made_for=replace(made_for, weights="others")), draft)
         load(target, draft)
         (record,) = caplog.records
-        assert "aligned to my/target" in record.message and "(weights)" in record.message
+        assert "aligned to my/target" in record.message and "has other weights" in record.message
         (draft / CARD_FILE).write_text("{")
         load(target, draft)
         assert "the draft's card is of no use" in caplog.records[-1].message

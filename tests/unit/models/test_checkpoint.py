@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from subprocess import run
 
 import pytest
 import torch
@@ -90,6 +91,29 @@ def test_pickled_weights_only(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidModel, match=r"only pickled weights \(pytorch_model\.bin\)"):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["$(touch PWNED).bin", "`touch PWNED`.bin", "';touch PWNED;'.bin"])
+def test_advice_on_pickled_weights_runs_nothing_of_their_names(folder, name):
+    """A `python` that writes down its arguments stands for the real one."""
+    (folder / WEIGHTS).rename(folder / name)
+    with pytest.raises(InvalidModel) as caught:
+        read_checkpoint(folder)
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nprintf '%s' \"$3\" > argument\n")
+    python.chmod(0o700)
+    command = str(caught.value).rpartition("\n")[2]
+    run(["/bin/sh", "-c", command], cwd=folder, env={"PATH": f"{folder}:/usr/bin:/bin"}, check=True)
+    assert (folder / "argument").read_text() == name
+    assert not (folder / "PWNED").exists()
+
+
+def test_a_name_of_pickled_weights_adds_no_line(folder):
+    (folder / WEIGHTS).rename(folder / "a\nrm -r b.bin")
+    with pytest.raises(InvalidModel) as caught:
+        read_checkpoint(folder)
+    assert "\nrm" not in str(caught.value)
+    assert "in place of NAME write another name" in str(caught.value)
 
 
 def test_no_weights(folder):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from forerun.engine.engine import Engine
-from forerun.engine.loading import check_card
+from forerun.engine.loading import check_draft
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import Completion, RequestOutput, request_records
 from forerun.errors import InvalidRequest
@@ -202,7 +202,7 @@ class BenchComparison:
                 f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
             )
         for draft in self.config.arms:
-            check_card(draft.draft, self.config.target)
+            check_draft(draft.draft, self.config.target)
         self.notify("loading models")
         dtype, wanted = self.config.dtype, self.config.num_threads
         target, _ = on_best_threads(self.target, self.prompts[0], self.clock, wanted)
