@@ -32,6 +32,7 @@ from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
     Source,
     as_sources,
+    check_choice,
     check_draft,
     check_features,
     default_controller,
@@ -286,6 +287,7 @@ class Engine:
             _advise_draft(target, device, dtype, config)
         asked = [] if draft in (None, NONE) else as_sources(draft)
         drafts, found = with_auto(asked, target, device, dtype, config)
+        check_choice(drafts, config, controller)
         for name in drafts:
             check_draft(name, target)
         model, own_tokenizer, ends = load_target(
@@ -328,6 +330,7 @@ class Engine:
             drafter = None
         else:
             drafts = as_sources(draft)
+            check_choice(drafts, config, controller)
             drafter = load_drafters(drafts, self.target, self.tokenizer, dtype=dtype, config=config)
         return Engine(
             target=self.target,

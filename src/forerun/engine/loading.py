@@ -249,6 +249,19 @@ def load_drafters(
     return loaded[0] if len(loaded) == 1 else SeveralDrafters(named_by_method(loaded))
 
 
+def check_choice(
+    drafts: Sequence[Source], config: EngineConfig, controller: Controller | None
+) -> None:
+    """Refuse several drafts of which the configured controller would use only the first."""
+    takes_first = controller is None and config.tree is None and config.controller == "fixed"
+    if takes_first and len(drafts) > 1 and config.max_nodes:
+        raise InvalidRequest(
+            f"several drafts ({', '.join(map(str, drafts))}) need a controller that chooses "
+            'between them, and "fixed" takes the first; use EngineConfig(controller="auto"), '
+            "or a tree, which the best nodes of all make up"
+        )
+
+
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
     found = {tokenizer.eos_token_id}
@@ -312,12 +325,6 @@ def default_controller(
     if config.tree is not None:
         return FixedController(config.tree, tree_method(drafter, config.tree))
     methods = _method_names(drafter)
-    if len(methods) > 1 and config.controller == "fixed":
-        raise InvalidRequest(
-            f"several drafts ({', '.join(methods)}) need a controller that chooses between them, "
-            'and "fixed" takes the first; give controller="auto", or a tree, which the best nodes '
-            "of all drafts make up"
-        )
     inputs = ControllerInputs(
         methods=methods,
         num_speculative_tokens=k,

@@ -192,6 +192,9 @@ def test_several_drafts_are_refused_with_a_controller_that_takes_the_first():
             "zoo:books-1m", draft=["suffix", "recycling"], config=EngineConfig(controller="fixed")
         )
     engine = Engine.load("zoo:books-1m", draft=["suffix", "recycling"])
+    with pytest.raises(InvalidRequest, match="several drafts"):
+        replaced = Engine.load("zoo:books-1m", config=EngineConfig(controller="fixed"))
+        replaced.with_draft(["suffix", "recycling"])
     assert len(engine.capabilities().methods) == 2
 
 

@@ -194,7 +194,7 @@ def test_a_head_for_other_weights_is_refused_by_its_card(target, tmp_path, kind,
     assert not caplog.records
     retemplated = replace(made_for, template="others")
     load(target, head_in(tmp_path / "template", kind, retemplated))  # only a matter of speed
-    assert "(chat template)" in caplog.records[-1].message
+    assert "has other chat template" in caplog.records[-1].message
     other = head_in(tmp_path / "other", kind, replace(made_for, weights="a1b2c3"))
     with pytest.raises(IncompatibleDraft, match=r"trained for my/target.*a1b2c3.*--refresh"):
         load(target, other)
