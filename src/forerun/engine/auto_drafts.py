@@ -18,7 +18,7 @@ from forerun.engine.loading import Source
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
-from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
+from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_named, read_object
 from forerun.models.decoder import unsupported
 from forerun.models.load import (
     ModelFiles,
@@ -256,8 +256,7 @@ def _cached_models() -> Iterator[tuple[str, Checkpoint]]:
         folder = Path(newest.snapshot_path)
         try:
             config = read_object(folder / "config.json")
-            names = config.get("architectures") or []
-            if find_checkpoint(config) is None and any(name in SUPPORTED for name in names):
+            if find_checkpoint(config) is None and read_named(folder)[1] in SUPPORTED:
                 yield repository.repo_id, read_checkpoint(folder)
         except (ForerunError, OSError) as error:
             logger.debug("%s of the local Hugging Face cache is left out: %s", folder, error)

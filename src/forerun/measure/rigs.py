@@ -38,6 +38,7 @@ from forerun.measure.profile import (
     Quantity,
     ReadLimit,
     chain_cells,
+    not_profiled,
     pass_cells,
     read_cells,
     sizes,

@@ -155,7 +155,7 @@ def read_named(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(architectures, list) or not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
     _refuse_own_code(folder, settings, str(architectures[0]))
-    _refuse_heads(folder, str(architectures[0]))
+    _refuse_heads(folder, settings, str(architectures[0]))
     return settings, str(architectures[0])
 
 
@@ -209,9 +209,14 @@ def _shares(counts: Counter[str]) -> dict[str, float]:
     return {kind: number / counts.total() for kind, number in counts.most_common()}
 
 
-def _refuse_heads(folder: Path, architecture: str) -> None:
+HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
+"""Settings that only drafting heads have, whatever their architecture is called."""
+
+
+def _refuse_heads(folder: Path, settings: Mapping[str, Any], architecture: str) -> None:
     """Refuse a head on hidden states that is of no supported kind, before its weights are read."""
-    if "eagle" in architecture.lower() or "medusa" in architecture.lower():
+    named = any(kind in architecture.lower() for kind in ("eagle", "medusa"))
+    if named or any(settings.get(name) is not None for name in HEAD_SETTINGS):
         raise InvalidModel(
             f"{folder} is a head of the architecture {architecture:.60}, which is not supported; "
             "supported are EAGLE-3 heads of one Llama layer (LlamaForCausalLMEagle3, "

@@ -127,6 +127,23 @@ def test_the_smaller_model_with_the_same_tokenizer_is_found(cache):
     assert auto_drafts(TARGET) == (str(good), IN_FEWER_BITS, COPIER)
 
 
+def test_a_model_whose_tokenizer_panics_or_whose_settings_are_odd_is_left_out(cache, caplog):
+    """The first one makes the Rust code of the tokenizers library panic, which is no Exception."""
+    caplog.set_level("INFO", "forerun.loading")
+    junk = add(cache, "org/junk", "code-2m-for-40m")
+    content = json.loads((junk / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (junk / "tokenizer.json").write_text(json.dumps(content))
+    for number, names in enumerate([5, {}, [["x"]], "LlamaForCausalLM"]):
+        odd = add(cache, f"org/odd-{number}", "code-2m-for-40m")
+        settings = json.loads((odd / "config.json").read_text())
+        (odd / "config.json").write_text(json.dumps({**settings, "architectures": names}))
+    good = add(cache, "org/small", "code-2m-for-40m")
+    assert auto_drafts(TARGET) == (str(good), IN_FEWER_BITS, COPIER)
+    (line,) = [r.getMessage() for r in caplog.records if "cannot draft" in r.getMessage()]
+    assert line.startswith("org/junk of the local Hugging Face cache cannot draft: the tokenizer")
+
+
 def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
     """The same model, whose tokenizer has one token under another spelling."""
     other = add(cache, "org/a-foreign", "code-2m-for-40m")

@@ -116,6 +116,24 @@ def test_a_name_of_pickled_weights_adds_no_line(folder):
     assert "in place of NAME write another name" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["EagleQwen3ForCausalLM"]},
+        {"draft_vocab_size": 100},
+        {"eagle_config": {}},
+        {"speculators_model_type": "mlp"},
+    ],
+)
+def test_heads_of_other_architectures_are_refused_by_name(folder, changes):
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file({"d2t": torch.zeros(4, dtype=torch.int64)}, folder / WEIGHTS)
+    named = f"a head of the architecture {settings['architectures'][0]}"
+    with pytest.raises(InvalidModel, match=named):
+        read_checkpoint(folder)
+
+
 def test_no_weights(folder):
     (folder / WEIGHTS).unlink()
     with pytest.raises(InvalidModel, match=r"lacks its weights: model\.safetensors"):

@@ -48,6 +48,8 @@ from forerun.drafters.eagle3.head import (
     Eagle3Head,
     config_of,
     is_eagle3,
+    names_layers,
+    origin_of_layers,
     raw_settings,
     speculators_settings,
 )
@@ -557,7 +559,13 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
             "the EAGLE-3 head in %s is read with %s: its golden rows show it", folder, change
         )
     if not report.is_checked:
-        logger.info("the EAGLE-3 head in %s has no golden rows: its flags are not checked", folder)
+        settings = read_object(folder / "config.json")
+        logger.log(
+            logging.INFO if names_layers(settings) else logging.WARNING,
+            "the EAGLE-3 head in %s has no golden rows: its flags are not checked, and %s",
+            folder,
+            origin_of_layers(settings, report.head.config.feature_layers),
+        )
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
     head = report.head.to(device=target.device, dtype=dtype).requires_grad_(False)
     return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)
