@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
+from forerun.bounded_read import ReadLimits, check_regular, parse_json, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.architecture import SUPPORTED, text_class, unsupported_class
@@ -34,6 +34,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, 
 FLOATS = frozenset(ITEM_BYTES)
 MAX_HEADER_BYTES = 32 << 20
 """Most bytes of a safetensors header; those of the largest published models have a few MB."""
+HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
@@ -378,8 +379,8 @@ def _read_header(
                 )
             if length > max_bytes:
                 raise malformed(path, f"it has {length} bytes; at most {max_bytes} are read")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, RecursionError) as error:
+            header = parse_json(file.read(length), "its header", HEADER_LIMITS)
+    except (OSError, ValueError) as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise malformed(path, "it is no JSON object")
@@ -445,10 +446,7 @@ def template_hash(folder: Path) -> str:
             parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        try:
-            template = json.loads(read_bytes(settings)).get("chat_template")
-        except (AttributeError, ValueError) as error:
-            raise InvalidModel(f"{settings} cannot be read: {error}") from error
+        template = read_object(settings).get("chat_template")
         parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
     return hash_of(b"".join(parts))
 

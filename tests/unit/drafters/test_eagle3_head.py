@@ -206,6 +206,10 @@ def out_of_range(tensors):
     tensors["d2t"][-1] = TARGET_VOCAB
 
 
+def below_zero(tensors):
+    tensors["d2t"][0] = -1
+
+
 def absolute(tensors):
     tensors["d2t"] = tensors["d2t"] + torch.arange(DRAFT_VOCAB)
 
@@ -229,6 +233,7 @@ def wrong_marks(tensors):
         (additional, "1 tensors, the first layers.0.self_attn.q_proj.bias"),
         (misshapen, r"fc.weight .* has the shape \(32, 64\)"),
         (out_of_range, "outside the target's 50 tokens"),
+        (below_zero, "maps draft token 0 to -1, outside the target's 50 tokens"),
         (absolute, "d2t"),
         (repeated, "two draft tokens"),
         (no_map, "no d2t"),

@@ -157,6 +157,32 @@ def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
     assert [m.name for m in fitting_models(TARGET)] == ["org/same", "org/a-foreign"]
 
 
+def test_a_draft_has_at_most_a_share_of_the_targets_parameters(cache, monkeypatch):
+    add(cache, "org/small", "code-2m-for-40m")
+    (model,) = fitting_models(TARGET)
+    share = model.num_parameters / read_checkpoint(Path(TARGET)).num_parameters
+    monkeypatch.setattr(found_drafts, "MOST_SHARE", share * (1 + 1e-9))
+    assert [*fitting_models(TARGET)] == [model]
+    monkeypatch.setattr(found_drafts, "MOST_SHARE", share * (1 - 1e-6))
+    assert [*fitting_models(TARGET)] == []
+
+
+def test_a_model_as_large_as_the_target_is_no_draft(cache):
+    add(cache, "org/as-large", "code-40m")
+    assert [*fitting_models(TARGET)] == []
+
+
+def test_the_draft_leaves_less_room_for_a_copy_of_the_target(cache, monkeypatch):
+    good = add(cache, "org/small", "code-2m-for-40m")
+    (model,) = fitting_models(TARGET)
+    needed = found_drafts._files(read_checkpoint(Path(TARGET)), "cpu").memory.total_bytes
+    room = needed + model.needed_bytes
+    for more, copies in ((30 << 20, (IN_FEWER_BITS,)), (29 << 20, ())):
+        monkeypatch.setattr(found_drafts, "available_bytes", lambda _, more=more: room + more)
+        auto_drafts.cache_clear()
+        assert auto_drafts(TARGET) == (str(good), *copies, COPIER)
+
+
 def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatch, caplog):
     add(cache, "org/small", "code-2m-for-40m")
     caplog.set_level("INFO", "forerun.loading")

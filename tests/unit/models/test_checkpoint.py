@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint
+from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint, template_hash
 
 
 def test_good_folder(folder):
@@ -132,6 +132,21 @@ def test_heads_of_other_architectures_are_refused_by_name(folder, changes):
     named = f"a head of the architecture {settings['architectures'][0]}"
     with pytest.raises(InvalidModel, match=named):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 100_000, b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}", b"[" + b"{}," * 4_000_001]
+)
+def test_headers_of_many_or_nested_values_are_refused(folder, header):
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidModel, match="cannot be read: its header|tensor 'a' is"):
+        read_checkpoint(folder)
+
+
+def test_deeply_nested_tokenizer_settings_are_refused(folder):
+    (folder / "tokenizer_config.json").write_text('{"chat_template": ' + "[" * 100_000)
+    with pytest.raises(InvalidModel, match=r"tokenizer_config\.json cannot be read"):
+        template_hash(folder)
 
 
 def test_no_weights(folder):

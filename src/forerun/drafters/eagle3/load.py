@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.atomic_write import atomic_write
+from forerun.bounded_read import parse_json
 from forerun.drafters.base import check_made_for
 from forerun.drafters.eagle3.drafter import (
     AttachedModel,
@@ -337,7 +338,7 @@ def read_golden(folder: Path) -> GoldenRows | None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         _check_ranks(tensors)
-        fingerprints = json.loads(metadata["fingerprints"])
+        fingerprints = parse_json(metadata["fingerprints"], "fingerprints")
         return GoldenRows(
             tokens=tensors["tokens"],
             features=tensors["features"],
