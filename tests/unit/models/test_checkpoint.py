@@ -139,7 +139,7 @@ def test_heads_of_other_architectures_are_refused_by_name(folder, changes):
 )
 def test_headers_of_many_or_nested_values_are_refused(folder, header):
     (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(InvalidModel, match="cannot be read: its header|tensor 'a' is"):
+    with pytest.raises(InvalidModel, match=r"cannot be read: its header|tensor .a. is"):
         read_checkpoint(folder)
 
 
