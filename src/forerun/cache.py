@@ -19,6 +19,7 @@ from typing import Any
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import ReadLimits, parse_json, read_bytes
 from forerun.errors import UnreadableInput
+from forerun.terminal_text import shell_command
 
 logger = logging.getLogger("forerun.cache")
 
@@ -44,7 +45,9 @@ def prepare_folder(folder: Path) -> str | None:
     What is in a folder of the second kind must not be used: it may come from anyone.
     """
     with suppress(OSError):  # reported where something is to be kept
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        for path in reversed([folder, *folder.parents]):  # parents=True would take their umask
+            if not path.exists():
+                path.mkdir(mode=PRIVATE, exist_ok=True)
     return _unsafe_folder(folder)
 
 
@@ -67,7 +70,9 @@ def unsafe(path: Path, *, is_above: bool = False) -> str | None:
     if found.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user (uid {found.st_uid})"
     if found.st_mode & WRITABLE_BY_OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
-        return f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+        repair = shell_command("chmod go-w {path}", path=path)
+        mode = stat.S_IMODE(found.st_mode)
+        return f"{path} can be written by other users (mode {mode:o}); to use it: {repair}"
     return None
 
 

@@ -1,7 +1,8 @@
-"""Escapes unsafe characters in untrusted text before it is printed to a terminal."""
+"""Escapes unsafe characters in untrusted text, and quotes it in commands, before it is printed."""
 
 from __future__ import annotations
 
+import shlex
 import unicodedata
 
 ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -24,6 +25,26 @@ def printable(text: object, *, max_length: int | None = None, keep: str = "") ->
     if max_length is not None and len(shown) > max_length:
         shown = shown[: max(0, max_length - 1)] + "…"
     return shown
+
+
+def shell_command(pattern: str, **words: object) -> str:
+    """Return a command in which every word is quoted, so that a shell runs nothing else.
+
+    No quotes help where a word begins with a hyphen or holds characters that `printable` escapes:
+    its name in capitals stands in its place, and a remark behind the command says so.
+    """
+    unsafe = [
+        n for n, word in words.items() if str(word)[:1] == "-" or printable(word) != str(word)
+    ]
+    command = pattern.format_map(
+        {n: n.upper() if n in unsafe else shlex.quote(str(word)) for n, word in words.items()}
+    )
+    if not unsafe:
+        return command
+    return (
+        f"{command} (in place of {' and '.join(unsafe).upper()} write another name: this one "
+        "begins with a hyphen or holds control characters, so rename it first)"
+    )
 
 
 def escaped(text: str, keep: str) -> str:

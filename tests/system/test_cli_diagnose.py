@@ -148,7 +148,8 @@ def test_binary_and_empty_sources(diagnose, tmp_path):
     assert code == 2 and "binary" in captured.err
     empty = tmp_path / "empty.log"
     empty.write_text("")
-    assert diagnose(empty)[0] == 4
+    code, captured = diagnose(empty)
+    assert code == 2 and "empty.log is empty" in captured.err
 
 
 def test_a_text_that_no_engine_wrote_is_refused(diagnose, tmp_path):

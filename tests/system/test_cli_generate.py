@@ -390,6 +390,18 @@ def test_a_prompt_that_is_not_utf8_is_refused(prompt, monkeypatch, capsys):
     assert "not UTF-8" in capsys.readouterr().err
 
 
+def test_standard_input_that_never_ends_is_refused(monkeypatch, capsys):
+    class Endless:
+        def read(self, size):
+            assert 0 < size < 1000
+            return "x" * size
+
+    monkeypatch.setattr(sys, "stdin", Endless())
+    monkeypatch.setattr(generate, "MAX_PROMPT", 100)
+    assert main(["generate", "-"]) == 2
+    assert "more than 100 characters" in capsys.readouterr().err
+
+
 def test_a_trace_that_cannot_be_written_is_exit_1(tiny_pair, tmp_path, capsys):
     trace = tmp_path / "full.jsonl"
     trace.symlink_to("/dev/full")

@@ -180,6 +180,24 @@ def test_rows_of_the_draft_are_cut_back_where_tokens_change(target):
     assert sum(fed[1:]) / len(fed[1:]) < 4  # and not the whole text again in every step
 
 
+@pytest.mark.parametrize("way", ["tli", "slem"])
+def test_ids_of_drafted_tokens_are_kept_only_where_their_rows_are(target, way):
+    drafter = likely_drafter(way)
+    own = drafter if way == "tli" else drafter.draft
+    noted, num_checked = own._note_committed, 0
+
+    def checked(request_id, drafted):
+        nonlocal num_checked
+        noted(request_id, drafted)
+        context = own._sequences[request_id].context
+        num_checked += 1
+        assert len(context.ids) <= max(own.num_read(request_id), context.num_cached)
+
+    own._note_committed = checked
+    tiny.engine_over(target, drafter).generate(PROMPTS[:2], GREEDY)
+    assert num_checked > 4
+
+
 def test_errors_of_the_draft_leave_the_text_alone(target, monkeypatch):
     def fails(*_: object) -> bool:
         raise DrafterError("broken")

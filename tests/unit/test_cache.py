@@ -101,6 +101,7 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, caplog):
     folder.chmod(0o777)
     assert cached_json(folder, "thing", lambda: {"a": 2}) == {"a": 2}
     assert "can be written by other users (mode 777)" in caplog.text
+    assert f"chmod go-w {folder}" in caplog.text
     folder.chmod(0o700)
     (path,) = folder.iterdir()
     path.chmod(0o666)
@@ -108,7 +109,8 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, caplog):
 
 
 def test_a_cache_is_private_whatever_the_umask(tmp_path):
-    folder = tmp_path / "cache"
+    above = tmp_path / ".cache"
+    folder = above / "forerun"
     before = os.umask(0)
     try:
         cached_json(folder, "thing", lambda: {"a": 1})
@@ -116,6 +118,7 @@ def test_a_cache_is_private_whatever_the_umask(tmp_path):
         os.umask(before)
     (path,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o644)
+    assert above.stat().st_mode & 0o777 == 0o700
     assert cached_json(folder, "thing", lambda: pytest.fail("again")) == {"a": 1}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,15 @@ LEFT_OUT = ("out", "engine", "export", "push_to_hub")
 """Settings that do not change the trained draft, only where and how fast it is made."""
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """Training settings that may differ when a run is resumed, because they change no step."""
+EAGLE3_ALONE = (
+    "draft_vocab_size",
+    "feature_layers",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "norm_before_residual",
+)
+"""Settings of `AttachedConfig` that Medusa heads do not have."""
 LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")
 """Losses linear in the target's probabilities, which tokens sampled from it estimate unbiased."""
 _PARTIAL: Mapping[TeacherKind, str] = {
@@ -264,11 +273,44 @@ class AlignConfig:
                 f"on_policy_share is {draft}, fixed_share {fixed}; they must not be negative, nor "
                 "more than 1 together"
             )
+        self._check_effect()
         self._check_weights()
         if self.is_attached:
             self._check_attached()
         elif self.needs_teacher:
             self._check_teacher()
+
+    def _check_effect(self) -> None:
+        """Refuse settings that would change nothing beside the others."""
+        heads = {"eagle3": EAGLE3_ALONE, "medusa": ("num_blocks",)}
+        every = tuple(item.name for item in fields(AttachedConfig))
+        theirs = heads if self.is_attached else {"eagle3 and medusa": every}
+        without: list[tuple[object, tuple[str, ...], str]] = [
+            (self.sampling, ("n", "logprobs", "prompt_logprobs"), "responses are single texts"),
+            *(
+                (self.attached, names, f"it is for --method {method}")
+                for method, names in theirs.items()
+                if method != self.method
+            ),
+        ]
+        if self.objective_name != "jsd":
+            without.append((self.objective, ("beta",), "it is for --objective jsd"))
+        if self.objective_name != "lk":
+            without.append((self.objective, ("eta",), "it is for --objective lk"))
+        if self.data.responses_from is None:
+            without.append((self.data, ("responses_model",), "it is for --responses-from"))
+        if self.data.held_out is not None:
+            without.append((self.data, ("held_out_share",), "--held-out names the prompts"))
+        if self.teacher.teacher not in ("auto", "sampled"):
+            without.append((self.teacher, ("num_sampled_ids",), "it is for --teacher sampled"))
+        for part, names, reason in without:
+            for item in fields(part):  # type: ignore[arg-type]
+                value = getattr(part, item.name)
+                if item.name in names and value != item.default:
+                    raise InvalidRequest(
+                        f"{item.name} is {value!r}, which would change nothing here: {reason}; "
+                        "leave it out"
+                    )
 
     def _check_weights(self) -> None:
         if not self.objective.length_aware:

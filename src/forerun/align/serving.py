@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.draft_card import CARD_FILE, CardFigures, read_card
 from forerun.models.load import model_folder, read_config
 from forerun.sampling.config import SamplingParams, draft_params
+from forerun.terminal_text import shell_command
 from forerun.theory.intervals import Interval
 
 ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
@@ -139,7 +139,7 @@ def _for_vllm(serving: Serving) -> EngineSettings:
         options = {"draft_sample_method": "greedy" if greedy else "probabilistic"}
         notes = (rule, *_cpu_note(serving), *_context_note(serving))
     settings: dict[str, Any] = {"model": serving.target}
-    command = f"vllm serve {shlex.quote(serving.target)}"
+    pattern, speculative = "vllm serve {target}", ""
     if serving.speculates:
         settings["speculative_config"] = {
             "method": serving.method,
@@ -148,11 +148,11 @@ def _for_vllm(serving: Serving) -> EngineSettings:
             **options,
         }
         speculative = json.dumps(settings["speculative_config"])
-        command += f" --speculative-config {shlex.quote(speculative)}"
+        pattern += " --speculative-config {speculative}"
     return EngineSettings(
         engine="vllm",
         settings=settings,
-        command=command,
+        command=shell_command(pattern, target=serving.target, speculative=speculative),
         language="bash",
         notes=notes if serving.speculates or serving.method != "draft_model" else (),
         source=f"https://docs.vllm.ai/en/latest/features/speculative_decoding/{page}",
@@ -180,11 +180,11 @@ def _for_sglang(serving: Serving) -> EngineSettings:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
         }
-    options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
+    pattern = " ".join(["python3 -m sglang.launch_server", *(f"--{n} {{{n}}}" for n in settings)])
     return EngineSettings(
         engine="sglang",
         settings=settings,
-        command=f"python3 -m sglang.launch_server {options}",
+        command=shell_command(pattern, **settings),
         language="bash",
         notes=notes if serving.speculates or serving.method != "draft_model" else (),
         source="https://docs.sglang.io/docs/advanced_features/speculative_decoding",
@@ -323,22 +323,21 @@ def page_lines(serving: Serving, name: str, chosen: Sequence[EngineSettings]) ->
     yield f"# Serving {name}"
     yield ""
     at = f"at temperature {serving.sampling.temperature:g}"
-    command = f"forerun generate PROMPT --target {shlex.quote(serving.target)}"
+    pattern = "forerun generate PROMPT --target {target}"
     if serving.speculates:
         yield (
             f"A draft for `{serving.target}`, to draft {serving.num_speculative_tokens} "
             f"tokens per step {at}. The text is the target's with any draft; the settings decide "
             "how many tokens are accepted."
         )
-        command += (
-            f" --draft {shlex.quote(str(serving.draft))} --k {serving.num_speculative_tokens}"
-        )
+        pattern += f" --draft {{draft}} --k {serving.num_speculative_tokens}"
     else:
         yield f"A draft for `{serving.target}`, judged {at}."
         yield ""
         yield DRAFT_PAYS_NOT
     yield ""
-    command += f" --temperature {serving.sampling.temperature:g}"
+    pattern += f" --temperature {serving.sampling.temperature:g}"
+    command = shell_command(pattern, target=serving.target, draft=serving.draft)
     yield (
         "The paths here and in the files beside this page are relative to the folder of this page: "
         "run the commands in it. After moving the target alone or the draft alone, replace them."

@@ -139,12 +139,20 @@ def _add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[st
     return dict(zip(methods, (header.draft_hash for header in headers), strict=True))
 
 
+MAX_PROMPT = 1 << 24
+"""Characters that are read of standard input, which may never end."""
+
+
 def _read_prompt(prompt: str) -> str:
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = sys.stdin.read(MAX_PROMPT + 1) if prompt == "-" else prompt
         text.encode()  # bytes of another encoding arrive as lone surrogates
     except UnicodeError as error:
         raise InvalidRequest(f"the prompt is not UTF-8 text: {error}") from error
+    if len(text) > MAX_PROMPT:
+        raise InvalidRequest(
+            f"standard input has more than {MAX_PROMPT} characters; give less of it"
+        )
     return text
 
 

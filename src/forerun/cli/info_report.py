@@ -444,7 +444,12 @@ def _head_warnings(
     folder: Path, target_folder: Path, is_eagle: bool, described: dict[str, Any]
 ) -> Iterator[str]:
     if is_eagle and not described.get("is_checked") and "problems" not in described:
-        yield "the head has no golden rows, so its flags and layers are taken as config.json says"
+        from forerun.drafters.eagle3.head import origin_of_layers
+
+        layers = origin_of_layers(
+            read_object(folder / "config.json"), described["sizes"]["feature_layers"]
+        )
+        yield f"the head has no golden rows: its flags are taken as config.json says, and {layers}"
     for change in described.get("changes", ()):
         yield f"config.json is wrong: the golden rows show {change}, which is used"
     try:

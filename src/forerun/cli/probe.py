@@ -15,6 +15,7 @@ from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.catalog import PREFIX
 from forerun.probe.config import QUICK, EvidenceConfig
 from forerun.sampling.config import SamplingParams, Verification
+from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from forerun.diagnose.evidence import Evidence
@@ -150,11 +151,11 @@ def show(evidence: Evidence, out: Path | None) -> None:
         table.add_row(fact.name, _value_text(fact.value), Text(fact.source))
     console = SafeConsole()
     console.print(table)
-    file = "facts.json" if out is None else str(out)
-    more = "" if out is not None else " (write it with --out facts.json)"
-    console.print(
-        Text(f"\nforerun diagnose trace.jsonl {file} reports what follows{more}"), soft_wrap=True
+    command = shell_command(
+        "forerun diagnose trace.jsonl {file}", file="facts.json" if out is None else out
     )
+    more = "" if out is not None else " (write it with --out facts.json)"
+    console.print(Text(f"\n{command} reports what follows{more}"), soft_wrap=True)
 
 
 def _value_text(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +15,7 @@ from forerun.cli.flags import check_threads
 from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
 from forerun.errors import Range
 from forerun.models.architecture import Runner, WeightFormat
+from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from forerun.measure.recommend import DraftTrial, Recommendation
@@ -130,27 +130,29 @@ def _cells(trial: DraftTrial) -> tuple[str, ...]:
 
 
 def _advice(found: Recommendation, options: RecommendOptions) -> str:
-    target = shlex.quote(found.target)
     chosen = found.chosen
     if chosen is not None and chosen.best is not None:
-        best = chosen.best
-        draft = shlex.quote(chosen.draft)
+        best, words = chosen.best, {"target": found.target, "draft": chosen.draft}
+        arms = f"{{draft}}@{best.num_speculative_tokens} --temperature {found.temperature:g}"
         return (
             f"recommended: {chosen.draft}, which is expected to decode {best.speedup.estimate:.2f} "
             f"times as fast with K={best.num_speculative_tokens}. K follows the text by itself in\n"
-            f"  forerun serve {target} --draft {draft}\n"
+            f"  {shell_command('forerun serve {target} --draft {draft}', **words)}\n"
             "The speedup leaves out the prefill; prove it on more prompts with\n"
-            f"  forerun bench --model {target} --arms {draft}@{best.num_speculative_tokens} "
-            f"--temperature {found.temperature:g}"
+            f"  {shell_command('forerun bench --model {target} --arms ' + arms, **words)}"
         )
     lines = ["recommended: plain decoding; no draft that was tried is faster."]
     if found.trained and max(found.trained.values()) > 1.0:
         gains = ", ".join(f"{gain:.2f} at {alpha:.0%}" for alpha, gain in found.trained.items())
-        prompts = "PROMPTS.jsonl" if options.prompts is None else shlex.quote(str(options.prompts))
+        command = shell_command(
+            "forerun align --target {target} --prompts {prompts} --out draft",
+            target=found.target,
+            prompts="PROMPTS.jsonl" if options.prompts is None else options.prompts,
+        )
         lines += [
             "A draft with 6% of the target's weights, distilled on your prompts, is expected to be "
             f"so many times as fast, by the share of its tokens that is accepted: {gains}.",
-            f"  forerun align --target {target} --prompts {prompts} --out draft",
+            f"  {command}",
         ]
     return "\n".join(lines)
 

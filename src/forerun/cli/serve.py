@@ -19,6 +19,7 @@ from forerun.cli.flags import PairFlags, read_template
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
+from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from forerun.server.guard import ApiKey
@@ -101,9 +102,10 @@ def run(options: ServeOptions) -> int:
 def run_vllm(options: ServeOptions) -> int:
     """Start vLLM and serve it until a signal; returns the exit code."""
     if options.chat_template is not None:
+        template = shell_command("--chat-template {file}", file=options.chat_template)
         raise InvalidRequest(
             "--chat-template is for --engine forerun; give vLLM its own with "
-            f"--vllm-args '--chat-template {options.chat_template}'"
+            f"--vllm-args {shlex.quote(template)}"
         )
     from forerun.server.run import open_socket, serve
     from forerun.server.vllm import create_proxy, speculative_config, vllm_name, vllm_running

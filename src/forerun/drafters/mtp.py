@@ -208,7 +208,7 @@ def _tensors(checkpoint: Checkpoint, found: FoundModule, dtype: torch.dtype) -> 
         if rest == name or rest in layout.ignored or is_later:
             continue
         own = layout.own.get(rest) or "decoder.layers.0." + rest.removeprefix(layout.layer)
-        if each := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", own):
+        if each := re.fullmatch(r"(.*\.experts\.)(\d{1,9})\.(\w+)\.weight", own):
             experts.setdefault(each[1] + each[3], {})[int(each[2])] = read(name)
         else:
             tensors[own] = read(name)

@@ -240,23 +240,30 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
                 f"{type(target).__name__} cannot: choose another draft"
             )
         return SelfDraft(target.in_fewer_bits(weights), target.vocab_size, name)
-    if not argument.isdigit():
-        raise InvalidRequest(
-            f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
-            "for all of the target in fewer bits, or self:N for its first N layers"
-        )
-    num_layers = _whole_number(name, argument)
+    first = num_layers(argument, target.num_layers)
     if not isinstance(target, LayeredModel):
         raise InvalidRequest(
             f"{name} needs the target's first layers alone, which {type(target).__name__} "
             "cannot run; choose another runner or another draft"
         )
-    if not 0 < num_layers < target.num_layers:
+    return SelfDraft(target.first_layers(first), target.vocab_size, name)
+
+
+def num_layers(argument: str, num_target_layers: int) -> int:
+    """Return N of the draft `self:N`; raises InvalidRequest where the target has no more layers."""
+    name = f"self:{argument}"
+    if not argument.isdigit():
         raise InvalidRequest(
-            f"{name} drafts with {num_layers} of the target's {target.num_layers} layers; "
-            f"give a number from 1 to {target.num_layers - 1}, as in self:{target.num_layers // 4}"
+            f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
+            "for all of the target in fewer bits, or self:N for its first N layers"
         )
-    return SelfDraft(target.first_layers(num_layers), target.vocab_size, name)
+    number = _whole_number(name, argument)
+    if not 0 < number < num_target_layers:
+        raise InvalidRequest(
+            f"{name} drafts with {number} of the target's {num_target_layers} layers; give a "
+            f"number from 1 to {num_target_layers - 1}, as in self:{max(1, num_target_layers // 4)}"
+        )
+    return number
 
 
 def mtp(argument: str, target: LanguageModel) -> Drafter:

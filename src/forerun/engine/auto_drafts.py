@@ -18,7 +18,7 @@ from forerun.engine.loading import Source
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
-from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_object
+from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_named, read_object
 from forerun.models.decoder import unsupported
 from forerun.models.load import (
     ModelFiles,
@@ -159,20 +159,24 @@ def _copy_bytes(files: ModelFiles, runner: Runner, room: int) -> int:
 
 def with_auto(
     drafts: Sequence[Source], target: object, device: str, dtype: str, config: EngineConfig
-) -> list[Source]:
-    """Replace "auto" by the drafts that it stands for, and "mtp" by "mtp:TARGET"."""
+) -> tuple[list[Source], list[Source]]:
+    """Replace "auto" by the drafts that it stands for, and "mtp" by "mtp:TARGET".
+
+    Returns the drafts, and those of them that "auto" stands for.
+    """
     if isinstance(target, str | Path):
         drafts = [f"{MTP}:{target}" if draft == MTP else draft for draft in drafts]
     if AUTO not in drafts:
-        return [*drafts]
+        return [*drafts], []
     if not isinstance(target, str | Path):
         raise InvalidRequest(
             'draft="auto" needs a target by its folder or name; name a draft for a loaded model'
         )
-    found = auto_drafts(str(target), device, config.runner, dtype, config.weights)
+    names = auto_drafts(str(target), device, config.runner, dtype, config.weights)
     at = drafts.index(AUTO)
     others = [draft for draft in drafts if draft != AUTO]
-    return [*others[:at], *(name for name in found if name not in others), *others[at:]]
+    found: list[Source] = [name for name in names if name not in others]
+    return [*others[:at], *found, *others[at:]], found
 
 
 def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
@@ -252,8 +256,7 @@ def _cached_models() -> Iterator[tuple[str, Checkpoint]]:
         folder = Path(newest.snapshot_path)
         try:
             config = read_object(folder / "config.json")
-            names = config.get("architectures") or []
-            if find_checkpoint(config) is None and any(name in SUPPORTED for name in names):
+            if find_checkpoint(config) is None and read_named(folder)[1] in SUPPORTED:
                 yield repository.repo_id, read_checkpoint(folder)
         except (ForerunError, OSError) as error:
             logger.debug("%s of the local Hugging Face cache is left out: %s", folder, error)

@@ -32,7 +32,8 @@ from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
     Source,
     as_sources,
-    check_card,
+    check_choice,
+    check_draft,
     check_features,
     default_controller,
     load_drafters,
@@ -285,16 +286,16 @@ class Engine:
         if draft is None:
             _advise_draft(target, device, dtype, config)
         asked = [] if draft in (None, NONE) else as_sources(draft)
-        drafts = with_auto(asked, target, device, dtype, config)
+        drafts, found = with_auto(asked, target, device, dtype, config)
+        check_choice(drafts, config, controller)
+        for name in drafts:
+            check_draft(name, target)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
         engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
         if draft in (None, NONE):
             return engine
-        for name in drafts:
-            check_card(name, target)
-        found = [one for one in drafts if one not in asked]
         drafter = load_drafters(
             drafts, model, own_tokenizer, dtype=dtype, config=config, optional=found
         )
@@ -329,6 +330,7 @@ class Engine:
             drafter = None
         else:
             drafts = as_sources(draft)
+            check_choice(drafts, config, controller)
             drafter = load_drafters(drafts, self.target, self.tokenizer, dtype=dtype, config=config)
         return Engine(
             target=self.target,

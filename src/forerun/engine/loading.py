@@ -22,6 +22,7 @@ from forerun.drafters.registry import (
     find_checkpoint,
     is_head,
     named_by_method,
+    num_layers,
     tree_methods,
 )
 from forerun.engine.config import EngineConfig
@@ -36,8 +37,15 @@ from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
-from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
+from forerun.models.load import (
+    load_model,
+    load_tokenizer,
+    model_folder,
+    read_config,
+    share_loaded,
+)
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
+from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -241,6 +249,19 @@ def load_drafters(
     return loaded[0] if len(loaded) == 1 else SeveralDrafters(named_by_method(loaded))
 
 
+def check_choice(
+    drafts: Sequence[Source], config: EngineConfig, controller: Controller | None
+) -> None:
+    """Refuse several drafts of which the configured controller would use only the first."""
+    takes_first = controller is None and config.tree is None and config.controller == "fixed"
+    if takes_first and len(drafts) > 1 and config.max_nodes:
+        raise InvalidRequest(
+            f"several drafts ({', '.join(map(str, drafts))}) need a controller that chooses "
+            'between them, and "fixed" takes the first; use EngineConfig(controller="auto"), '
+            "or a tree, which the best nodes of all make up"
+        )
+
+
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
     found = {tokenizer.eos_token_id}
@@ -355,8 +376,8 @@ def tree_method(drafter: Drafter, tree: Tree) -> str:
     return "+".join(methods)
 
 
-def check_card(draft: Source, target: Source) -> None:
-    """Compare the target with the one named in the draft's card.
+def check_draft(draft: Source, target: Source) -> None:
+    """Compare the target's files with the draft's name or card, before any weights are read.
 
     The text is exact whatever the draft, so a draft model of a target that has changed is only
     warned of. A head on hidden states is refused for other weights unless it has golden rows, which
@@ -366,12 +387,16 @@ def check_card(draft: Source, target: Source) -> None:
     Raises:
         InvalidModel: there is no such model.
         IncompatibleDraft: a head was trained for other weights.
+        InvalidRequest: a self-draft of more layers than the target has.
     """
     if not isinstance(draft, str | Path) or not isinstance(target, str | Path):
         return
-    if isinstance(draft, str) and parse_drafter(draft) is not None:
+    target_folder = model_folder(target)
+    if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
+        if named.name == "self" and named.argument not in QUANTISED:
+            num_layers(named.argument, read_config(read_checkpoint(target_folder))[1].num_layers)
         return
-    folder, target_folder = model_folder(draft), model_folder(target)
+    folder = model_folder(draft)
     try:
         if _is_unproven_head(folder) and read_card(folder) is None:
             logger.warning(
@@ -399,8 +424,10 @@ def check_head_card(folder: Path, target: Path) -> None:
         raise IncompatibleDraft(
             f"the head in {folder} was trained for {card.target}, and the weights in {target} are "
             f"not those (hash {identify(target).weights}, its card has {card.made_for.weights}): "
-            "use a head that was trained for this target, or train this one further: forerun "
-            f"align --refresh {folder} --target {target}"
+            "use a head that was trained for this target, or train this one further: "
+            + shell_command(
+                "forerun align --refresh {head} --target {target}", head=folder, target=target
+            )
         )
 
 

@@ -18,6 +18,7 @@ from forerun.bounded_read import read_json
 from forerun.errors import InvalidProfile, InvalidRequest, UnreadableInput
 from forerun.pictures import BASELINE, COLOURS, draw_intervals, picture
 from forerun.plan.costs import DraftCosts
+from forerun.terminal_text import shell_command
 from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.intervals import Interval
 
@@ -70,6 +71,15 @@ class ProfileConfig:
         for name in ("target_error", "budget_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+def not_profiled(draft: str, num_speculative_tokens: int) -> str:
+    """Return the message for a draft of which there is no profile, whatever its kind."""
+    command = shell_command(f"forerun bench --arms {{draft}}@{num_speculative_tokens}", draft=draft)
+    return (
+        "a profile is of a target and a draft model or EAGLE-3 head that has files of its own and "
+        f"shares the target's tokenizer, which {draft} is not; measure its speed whole: {command}"
+    )
 
 
 class Quantity(StrEnum):

@@ -25,7 +25,7 @@ from forerun.drafters.eagle3.head import is_eagle3
 from forerun.drafters.registry import is_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.loading import check_card, load_drafter, load_pair_member
+from forerun.engine.loading import check_draft, load_drafter, load_pair_member
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.measure.profile import (
@@ -38,6 +38,7 @@ from forerun.measure.profile import (
     Quantity,
     ReadLimit,
     chain_cells,
+    not_profiled,
     pass_cells,
     read_cells,
     sizes,
@@ -326,7 +327,7 @@ def load_pair(
 
     Returns the settings too, less contexts it cannot hold and batches whose KV does not fit.
     """
-    check_card(draft, target)
+    check_draft(draft, target)
     config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)
     batches = config.batches
     while True:
@@ -344,10 +345,7 @@ def load_pair(
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
     if not isinstance(drafter, DraftModel):
-        raise InvalidRequest(
-            f"{draft} drafts without passes of a model of its own, so there is no profile of it; "
-            f"measure it whole: forerun bench --arms {draft}@{engine.num_speculative_tokens}"
-        )
+        raise InvalidRequest(not_profiled(draft, engine.num_speculative_tokens))
     return LoadedPair(target=model, drafter=drafter, tokenizer=tokenizer, engine=room), config
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
+from forerun.bounded_read import ReadLimits, check_regular, parse_json, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
 from forerun.models.architecture import SUPPORTED, text_class, unsupported_class
+from forerun.terminal_text import printable, shell_command
 
 if TYPE_CHECKING:
     from forerun.models.gguf_file import GGUFFile
@@ -33,9 +34,14 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, 
 FLOATS = frozenset(ITEM_BYTES)
 MAX_HEADER_BYTES = 32 << 20
 """Most bytes of a safetensors header; those of the largest published models have a few MB."""
+HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+CONVERT_PICKLE = (
+    'python -c "import sys, torch, safetensors.torch as s; s.save_file({{k: v.contiguous() for k, '
+    f"v in torch.load(sys.argv[1], weights_only=True).items()}}}}, '{WEIGHTS}')\" {{name}}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +156,7 @@ def read_named(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(architectures, list) or not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
     _refuse_own_code(folder, settings, str(architectures[0]))
-    _refuse_heads(folder, str(architectures[0]))
+    _refuse_heads(folder, settings, str(architectures[0]))
     return settings, str(architectures[0])
 
 
@@ -204,9 +210,14 @@ def _shares(counts: Counter[str]) -> dict[str, float]:
     return {kind: number / counts.total() for kind, number in counts.most_common()}
 
 
-def _refuse_heads(folder: Path, architecture: str) -> None:
+HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
+"""Settings that only drafting heads have, whatever their architecture is called."""
+
+
+def _refuse_heads(folder: Path, settings: Mapping[str, Any], architecture: str) -> None:
     """Refuse a head on hidden states that is of no supported kind, before its weights are read."""
-    if "eagle" in architecture.lower() or "medusa" in architecture.lower():
+    named = any(kind in architecture.lower() for kind in ("eagle", "medusa"))
+    if named or any(settings.get(name) is not None for name in HEAD_SETTINGS):
         raise InvalidModel(
             f"{folder} is a head of the architecture {architecture:.60}, which is not supported; "
             "supported are EAGLE-3 heads of one Llama layer (LlamaForCausalLMEagle3, "
@@ -279,10 +290,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickled:
         raise InvalidModel(
-            f"{folder} has only pickled weights ({', '.join(pickled)}), which can run code when "
-            "loaded; convert them to safetensors, in that folder:\n"
-            'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for '
-            f"k, v in torch.load('{pickled[0]}', weights_only=True).items()}}, '{WEIGHTS}')\""
+            f"{folder} has only pickled weights ({', '.join(map(printable, pickled))}), which can "
+            "run code when loaded; convert them to safetensors, in that folder:\n"
+            + shell_command(CONVERT_PICKLE, name=pickled[0])
         )
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
 
@@ -369,8 +379,8 @@ def _read_header(
                 )
             if length > max_bytes:
                 raise malformed(path, f"it has {length} bytes; at most {max_bytes} are read")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, RecursionError) as error:
+            header = parse_json(file.read(length), "its header", HEADER_LIMITS)
+    except (OSError, ValueError) as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise malformed(path, "it is no JSON object")
@@ -436,10 +446,7 @@ def template_hash(folder: Path) -> str:
             parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        try:
-            template = json.loads(read_bytes(settings)).get("chat_template")
-        except (AttributeError, ValueError) as error:
-            raise InvalidModel(f"{settings} cannot be read: {error}") from error
+        template = read_object(settings).get("chat_template")
         parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
     return hash_of(b"".join(parts))
 

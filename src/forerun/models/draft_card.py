@@ -24,6 +24,7 @@ from forerun.models.checkpoint import (
     tokenizer_hash,
     weights_sample_hash,
 )
+from forerun.terminal_text import shell_command
 from forerun.theory.intervals import Interval
 
 CARD_FILE = "forerun.json"
@@ -139,9 +140,9 @@ def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
 
 
 def staleness(draft: Path, target: Path) -> str | None:
-    """Describe how a target has changed since a draft was aligned to it.
+    """Describe how a target differs from the one that a draft was aligned to.
 
-    None where it has not, or where the draft has no card.
+    None where it does not, or where the draft has no card.
 
     Raises:
         InvalidModel: a card or a target that cannot be read.
@@ -152,8 +153,13 @@ def staleness(draft: Path, target: Path) -> str | None:
     changed = changes_of_target(card, target)
     if not changed:
         return None
+    command = shell_command(
+        "forerun align --refresh {draft} --target {target} --prompts PROMPTS.jsonl --out aligned",
+        draft=draft,
+        target=target,
+    )
     return (
-        f"the draft {draft} was aligned to {card.target}, and this target is not the same any more "
-        f"({', '.join(changed)}): the text stays exact, but fewer tokens may be accepted; "
-        f"`forerun align --refresh {draft}` continues from it"
+        f"the draft {draft} was aligned to {card.target}; {target} has other {', '.join(changed)}: "
+        "the text stays exact, but fewer tokens may be accepted; to align the draft to this "
+        f"target: {command}"
     )

@@ -50,19 +50,19 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "Qwen3-Next and Qwen3.5": Layout(
             prefix="model.mtp.",
-            pattern=r"model\.mtp\.layers\.(\d+)\.",
+            pattern=r"model\.mtp\.layers\.(\d{1,9})\.",
             layer="layers.0.",
             own=_names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
         ),
         "MiMo": Layout(
             prefix="model.mtp_layers.",
-            pattern=r"model\.mtp_layers\.(\d+)\.",
+            pattern=r"model\.mtp_layers\.(\d{1,9})\.",
             own=_names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
             hidden_first=True,
         ),
         "GLM-4.5 and DeepSeek-V3": Layout(
             prefix="model.layers.",
-            pattern=r"model\.layers\.(\d+)\.",
+            pattern=r"model\.layers\.(\d{1,9})\.",
             own=_names("enorm", "hnorm", "eh_proj", "shared_head.norm"),
             ignored=("embed_tokens.weight", "shared_head.head.weight"),
             is_numbered=True,

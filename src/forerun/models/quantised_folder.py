@@ -121,12 +121,15 @@ class Scheme:
     Attributes:
         group: inputs with a common scale; None: all inputs of an output.
         zero_offset: what is added to stored zero points.
+        symmetric: the zero point is the middle of the range, however it is stored. Some folders
+            name the older `checkpoint_format`, which stores one less, and store the middle itself.
     """
 
     method: str
     bits: int
     group: int | None
     zero_offset: int = 0
+    symmetric: bool = False
 
 
 def read_scheme(where: Path, settings: Mapping[str, Any]) -> Scheme:
@@ -137,7 +140,7 @@ def read_scheme(where: Path, settings: Mapping[str, Any]) -> Scheme:
             f"quantised checkpoints ({method!r:.40}) are not supported in {where}; read are "
             f"{', '.join(METHODS)}: use one of these, a GGUF file, or bf16 or fp32 weights"
         )
-    offset = 0
+    offset, symmetric = 0, method == "gptq" and settings.get("sym") is True
     if method == "compressed-tensors":
         weights = _compressed_weights(where, settings)
         bits, group = weights.get("num_bits"), weights.get("group_size")
@@ -154,7 +157,13 @@ def read_scheme(where: Path, settings: Mapping[str, Any]) -> Scheme:
     if group not in (None, -1) and (type(group) is not int or not 1 <= group <= 1 << 20):
         raise InvalidModel(f"{where} has group_size {group!r:.40}; give -1 or a positive number")
     group = None if group in (None, -1) else group
-    return Scheme(method=str(method), bits=int(bits or 0), group=group, zero_offset=offset)
+    return Scheme(
+        method=str(method),
+        bits=int(bits or 0),
+        group=group,
+        zero_offset=offset,
+        symmetric=symmetric,
+    )
 
 
 def _check_setting(where: Path, what: str, value: Any, known: tuple[Any, ...]) -> None:
@@ -279,7 +288,7 @@ class PackedFolder(QuantisedFolder):
             return second, first * per_word
         if self.scheme.method == "awq":
             return second * per_word, first
-        stored = self._read_part(module, "weight_shape").tolist()
+        stored = self._read_part(module, "weight_shape").flatten().tolist()
         if stored[:1] != [first] or len(stored) != 2 or -(-stored[1] // per_word) != second:
             raise self._error(f"{module}.weight_shape", f"is {stored!r:.60}, packed {list(shape)}")
         return first, int(stored[1])
@@ -355,9 +364,15 @@ class PackedFolder(QuantisedFolder):
         """Return the zero points of (outputs, groups) less the middle of the range."""
         if self.scheme.method == "compressed-tensors":
             return None
-        zeros = self._unpacked(self._read_part(module, "qzeros"))
+        zeros, middle = self._unpacked(self._read_part(module, "qzeros")), 1 << self.scheme.bits - 1
+        if self.scheme.symmetric:
+            if not any((zeros == stored).all() for stored in (middle - 1, middle)):
+                raise self._error(
+                    f"{module}.qzeros", f"holds zeros other than {middle} (sym: true)"
+                )
+            return None
         zeros = (zeros + self.scheme.zero_offset) & ((1 << self.scheme.bits) - 1)
-        return (zeros - (1 << self.scheme.bits - 1)).t()
+        return (zeros - middle).t()
 
     def _integers(self, module: str) -> Tensor:
         """Return the values of (outputs, inputs) less the middle of the range, int8."""

@@ -12,18 +12,26 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from tokenizers import Tokenizer as Backend
 
-from forerun.bounded_read import ReadLimits, read_bytes
+from forerun.bounded_read import ReadLimits, first_line, read_bytes
 from forerun.cache import cache_folder, cached_json, hash_of
-from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
+from forerun.errors import (
+    ForerunError,
+    IncompatibleDraft,
+    InvalidModel,
+    InvalidRequest,
+    UnreadableInput,
+)
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
 from forerun.models.checkpoint import from_transformers, tokenizer_hash
 
@@ -252,7 +260,8 @@ class Tokenizer:
         self.definition = definition
         self._load_renderer = load_renderer
         self._template = ""  # empty: the one of the model folder
-        self._backend = Backend.from_str(definition.content)
+        with as_invalid("the tokenizer cannot be loaded"):
+            self._backend = Backend.from_str(definition.content)
         # Whether a text is too long is decided by the engine.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -273,11 +282,13 @@ class Tokenizer:
                 f"character {error.start} of the text is {text[error.start]!r}, half of a "
                 "surrogate pair: send the text as UTF-8"
             ) from None
-        if len(text) <= SHORT_CHARACTERS:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        # Other threads may run while a batch is encoded.
-        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found.ids)
+        backend, options = self._backend, {"add_special_tokens": add_special_tokens}
+        with as_invalid("the tokenizer cannot encode a text"):
+            if len(text) <= SHORT_CHARACTERS:
+                return list(backend.encode(text, **options).ids)
+            # Other threads may run while a batch is encoded.
+            (found,) = backend.encode_batch_fast([text], **options)
+            return list(found.ids)
 
     def with_plain_specials(self) -> Tokenizer:
         """Return this tokenizer with special tokens written out in a text read as plain text."""
@@ -286,11 +297,13 @@ class Tokenizer:
     def normalised(self, text: str) -> str:
         """Return what a text is changed to before it is encoded."""
         normalizer = self._backend.normalizer
-        return text if normalizer is None else str(normalizer.normalize_str(text))
+        with as_invalid("the tokenizer cannot normalise a text"):
+            return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, leaving special tokens out."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+        with as_invalid("the tokenizer cannot decode tokens"):
+            return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
     def render_chat(
         self,
@@ -449,7 +462,13 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
-LIMITS = ReadLimits(max_bytes=1 << 28)
+LIMITS = ReadLimits(max_bytes=1 << 27)
+MAX_TOKENS = 1 << 22
+"""Ids of a tokenizer; the library takes time and memory for every id up to the largest."""
+MAX_CHARACTERS = 1 << 14
+"""Of a token."""
+MAX_ADDED_CHARACTERS = 1 << 20
+"""Of all added tokens together, each of whose characters takes the library about 100 bytes."""
 SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 """Suffixes of the files that may determine a tokenizer."""
 
@@ -511,17 +530,80 @@ def by_transformers(folder: Path) -> Any:
     """Read the tokenizer of a folder or of a GGUF file with transformers."""
     from transformers import AutoTokenizer
 
+    check_tokens(folder)
     place, options = from_transformers(folder)
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
-    except Exception as error:
+        with as_invalid(f"the tokenizer in {folder} cannot be loaded"):
+            return AutoTokenizer.from_pretrained(place, **options)
+    except InvalidModel as error:
         if (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists():
             raise InvalidModel(
                 f"{folder} has its tokenizer as tokenizer.model alone; to convert it, run "
                 "`pip install sentencepiece protobuf` and then transformers' "
                 f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) ({error})"
             ) from error
-        raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+        raise
+
+
+@contextmanager
+def as_invalid(problem: str) -> Iterator[None]:
+    """Turn errors of the tokenizers library, a panic of its Rust code too, into InvalidModel."""
+    try:
+        yield
+    except (ForerunError, MemoryError):
+        raise
+    except BaseException as error:
+        # The class of panics has no name to import, and is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InvalidModel(f"{problem}: {first_line(error)}") from error
+
+
+_Characters = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)]
+
+
+class _Added(msgspec.Struct):
+    content: _Characters
+
+
+class _NumberedAdded(_Added):
+    id: _Id
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[_Characters, _Id] | list[tuple[_Characters, float]] | None = None
+
+
+class _Definition(msgspec.Struct):
+    model: _Model | None = None
+    added_tokens: list[_NumberedAdded] = []
+
+
+class _Settings(msgspec.Struct):
+    added_tokens_decoder: dict[_Id, _Added] = {}
+
+
+def check_tokens(folder: Path) -> None:
+    """Refuse the tokenizer of a folder whose ids or tokens are too large, before it is loaded."""
+    tables: dict[str, Any] = {"tokenizer.json": _Definition, "tokenizer_config.json": _Settings}
+    if not (folder / "tokenizer.json").is_file():
+        tables |= dict.fromkeys(("vocab.json", "added_tokens.json"), dict[_Characters, _Id])
+    for path in [folder / name for name in tables if (folder / name).is_file()]:
+        try:
+            table = msgspec.json.decode(read_bytes(path, LIMITS), type=tables[path.name])
+        except (UnreadableInput, msgspec.ValidationError, RecursionError) as error:
+            raise InvalidModel(
+                f"the tokenizer in {folder} cannot be loaded: {path.name}: {first_line(error)}"
+            ) from error
+        except ValueError:
+            continue  # transformers says what is wrong
+        added = table.added_tokens if isinstance(table, _Definition) else ()
+        if (most := sum(len(token.content) for token in added)) > MAX_ADDED_CHARACTERS:
+            raise InvalidModel(
+                f"{path} has added tokens of {most} characters in all; at most "
+                f"{MAX_ADDED_CHARACTERS} are loaded"
+            )
 
 
 def key_of(folder: Path) -> str:

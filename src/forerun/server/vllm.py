@@ -320,7 +320,7 @@ class VllmProcess:
     def _supervise(self, announce: Callable[[], None]) -> None:
         try:
             self.wait_until_ready()
-            with suppress(OSError):  # nobody reads what is printed
+            with suppress(OSError):  # the reader of the output is gone
                 announce()
             code = self.process.wait()
             raise ServerUnavailable(f"vLLM ended with code {code}; its log is above")

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Literal
 
 from forerun.errors import InvalidTrace
+from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord
 from forerun.trace.files import Item
 
 Outcome = Literal["accepted", "rejected", "not reached"]
+MOST_NAMED = 8
+"""Requests that a message names of those in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +96,12 @@ class ExplainedRequest:
         other_s = sum(step.other_s for step in steps) / len(steps)
         counts, found = self.counts, []
         most = sum(2 * n >= len(steps) for n in counts.drafted_per_position)
-        for k in range(most + 1):
+        for k, tokens in enumerate(accumulate(counts.survival[:most], initial=1.0)):
             passes = rows.get(int(others) + k + 1)
             found.append(
                 HindsightK(
                     num_speculative_tokens=k,
-                    tokens_per_step=1.0 + sum(counts.survival[:k]),
+                    tokens_per_step=tokens,
                     step_s=per_token_s * k + (median(passes) if passes else every_s) + other_s,
                 )
             )
@@ -122,13 +126,13 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
         InvalidTrace: the trace has no step, or no such request.
     """
     steps: list[StepRecord] = []
-    known: list[str] = []
+    known: dict[str, None] = {}  # the first few, for the message
     request: RequestRecord | None = None
     for item in items:
         if not isinstance(item, StepRecord | RequestRecord):
             continue
-        if item.request_id not in known:
-            known.append(item.request_id)
+        if len(known) < MOST_NAMED:
+            known[printable(item.request_id, max_length=80)] = None
         request_id = request_id or item.request_id
         if item.request_id == request_id:
             if isinstance(item, StepRecord):
@@ -136,8 +140,9 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
             else:
                 request = item
     if not steps:
-        there = ", ".join(known[:8]) or "none"
-        raise InvalidTrace(f"the trace has no steps of request {request_id!r}; there are: {there}")
+        there = ", ".join(known) or "none"
+        wanted = "any request" if request_id is None else f"request {request_id!r:.80}"
+        raise InvalidTrace(f"the trace has no steps of {wanted}; there are: {there}")
     steps.sort(key=lambda step: (step.cycle_id, step.step))
     return ExplainedRequest(request_id=str(request_id), request=request, steps=tuple(steps))
 

@@ -125,6 +125,40 @@ def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
         made(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sampling": SamplingParams(n=3)}, "n is 3"),
+        ({"sampling": SamplingParams(logprobs=5)}, "logprobs is 5"),
+        ({"sampling": SamplingParams(prompt_logprobs=5)}, "prompt_logprobs is 5"),
+        ({"objective": ObjectiveConfig(objective="fkl", beta=0.25)}, "beta is 0.25"),
+        ({"objective": ObjectiveConfig(objective="jsd", eta=1.0)}, "eta is 1.0"),
+        ({"objective": ObjectiveConfig(eta=1.0)}, "eta is 1.0"),
+        ({"attached": AttachedConfig(num_blocks=2)}, "num_blocks is 2.*eagle3 and medusa"),
+        ({"method": "eagle3", "attached": AttachedConfig(num_blocks=2)}, "num_blocks.*medusa"),
+        (
+            {"method": "medusa", "draft": None, "attached": AttachedConfig(num_heads=2)},
+            "num_heads.*eagle3",
+        ),
+        ({"texts": {"responses_model": "m"}}, "responses_model.*--responses-from"),
+        ({"texts": {"held_out": Path("h"), "held_out_share": 0.5}}, "held_out_share"),
+        (
+            {"teacher": TeacherConfig(teacher="hidden", num_sampled_ids=8)},
+            "num_sampled_ids.*sampled",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{named}"):
+        made(**changes)
+
+
+def test_settings_with_an_effect_are_taken() -> None:
+    made(objective=ObjectiveConfig(objective="jsd", beta=0.25))
+    made(objective=ObjectiveConfig(objective="lk", eta=1.0))
+    made(method="eagle3", attached=AttachedConfig(num_heads=2))
+
+
 def test_auto_takes_the_objective_of_the_temperature_and_the_method() -> None:
     assert made(sampling=GREEDY).objective_name == "fkl"
     assert made().objective_name == "nla"

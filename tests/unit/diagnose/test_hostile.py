@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import sources
 from forerun.diagnose.readers.sources import read_source, read_text
 from forerun.diagnose.words import page_of
-from forerun.errors import ForerunError, InvalidTrace
+from forerun.errors import ForerunError, InvalidRequest, InvalidTrace
 from forerun.trace.files import MAX_NODES, open_trace, read_trace
 from forerun.trace.summary import summarise
 
@@ -31,7 +32,8 @@ def read(data: bytes) -> Evidence:
 @pytest.mark.parametrize("line", [b"\n", b" \n", b"\t\n", b"# comment\n", b"---\n", b" # \n"])
 def test_lines_that_say_nothing_are_passed_over_at_once(line):
     started = time.process_time()
-    read(line * 20_000)
+    with suppress(InvalidRequest):  # a source of blank lines is empty
+        read(line * 20_000)
     read(line * 2000 + b"forerun_facts")
     assert time.process_time() - started < 15.0
 

@@ -370,8 +370,68 @@ def test_a_truncated_log_is_read_up_to_there():
     assert read(VLLM, VLLM[:90]).number("num_accepted") == 200
 
 
-def test_an_empty_source_has_no_facts():
-    assert not read("").facts
+SUMMARY = (
+    "Total output tokens: 10,400",
+    "Number of draft proposals: 4,000",
+    "Number of draft tokens generated: 12,000",
+    "Number of accepted tokens: 6,400",
+    "Mean acceptance length: 2.60",
+    "Acceptance rate at token 0: 0.80",
+    "Acceptance rate at token 1: 0.50",
+    "Acceptance rate at token 2: 0.30",
+)
+OLDER_SUMMARY = (
+    "-" * 50,
+    "total_num_output_tokens: 10400",
+    "num_drafts: 4000",
+    "num_draft_tokens: 12000",
+    "num_accepted_tokens: 6400",
+    "mean acceptance length: 2.60",
+    "-" * 50,
+    "acceptance at token 0: 0.80",
+    "acceptance at token 1: 0.50",
+    "acceptance at token 2: 0.30",
+)
+
+
+@pytest.mark.parametrize("lines", [SUMMARY, OLDER_SUMMARY])
+def test_the_summary_of_vllms_offline_example_is_read(lines):
+    found = read(*lines)
+    assert found.number("num_drafts") == 4000 and found.number("num_drafted") == 12000
+    assert found.number("num_accepted") == 6400 and found.number("k") == 3
+    assert found.number("acceptance_length") == pytest.approx(2.6)
+    assert found.numbers("acceptance_rate_per_position") == pytest.approx((0.8, 0.5, 0.3))
+    assert found.readings[0].num_unknown == 0
+
+
+@pytest.mark.parametrize("is_camel", [False, True])
+def test_the_stats_of_lm_studio_are_read(is_camel):
+    stats: dict[str, object] = {
+        "tokens_per_second": 40.5,
+        "time_to_first_token": 0.2,
+        "draft_model": "small",
+        "total_draft_tokens_count": 90,
+        "accepted_draft_tokens_count": 60,
+        "rejected_draft_tokens_count": 25,
+        "ignored_draft_tokens_count": 5,
+    }
+    answer: dict[str, object] = {"usage": {"completion_tokens": 100}}
+    if is_camel:
+        words = {name: name.split("_") for name in stats}
+        stats = {w[0] + "".join(map(str.title, w[1:])): stats[n] for n, w in words.items()}
+        stats["predictedTokensCount"], answer = 100, {}
+    found = read(json.dumps({"object": "chat.completion", **answer, "stats": stats}))
+    assert found.number("num_drafted") == 90 and found.number("num_accepted") == 60
+    assert found.number("num_drafts") == 39  # each step emits one more than it accepts
+    assert found.number("tokens_per_s") == 40.5
+    assert found.words("method") == ("draft_model",)
+    assert not read(json.dumps({"stats": {"tokens_per_second": 3}})).facts
+
+
+@pytest.mark.parametrize("content", ["", "  \n\n"])
+def test_an_empty_source_is_refused(content):
+    with pytest.raises(InvalidRequest, match="log is empty"):
+        read(content)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,25 @@ def test_proposals_equal_a_slow_loop(network, target, changes, params):
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
 
 
+def test_rows_that_a_draft_has_read_are_not_read_again(target):
+    """What is left to read after a step are the rows that this step committed."""
+    drafter = heads.eagle3_drafter(target, heads.eagle3_head(target))
+    observe, num_after_drafts = drafter.observe, 0
+
+    def observed(outcomes):
+        nonlocal num_after_drafts
+        observe(outcomes)
+        for outcome in outcomes:
+            if outcome.proposal is not None:
+                num_after_drafts += 1
+                left = drafter._sequences[outcome.request_id].num_features
+                assert left == len(outcome.features)
+
+    drafter.observe = observed
+    tiny.engine_over(target, drafter, k=3).generate(PROMPTS, GREEDY)
+    assert num_after_drafts > 8
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     "limits", [{}, {"max_context": 34, "max_kv_tokens": 60}], ids=["roomy", "preempted"]

@@ -9,7 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.heads import causal
 
-from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
+from forerun.drafters.eagle3.head import (
+    LAYER_IDS,
+    Eagle3Config,
+    Eagle3Head,
+    default_feature_layers,
+    origin_of_layers,
+)
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.errors import InvalidModel
 
@@ -200,6 +206,10 @@ def out_of_range(tensors):
     tensors["d2t"][-1] = TARGET_VOCAB
 
 
+def below_zero(tensors):
+    tensors["d2t"][0] = -1
+
+
 def absolute(tensors):
     tensors["d2t"] = tensors["d2t"] + torch.arange(DRAFT_VOCAB)
 
@@ -223,6 +233,7 @@ def wrong_marks(tensors):
         (additional, "1 tensors, the first layers.0.self_attn.q_proj.bias"),
         (misshapen, r"fc.weight .* has the shape \(32, 64\)"),
         (out_of_range, "outside the target's 50 tokens"),
+        (below_zero, "maps draft token 0 to -1, outside the target's 50 tokens"),
         (absolute, "d2t"),
         (repeated, "two draft tokens"),
         (no_map, "no d2t"),
@@ -284,3 +295,9 @@ def test_unsupported_layers_are_named(tmp_path, field, value, message):
 def test_both_norms_before_fc_are_refused():
     with pytest.raises(InvalidModel, match="not both"):
         config(norm_before_fc=True, fc_norm=True)
+
+
+def test_layers_that_config_json_does_not_name_are_said_to_be_assumed():
+    assert "config.json names" in origin_of_layers({LAYER_IDS: [1, 2]}, (1, 2))
+    for settings in ({}, {LAYER_IDS: []}, {"eagle_config": {}}):
+        assert "[2, 6, 9] are assumed, because" in origin_of_layers(settings, (2, 6, 9))

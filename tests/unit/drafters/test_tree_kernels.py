@@ -39,7 +39,7 @@ def test_the_kernels_grow_the_trees_of_passes_over_single_levels(params, is_head
     """Later steps depend on the rows that were committed of earlier trees."""
     network, params = tiny.network(num_layers=4), replace(params, max_tokens=24)
     expected = plain(native_model(network), params, prompts=tiny.PROMPTS)
-    found = {}
+    found, rows = {}, {}
     for way in ("kernels", "levels"):
         target = native_model(network)
         if is_head:
@@ -48,6 +48,7 @@ def test_the_kernels_grow_the_trees_of_passes_over_single_levels(params, is_head
             drafter = tiny.drafting(native_model(tiny.network(num_layers=4, jitter=0.02)))
         if way == "levels":
             drafter.use(WrappedModel(drafter.model))
+        rows[way] = accepted_rows(drafter.model.store)
         shapes = (*SHAPES[:1], *SHAPES[2:4])
         texts, seen = run(target, drafter, params, *shapes, prompts=tiny.PROMPTS)
         found[way] = seen.found
@@ -55,6 +56,7 @@ def test_the_kernels_grow_the_trees_of_passes_over_single_levels(params, is_head
         assert is_head or max(seen.accepted) > 1
         assert drafter.model.store.num_free == 4
     check_equal(found["kernels"], found["levels"])
+    assert rows["kernels"] == rows["levels"]  # neither reads a node that cannot have a child
 
 
 def test_the_last_pass_may_read_every_node_of_a_full_tree(caplog):

@@ -7,7 +7,7 @@ import random
 import pytest
 from tests import foreign, tiny
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from forerun.drafters.vocabulary_map import (
     ReencodedText,
@@ -122,6 +122,26 @@ def test_special_tokens_keep_their_meaning():
     written_out = found.continuation(found.target.encode("x"), found.draft.encode(foreign.END))
     assert found.target.eos_token_id not in written_out
     assert b"".join(map(found.target.token_bytes, written_out)).decode() == foreign.END
+
+
+def test_a_token_that_begins_texts_is_read_once():
+    """The target's text has it written out, and the draft expects one of its own before a text."""
+    target = foreign.byte_level_with("<s>")
+    backend = Backend.from_str(target.definition.content)
+    start = backend.token_to_id("<s>")
+    backend.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", start)]
+    )
+    found = map_vocabularies(target, foreign.wrapped(backend))
+    word = found.target.encode("x")
+    reading = ReencodedText(found)
+    reading.read([start, *word])
+    assert reading.ids == found.draft.encode("x") == [start, *word]
+    reading.read([start, *word, start, *word])
+    assert reading.ids == [start, *word, start, *word]
+    twice = ReencodedText(found)
+    twice.read([start, start, *word])
+    assert twice.ids == [start, *word]
 
 
 def test_no_two_special_tokens_of_the_target_are_the_same_of_the_draft():

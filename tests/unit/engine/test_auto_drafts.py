@@ -23,7 +23,7 @@ from forerun.engine.auto_drafts import (
     with_auto,
 )
 from forerun.engine.config import EngineConfig
-from forerun.errors import ForerunError, InvalidRequest
+from forerun.errors import ForerunError, InvalidModel, InvalidRequest
 from forerun.measure.quantise import write_quantised
 from forerun.models.catalog import zoo_path
 from forerun.models.checkpoint import read_checkpoint
@@ -127,6 +127,23 @@ def test_the_smaller_model_with_the_same_tokenizer_is_found(cache):
     assert auto_drafts(TARGET) == (str(good), IN_FEWER_BITS, COPIER)
 
 
+def test_a_model_whose_tokenizer_panics_or_whose_settings_are_odd_is_left_out(cache, caplog):
+    """The first one makes the Rust code of the tokenizers library panic, which is no Exception."""
+    caplog.set_level("INFO", "forerun.loading")
+    junk = add(cache, "org/junk", "code-2m-for-40m")
+    content = json.loads((junk / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (junk / "tokenizer.json").write_text(json.dumps(content))
+    for number, names in enumerate([5, {}, [["x"]], "LlamaForCausalLM"]):
+        odd = add(cache, f"org/odd-{number}", "code-2m-for-40m")
+        settings = json.loads((odd / "config.json").read_text())
+        (odd / "config.json").write_text(json.dumps({**settings, "architectures": names}))
+    good = add(cache, "org/small", "code-2m-for-40m")
+    assert auto_drafts(TARGET) == (str(good), IN_FEWER_BITS, COPIER)
+    (line,) = [r.getMessage() for r in caplog.records if "cannot draft" in r.getMessage()]
+    assert line.startswith("org/junk of the local Hugging Face cache cannot draft: the tokenizer")
+
+
 def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
     """The same model, whose tokenizer has one token under another spelling."""
     other = add(cache, "org/a-foreign", "code-2m-for-40m")
@@ -140,6 +157,32 @@ def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
     assert [m.name for m in fitting_models(TARGET)] == ["org/same", "org/a-foreign"]
 
 
+def test_a_draft_has_at_most_a_share_of_the_targets_parameters(cache, monkeypatch):
+    add(cache, "org/small", "code-2m-for-40m")
+    (model,) = fitting_models(TARGET)
+    share = model.num_parameters / read_checkpoint(Path(TARGET)).num_parameters
+    monkeypatch.setattr(found_drafts, "MOST_SHARE", share * (1 + 1e-9))
+    assert [*fitting_models(TARGET)] == [model]
+    monkeypatch.setattr(found_drafts, "MOST_SHARE", share * (1 - 1e-6))
+    assert [*fitting_models(TARGET)] == []
+
+
+def test_a_model_as_large_as_the_target_is_no_draft(cache):
+    add(cache, "org/as-large", "code-40m")
+    assert [*fitting_models(TARGET)] == []
+
+
+def test_the_draft_leaves_less_room_for_a_copy_of_the_target(cache, monkeypatch):
+    good = add(cache, "org/small", "code-2m-for-40m")
+    (model,) = fitting_models(TARGET)
+    needed = found_drafts._files(read_checkpoint(Path(TARGET)), "cpu").memory.total_bytes
+    room = needed + model.needed_bytes
+    for more, copies in ((30 << 20, (IN_FEWER_BITS,)), (29 << 20, ())):
+        monkeypatch.setattr(found_drafts, "available_bytes", lambda _, more=more: room + more)
+        auto_drafts.cache_clear()
+        assert auto_drafts(TARGET) == (str(good), *copies, COPIER)
+
+
 def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatch, caplog):
     add(cache, "org/small", "code-2m-for-40m")
     caplog.set_level("INFO", "forerun.loading")
@@ -151,9 +194,12 @@ def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatc
 
 def test_auto_stands_beside_named_drafts_and_names_none_twice():
     config = EngineConfig()
-    drafts = with_auto(["suffix", "auto", "recycling"], "zoo:code-40m", "cpu", "auto", config)
+    drafts, found = with_auto(
+        ["suffix", "auto", "recycling"], "zoo:code-40m", "cpu", "auto", config
+    )
     assert drafts == ["suffix", "zoo:code-2m-for-40m", IN_FEWER_BITS, "recycling"]
-    drafts = with_auto(["auto", IN_FEWER_BITS], "zoo:code-40m", "cpu", "auto", config)
+    assert found == ["zoo:code-2m-for-40m", IN_FEWER_BITS]
+    drafts, _ = with_auto(["auto", IN_FEWER_BITS], "zoo:code-40m", "cpu", "auto", config)
     assert drafts == ["zoo:code-2m-for-40m", COPIER, IN_FEWER_BITS]
 
 
@@ -168,6 +214,31 @@ def test_a_draft_that_was_found_and_cannot_be_loaded_is_left_out(monkeypatch, tm
     assert str(broken) in line
     with pytest.raises(ForerunError):
         Engine.load("zoo:books-1m", draft=[str(broken), COPIER])
+
+
+@pytest.mark.parametrize("draft", ["mtp", ["mtp", "suffix"], ["suffix", "mtp", "auto"]])
+def test_a_module_that_is_asked_for_and_missing_is_refused(draft):
+    with pytest.raises(InvalidModel, match="brings no multi-token-prediction"):
+        Engine.load("zoo:books-1m", draft=draft)
+
+
+@pytest.mark.parametrize("draft", ["self:99", "self:4", "self:0", "self:x", ["suffix", "self:99"]])
+def test_a_self_draft_of_too_many_layers_is_refused_before_weights_are_read(draft, monkeypatch):
+    monkeypatch.delattr("forerun.engine.loading.load_model")
+    with pytest.raises(InvalidRequest, match="self:"):
+        Engine.load("zoo:books-1m", draft=draft)
+
+
+def test_several_drafts_are_refused_with_a_controller_that_takes_the_first():
+    with pytest.raises(InvalidRequest, match=r"several drafts \(suffix, recycling\).*fixed"):
+        Engine.load(
+            "zoo:books-1m", draft=["suffix", "recycling"], config=EngineConfig(controller="fixed")
+        )
+    engine = Engine.load("zoo:books-1m", draft=["suffix", "recycling"])
+    with pytest.raises(InvalidRequest, match="several drafts"):
+        replaced = Engine.load("zoo:books-1m", config=EngineConfig(controller="fixed"))
+        replaced.with_draft(["suffix", "recycling"])
+    assert len(engine.capabilities().methods) == 2
 
 
 def test_a_loaded_target_has_no_files_to_find_a_draft_for():

@@ -165,7 +165,7 @@ def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, 
         write_card(replace(card, made_for=replace(made_for, weights="others")), draft)
         load(target, draft)
         (record,) = caplog.records
-        assert "aligned to my/target" in record.message and "(weights)" in record.message
+        assert "aligned to my/target" in record.message and "has other weights" in record.message
         (draft / CARD_FILE).write_text("{")
         load(target, draft)
         assert "the draft's card is of no use" in caplog.records[-1].message
@@ -194,7 +194,7 @@ def test_a_head_for_other_weights_is_refused_by_its_card(target, tmp_path, kind,
     assert not caplog.records
     retemplated = replace(made_for, template="others")
     load(target, head_in(tmp_path / "template", kind, retemplated))  # only a matter of speed
-    assert "(chat template)" in caplog.records[-1].message
+    assert "has other chat template" in caplog.records[-1].message
     other = head_in(tmp_path / "other", kind, replace(made_for, weights="a1b2c3"))
     with pytest.raises(IncompatibleDraft, match=r"trained for my/target.*a1b2c3.*--refresh"):
         load(target, other)

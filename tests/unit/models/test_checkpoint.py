@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import resource
+from subprocess import run
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint
+from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint, template_hash
 
 
 def test_good_folder(folder):
@@ -90,6 +91,62 @@ def test_pickled_weights_only(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidModel, match=r"only pickled weights \(pytorch_model\.bin\)"):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["$(touch PWNED).bin", "`touch PWNED`.bin", "';touch PWNED;'.bin"])
+def test_advice_on_pickled_weights_runs_nothing_of_their_names(folder, name):
+    """A `python` that writes down its arguments stands for the real one."""
+    (folder / WEIGHTS).rename(folder / name)
+    with pytest.raises(InvalidModel) as caught:
+        read_checkpoint(folder)
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nprintf '%s' \"$3\" > argument\n")
+    python.chmod(0o700)
+    command = str(caught.value).rpartition("\n")[2]
+    run(["/bin/sh", "-c", command], cwd=folder, env={"PATH": f"{folder}:/usr/bin:/bin"}, check=True)
+    assert (folder / "argument").read_text() == name
+    assert not (folder / "PWNED").exists()
+
+
+def test_a_name_of_pickled_weights_adds_no_line(folder):
+    (folder / WEIGHTS).rename(folder / "a\nrm -r b.bin")
+    with pytest.raises(InvalidModel) as caught:
+        read_checkpoint(folder)
+    assert "\nrm" not in str(caught.value)
+    assert "in place of NAME write another name" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["EagleQwen3ForCausalLM"]},
+        {"draft_vocab_size": 100},
+        {"eagle_config": {}},
+        {"speculators_model_type": "mlp"},
+    ],
+)
+def test_heads_of_other_architectures_are_refused_by_name(folder, changes):
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file({"d2t": torch.zeros(4, dtype=torch.int64)}, folder / WEIGHTS)
+    named = f"a head of the architecture {settings['architectures'][0]}"
+    with pytest.raises(InvalidModel, match=named):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 100_000, b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}", b"[" + b"{}," * 4_000_001]
+)
+def test_headers_of_many_or_nested_values_are_refused(folder, header):
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidModel, match=r"cannot be read: its header|tensor .a. is"):
+        read_checkpoint(folder)
+
+
+def test_deeply_nested_tokenizer_settings_are_refused(folder):
+    (folder / "tokenizer_config.json").write_text('{"chat_template": ' + "[" * 100_000)
+    with pytest.raises(InvalidModel, match=r"tokenizer_config\.json cannot be read"):
+        template_hash(folder)
 
 
 def test_no_weights(folder):

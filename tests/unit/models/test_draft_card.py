@@ -117,8 +117,8 @@ def test_every_change_of_the_target_is_named(
     change(folder)
     message = staleness(draft, folder)
     assert message is not None
-    assert f"not the same any more ({named})" in message
-    assert f"forerun align --refresh {draft}" in message
+    assert f"{folder} has other {named}: " in message
+    assert f"forerun align --refresh {draft} --target {folder} --prompts" in message
 
 
 def test_a_copy_of_the_target_is_the_target(draft: Path, folder: Path, tmp_path: Path) -> None:

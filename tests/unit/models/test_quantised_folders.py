@@ -28,6 +28,7 @@ KEPT = {
     "gptq-whole": {"group": 64, "group_size": -1},
     "gptq-8": {"group": 32, "bits": 8},
     "gptq-v2": {"group": 32},
+    "gptq-misnamed": {"group": 32},
     "awq-symmetric": {"group": 32},
     "pack": {"group": 32},
     "pack-channel": {"group": 64, "group_size": None},
@@ -87,7 +88,7 @@ def quantised_module(  # noqa: C901, PLR0912, PLR0915 (one formula per format)
             weights[o, i] = (values[o, i] - zeros[o, g]) * float(scales[o, g])
     tensors = {}
     if form.startswith("gptq"):
-        stored = zeros if "v2" in form else (zeros - 1) & top
+        stored = zeros if "v2" in form or "misnamed" in form else (zeros - 1) & top
         tensors["qweight"] = packed(values, bits).T
         tensors["qzeros"] = packed(stored.T, bits)
         tensors["scales"] = scales.T
@@ -116,8 +117,11 @@ def settings_of(form):
     bits, group = FORMS[form].get("bits", 4), FORMS[form]["group"]
     group = FORMS[form].get("group_size", group)
     if form.startswith("gptq"):
-        given = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True}
-        return given | ({"checkpoint_format": "gptq_v2"} if "v2" in form else {})
+        given = {"quant_method": "gptq", "bits": bits, "group_size": group}
+        given["sym"] = "zeros" not in form
+        named = {"gptq-v2": "gptq_v2", "gptq-misnamed": "gptq"}
+        format_ = next((named[name] for name in named if form.startswith(name)), None)
+        return given | ({"checkpoint_format": format_} if format_ else {})
     if form.startswith("awq"):
         return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "group_size": group}
@@ -258,6 +262,8 @@ def filled(value):
         ("gptq", "scales", filled(0.0), "scales holds 0.0"),
         ("gptq", "qzeros", lambda _: None, "qzeros is missing"),
         ("gptq", "qzeros", lambda t: t.float(), "qzeros is F32"),
+        ("gptq", "qzeros", lambda t: t + 1, r"qzeros holds zeros other than 8 \(sym: true\)"),
+        ("pack", "weight_shape", lambda t: t[0].clone(), r"weight_shape is \[128\]"),
         ("gptq", "g_idx", filled(2), "g_idx names group 2 of 2"),
         ("gptq", "g_idx", filled(-1), "g_idx names group -1 of 2"),
         ("gptq", "g_idx", lambda t: t[1:], r"g_idx is torch.int32 of shape \[63\]"),

@@ -221,3 +221,64 @@ def test_a_tokenizer_in_python_is_refused():
 
     with pytest.raises(InvalidModel, match=r"Slow has no tokenizer\.json"):
         adopt(Slow())
+
+
+LONG = "z" * (tokenizers.MAX_CHARACTERS + 1)
+PANICKING = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+def added(number: int, content: str) -> dict[str, object]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t["model"]["vocab"].update(zzzz=tokenizers.MAX_TOKENS), "int"),
+        (lambda t: t["model"]["vocab"].update({LONG: 600}), "length"),
+        (lambda t: t["added_tokens"].append(added(tokenizers.MAX_TOKENS, "<z>")), "int"),
+        (lambda t: t["added_tokens"].append(added(600, LONG)), "length"),
+        (
+            lambda t: t["added_tokens"].extend(added(n, f"{n:09}" * 1000) for n in range(600, 720)),
+            "added tokens of",
+        ),
+        (lambda t: t.update(normalizer=PANICKING), "Precompiled"),
+    ],
+)
+def test_ids_and_tokens_beyond_the_limits_and_panics_are_refused(
+    byte_level_files, tmp_path, change, named
+):
+    folder = shutil.copytree(byte_level_files, tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidModel, match=named):
+        read_tokenizer(folder, tmp_path / "cache")
+
+
+def test_ids_in_other_files_are_limited_too(byte_level_files, tmp_path):
+    folder = shutil.copytree(byte_level_files, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(tokenizers.MAX_TOKENS): added(0, "<z>")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InvalidModel, match=r"tokenizer_config\.json: "):
+        read_tokenizer(folder, tmp_path / "cache")
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps({"a": tokenizers.MAX_TOKENS}))
+    with pytest.raises(InvalidModel, match=r"vocab\.json: "):
+        read_tokenizer(folder, tmp_path / "cache")
+
+
+def test_errors_of_the_library_while_it_encodes_are_named():
+    words = Backend(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    tokenizer = adopt(TokenizersBackend(tokenizer_object=words))
+    with pytest.raises(InvalidModel, match=r"cannot encode a text: WordLevel error"):
+        tokenizer.encode("b")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_an_interrupt_is_no_error_of_a_tokenizer(error):
+    with pytest.raises(error), tokenizers.as_invalid("x"):
+        raise error

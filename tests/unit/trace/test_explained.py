@@ -11,6 +11,7 @@ from tests.records import HEADER, REQUEST, STEP
 
 from forerun.cli.main import main
 from forerun.errors import InvalidTrace
+from forerun.theory.acceptance import AcceptanceCounts
 from forerun.trace.explained import (
     bottleneck_of,
     explain_request,
@@ -195,3 +196,44 @@ def test_the_command_reads_a_trace(tmp_path, capsys):
 def test_a_trace_without_steps_is_refused():
     with pytest.raises(InvalidTrace, match="no steps"):
         explain_request([HEADER])
+
+
+class Counting(str):
+    """A request id that counts the comparisons with it."""
+
+    __slots__ = ()
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counting.num_compared += 1
+        return super().__eq__(other)
+
+
+def test_the_work_grows_with_the_number_of_requests_and_not_its_square():
+    steps = [replace(STEP, request_id=Counting(f"r{number}")) for number in range(300)]
+    Counting.num_compared = 0
+    explain_request(iter(steps), "r7")
+    assert Counting.num_compared < 2000
+
+
+def test_deep_drafts_are_counted_once(monkeypatch):
+    num_read = 0
+    survival = AcceptanceCounts.survival
+
+    def read(counts):
+        nonlocal num_read
+        num_read += 1
+        return survival.fget(counts)
+
+    monkeypatch.setattr(AcceptanceCounts, "survival", property(read))
+    deep = replace(STEP, num_drafted=500, depth_drafted=500, k_budget=500, num_accepted=2)
+    assert len(explain_request([deep]).hindsight()) == 501
+    assert num_read == 1
+
+
+def test_messages_name_few_requests_and_cut_long_ids():
+    many = [replace(STEP, request_id=f"{n}" * 1000) for n in range(20)]
+    with pytest.raises(InvalidTrace, match=r"no steps of request 'x'; there are: 0000") as caught:
+        explain_request(many, "x")
+    assert len(str(caught.value)) < 1000

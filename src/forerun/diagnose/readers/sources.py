@@ -142,6 +142,7 @@ class Documents:
                 or self._read_iteration(entry)
                 or self._read_meta_info(entry)
                 or self._read_request_metrics(entry)
+                or self._read_lm_studio(entry)
                 or self._read_server_info(entry)
             )
         return known
@@ -225,6 +226,28 @@ class Documents:
         self.tally.set_fact("k", number(entry, "num_spec_tokens"))
         return True
 
+    def _read_lm_studio(self, entry: Object) -> bool:
+        """Read the `stats` of LM Studio's responses; its clients spell the names in camel case."""
+        stats, usage = entry.get("stats"), entry.get("usage")
+        if not isinstance(stats, Mapping):
+            return False
+        drafted = _first_number(stats, "total_draft_tokens_count", "totalDraftTokensCount")
+        accepted = _first_number(stats, "accepted_draft_tokens_count", "acceptedDraftTokensCount")
+        if drafted is None or accepted is None:
+            return False
+        self.kind = "LM Studio statistics"
+        self.tally.count("num_drafted", drafted)
+        self.tally.count("num_accepted", accepted)
+        self.tally.set_fact("method", "draft_model")
+        tokens = number(stats, "predictedTokensCount")
+        if tokens is None and isinstance(usage, Mapping):
+            tokens = number(usage, "completion_tokens")
+        if tokens is not None and tokens - 1 - accepted > 0:
+            self.tally.count("num_drafts", tokens - 1 - accepted)
+        if rate := _first_number(stats, "tokens_per_second", "tokensPerSecond"):
+            self.tally.mean("tokens_per_s", rate, tokens or 1.0)
+        return True
+
     def _read_server_info(self, entry: Object) -> bool:
         length = number(entry, "avg_spec_accept_length")
         if length is not None and length >= 1.0:
@@ -257,15 +280,25 @@ def _first_number(entry: Object, *names: str) -> float | None:
     return next((value for name in names if (value := number(entry, name)) is not None), None)
 
 
-def _label(text: str) -> re.Pattern[str]:
-    return re.compile(r"^\s*" + re.escape(text) + r":\s+" + NUMBER + r"\s*$")
+def _label(*texts: str) -> re.Pattern[str]:
+    labels = "|".join(map(re.escape, texts))
+    return re.compile(rf"^\s*(?:{labels}):\s+{NUMBER}\s*$")
 
 
 LABELS = {
-    "num_drafts": (_label("Drafts"), 1.0),
-    "num_drafted": (_label("Draft tokens"), 1.0),
-    "num_accepted": (_label("Accepted tokens"), 1.0),
-    "acceptance_length": (_label("Acceptance length"), 1.0),
+    "num_drafts": (_label("Drafts", "Number of draft proposals", "num_drafts"), 1.0),
+    "num_drafted": (
+        _label("Draft tokens", "Number of draft tokens generated", "num_draft_tokens"),
+        1.0,
+    ),
+    "num_accepted": (
+        _label("Accepted tokens", "Number of accepted tokens", "num_accepted_tokens"),
+        1.0,
+    ),
+    "acceptance_length": (
+        _label("Acceptance length", "Mean acceptance length", "mean acceptance length"),
+        1.0,
+    ),
     "draft_acceptance_rate": (_label("Acceptance rate (%)"), 0.01),
     "tokens_per_s": (_label("Output token throughput (tok/s)"), 1.0),
     "ttft_s": (_label("Mean TTFT (ms)"), 0.001),
@@ -273,10 +306,14 @@ LABELS = {
 KNOWN = re.compile(
     r"^\s*(?:=+ ?(?:Serving Benchmark Result|Speculative Decoding|=*).*=+|-+.*-+|"
     r"Per-position acceptance \(%\):?|(?:Successful|Failed) requests:.*|Benchmark duration.*|"
-    r"Total (?:input|generated) tokens:.*|(?:Mean|Median|P\d\d) \w+ \(ms\):.*|"
+    r"(?:Total (?:input|generated|output) tokens|total_num_output_tokens):.*|"
+    r"(?:Mean|Median|P\d\d) \w+ \(ms\):.*|"
     r"(?:Request|Total [Tt]oken) throughput.*|Peak .*)\s*$"
 )
-POSITION = re.compile(r"^\s*Position (\d{1,2}):\s+" + NUMBER + r"\s*$")
+POSITION = re.compile(
+    r"^\s*(Position|(?:Acceptance rate|acceptance) at token) (\d{1,2}):\s+" + NUMBER + r"\s*$"
+)
+THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 SUMMARY = re.compile(r"Throughput: " + NUMBER + r" token/s, Acceptance length: " + NUMBER)
 
 
@@ -290,13 +327,15 @@ class BenchmarkOutput(LineReader):
         self._rates: dict[int, float] = {}
 
     def read(self, line: str) -> bool:
+        line = THOUSANDS.sub("", line)
         for name, (pattern, factor) in LABELS.items():
             if (value := matched_number(pattern, line)) is not None:
                 add = self.tally.count if name in COUNTS else self.tally.set_fact
                 add(name, value * factor)
                 return True
         if found := POSITION.match(line):
-            self._rates[int(found.group(1))] = float(found.group(2)) / 100.0
+            label, place, rate = found.groups()
+            self._rates[int(place)] = float(rate) / (100.0 if label == "Position" else 1.0)
             return True
         if found := SUMMARY.search(line):
             self.tally.set_fact("tokens_per_s", float(found.group(1)))
@@ -394,6 +433,8 @@ def read_text(file: Readable, name: str) -> Evidence:
     """Return the evidence of a log, metrics, a benchmark's output, JSON or a facts file."""
     source = PartialSource(file)
     evidence = _read_source_text(source, name)
+    if not (evidence.readings[0].num_lines or evidence.readings[0].kinds):
+        raise InvalidRequest(f"{name} is empty; give a log, metrics, JSON or a trace with content")
     if source.stopped is not None:
         evidence.readings[0].notes.append(f"only the beginning was read: {source.stopped}")
     return evidence

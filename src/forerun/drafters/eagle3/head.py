@@ -11,7 +11,7 @@ such ids are one lower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,21 +202,41 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def _listed_layers(settings: Mapping[str, Any]) -> tuple[Any, int]:
+    """Return the layers that config.json lists, and what is added to each."""
+    nested = settings.get("eagle_config")
+    inner = nested.get(LAYER_IDS) if isinstance(nested, Mapping) else None
+    listed = settings.get(LAYER_IDS)
+    return (inner, 1) if listed is None and inner is not None else (listed, 0)
+
+
+def names_layers(settings: Mapping[str, Any]) -> bool:
+    """Whether config.json lists layers; ModelOpt writes an empty list for the default ones."""
+    return _listed_layers(settings)[0] not in (None, [])
+
+
+def origin_of_layers(settings: Mapping[str, Any], layers: Sequence[int]) -> str:
+    """Return where the layers of a head without golden rows come from, for messages."""
+    if names_layers(settings):
+        return f"its layers {list(layers)} are those that config.json names"
+    return (
+        f"its layers {list(layers)} are assumed, because config.json names none: files of this "
+        "format without layers mean 2, L/2 and L - 3"
+    )
+
+
 def feature_layers_of(
     settings: Mapping[str, Any], num_target_layers: int | None
 ) -> tuple[int, ...]:
     """Return the layers of the target whose input the head reads."""
     nested = settings.get("eagle_config")
-    inner = nested.get(LAYER_IDS) if isinstance(nested, Mapping) else None
-    listed, offset = settings.get(LAYER_IDS), 0
-    if listed is None and inner is not None:
-        listed, offset = inner, 1
+    listed, offset = _listed_layers(settings)
     if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
         raise InvalidModel(
             "an EAGLE-3 head that reads the target's last state alone (use_aux_hidden_state is "
             "false) is not supported, only one that reads several layers"
         )
-    if listed is None or listed == []:  # ModelOpt writes an empty list for the default layers
+    if not names_layers(settings):
         if num_target_layers is None:
             raise InvalidModel(f"config.json names no layers of the target ({LAYER_IDS})")
         return default_feature_layers(num_target_layers)

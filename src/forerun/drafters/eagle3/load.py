@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.atomic_write import atomic_write
+from forerun.bounded_read import parse_json
 from forerun.drafters.base import check_made_for
 from forerun.drafters.eagle3.drafter import (
     AttachedModel,
@@ -48,6 +49,8 @@ from forerun.drafters.eagle3.head import (
     Eagle3Head,
     config_of,
     is_eagle3,
+    names_layers,
+    origin_of_layers,
     raw_settings,
     speculators_settings,
 )
@@ -335,7 +338,7 @@ def read_golden(folder: Path) -> GoldenRows | None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         _check_ranks(tensors)
-        fingerprints = json.loads(metadata["fingerprints"])
+        fingerprints = parse_json(metadata["fingerprints"], "fingerprints")
         return GoldenRows(
             tokens=tensors["tokens"],
             features=tensors["features"],
@@ -557,7 +560,13 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
             "the EAGLE-3 head in %s is read with %s: its golden rows show it", folder, change
         )
     if not report.is_checked:
-        logger.info("the EAGLE-3 head in %s has no golden rows: its flags are not checked", folder)
+        settings = read_object(folder / "config.json")
+        logger.log(
+            logging.INFO if names_layers(settings) else logging.WARNING,
+            "the EAGLE-3 head in %s has no golden rows: its flags are not checked, and %s",
+            folder,
+            origin_of_layers(settings, report.head.config.feature_layers),
+        )
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
     head = report.head.to(device=target.device, dtype=dtype).requires_grad_(False)
     return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)

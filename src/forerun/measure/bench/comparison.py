@@ -18,7 +18,7 @@ import torch
 
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt as EnginePrompt
-from forerun.engine.loading import check_card
+from forerun.engine.loading import check_draft
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import Completion, RequestOutput, request_records
 from forerun.errors import InvalidRequest
@@ -189,7 +189,7 @@ class BenchComparison:
         if self.entries is not None:
             self._check_number(self.entries)  # before models are loaded
         for draft in self.config.arms:
-            check_card(draft.draft, self.config.target)
+            check_draft(draft.draft, self.config.target)
         self.notify("loading models")
         dtype, wanted = self.config.dtype, self.config.num_threads
         target, _ = on_best_threads(self.target, THREADS_PROMPT, self.clock, wanted)

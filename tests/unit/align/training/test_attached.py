@@ -30,7 +30,8 @@ def config_of(folder: Path, method: str = "eagle3", **attached: object) -> Align
     target = folder / "target"
     if not target.exists():
         training.target_folder(target)
-    shape = {"num_passes": 3, "feature_layers": LAYERS, "draft_vocab_size": 24} | attached
+    eagle3 = {"feature_layers": LAYERS, "draft_vocab_size": 24} if method == "eagle3" else {}
+    shape = {"num_passes": 3} | eagle3 | attached
     return AlignConfig(
         target=str(target),
         method=method,

@@ -95,6 +95,20 @@ def test_weights_are_off_by_at_most_a_step(bits, kind, monkeypatch):
     assert error.square().mean().sqrt() < 0.35 * steps.mean()
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_group_whose_largest_weight_is_positive_has_a_negative_scale(sign, monkeypatch):
+    """The integers -8 to 7 times a scale of about -1 hold 8, and times a positive one only 7."""
+    decoder = decoder_of(**SIZES)
+    parameters = random_parameters(decoder)
+    head = torch.randint(-7, 8, parameters["lm_head.weight"].shape, generator=torch.manual_seed(0))
+    head[:, ::32] = 8
+    parameters["lm_head.weight"] = sign * head.float()
+    monkeypatch.setattr(packed, "FORMATS", dict.fromkeys((8, 4), MatrixFormat.INT4_GROUPS_32))
+    model = run_natively(decoder, parameters, weights="int8")
+    columns = model.head(torch.eye(SIZES["hidden_size"])).t()
+    assert (columns - parameters["lm_head.weight"]).square().mean() < 0.02
+
+
 @pytest.mark.parametrize("weights", list(QUANTISED))
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_copy_in_fewer_bits_computes_what_a_model_loaded_in_them_does(weights, tied):
