@@ -30,6 +30,13 @@ class SplitRule:
     has_bytes: bool = True
 
 
+def _class(ranges: str) -> str:
+    """Return a class of characters from ranges of hexadecimal numbers."""
+    numbers = (part.split("-") for part in ranges.split())
+    parts = ("-".join(rf"\x{{{number}}}" for number in part) for part in numbers)
+    return f"[{''.join(parts)}]"
+
+
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END_OF_SPACES = r"|\s+(?!\S)|\s+"
 
@@ -58,20 +65,26 @@ GPT2 = (
 )
 DIGIT, THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 THREE_FROM_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-LETTERS_OF_DEEPSEEK = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
-    "ὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯ"
-    "ꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+LETTERS_OF_DEEPSEEK = _class(
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f "
+    "386 388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd "
+    "1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 "
+    "1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 "
+    "1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 "
+    "2119-211d 2124 2126 2128 212a-212d 212f-2134 2139 213c-213f 2145-2149 214e 2183-2184 "
+    "2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2-2cf3 a640-a66d a680-a69b a722-a76f a771-a787 "
+    "a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 "
+    "104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
 )
-HAN_OF_DEEPSEEK = "[一-龥ࠀ-一가-퟿]+"
+HAN_OF_DEEPSEEK = _class("800-9fa5 ac00-d7ff") + "+"
 PUNCTUATED = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 )
 DEEPSEEK3 = f"{PUNCTUATED}[\\r\\n]*|\\s*[\\r\\n]+{END_OF_SPACES}"
-HAN_AND_KANA = "[一-龥぀-ゟ゠-ヿ]+"
+HAN_AND_KANA = _class("4e00-9fa5 3040-30ff") + "+"
 LINES = r"[^\n]+|[\n]+"
-SENTENCE_MARKS = r" ?[^(\s|.,!?…。，、।۔،)]+"
+SENTENCE_MARKS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{964}\x{6d4}\x{60c})]+"
 
 LLAMA3 = (_words(THREE_DIGITS),)
 QWEN2 = (_words(DIGIT),)
@@ -134,7 +147,15 @@ _RULES: Mapping[str, SplitRule] = {
     "tiny_aya cohere2moe": SplitRule(patterns=(THREE_FROM_RIGHT, *GPT4O)),
     "youtu": SplitRule(
         patterns=(
-            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+            "|".join(
+                f"{_class(ranges)}+"
+                for ranges in (
+                    "ac00-d7a3 3131-318e",
+                    "ff01 2026 201c 201d 2018 2019 2014 ff1a ff1b ff0c 3001-303f fe30-fe4f",
+                    "3105-312f",
+                    "4e00-9fa5 3040-30ff",
+                )
+            ),
             _words_by_case(DIGIT, ending=f"{ENDINGS}?"),
         ),
         whole_first=True,
@@ -148,8 +169,8 @@ _RULES: Mapping[str, SplitRule] = {
     "deepseek-llm": SplitRule(
         patterns=(
             "[\r\n]",
-            rf"\s?[{LETTERS_OF_DEEPSEEK}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            rf"\s?{LETTERS_OF_DEEPSEEK}+",
+            r"\s?" + _class("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002") + "+",
             r"\s+$",
             HAN_OF_DEEPSEEK,
             r"\p{N}+",
@@ -170,7 +191,11 @@ _RULES: Mapping[str, SplitRule] = {
     "afmoe": SplitRule(
         patterns=(
             THREE_FROM_RIGHT,
-            "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+            _class(
+                "4e00-9fff 3400-4dbf 8c48-faff 3040-30ff ff65-ff9f 2f00-2fdf e40-eff 1780-17ff "
+                "1000-109f aa60-aa7f a9e0-a9ff 1100-11ff"
+            )
+            + "+",
             DEEPSEEK3,
         )
     ),
