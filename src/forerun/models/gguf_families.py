@@ -138,7 +138,11 @@ FAMILIES: Mapping[str, GGUFFamily] = MappingProxyType(
         "phi3": GGUFFamily(
             architecture="Phi3ForCausalLM",
             model_type="phi3",
-            settings={**WINDOW, "rope.scaling.attn_factor": ""},
+            settings={
+                **WINDOW,
+                "rope.scaling.attn_factor": "",
+                "rope.scaling.original_context_length": "original_max_position_embeddings",
+            },
             rotates_part=True,
         ),
         "smollm3": GGUFFamily(
@@ -241,9 +245,10 @@ def transformers_settings(family: GGUFFamily, given: Metadata, facts: Facts) -> 
         "architectures": [family.architecture],
         "vocab_size": facts.vocab_size,
         "tie_word_embeddings": not facts.has_head,
-        "attention_bias": facts.has_biases,
         **family.fixed,
     }
+    if family.variant.qkv_bias == "attention_bias":
+        settings["attention_bias"] = facts.has_biases
     for name, ours in {**COMMON, **family.settings}.items():
         if ours and name in given:
             settings[ours] = plain_number(given[name])

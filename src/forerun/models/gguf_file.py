@@ -341,8 +341,10 @@ class GGUFFile:
             if len(factors) == 2
             else None,
         )
+        special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
+        special["pad_token_id"] = self.token_id("padding")
         try:
-            return transformers_settings(self.family, self.given, facts)
+            return transformers_settings(self.family, self.given, facts) | special
         except (InvalidModel, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidModel(f"the settings in {self.path} cannot be used: {error}") from error
 
