@@ -170,6 +170,7 @@ def _read_gguf(path: Path) -> Checkpoint:
         stored_types=_shares(counts),
         gguf=gguf,
         packed=gguf,
+        notice=gguf.notice,
     )
 
 

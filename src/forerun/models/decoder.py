@@ -88,7 +88,6 @@ MATRIX_PARTS = (
 """Modules of a layer whose weights are fused into one matrix, in the order of `MatrixKind`."""
 
 
-
 def fused_with(name: str) -> tuple[str, ...]:
     """Return the names of the parameters that are packed into one matrix with one of a layer."""
     prefix, found, part = name.removesuffix(".weight").rpartition(".self_attn.")

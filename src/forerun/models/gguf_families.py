@@ -90,9 +90,7 @@ CAPS: Mapping[str, str] = MappingProxyType(
 
 FAMILIES: Mapping[str, GGUFFamily] = MappingProxyType(
     {
-        "llama": GGUFFamily(
-            architecture="LlamaForCausalLM", model_type="llama", paired_rows=True
-        ),
+        "llama": GGUFFamily(architecture="LlamaForCausalLM", model_type="llama", paired_rows=True),
         "llama with experts": GGUFFamily(
             architecture="MixtralForCausalLM",
             model_type="mixtral",
@@ -174,9 +172,7 @@ FAMILIES: Mapping[str, GGUFFamily] = MappingProxyType(
             fixed={"sliding_window": None, "sliding_window_pattern": None},
             window_period=4,
         ),
-        "glm4": GGUFFamily(
-            architecture="Glm4ForCausalLM", model_type="glm4", rotates_part=True
-        ),
+        "glm4": GGUFFamily(architecture="Glm4ForCausalLM", model_type="glm4", rotates_part=True),
         "chatglm": GGUFFamily(architecture="GlmForCausalLM", model_type="glm", rotates_part=True),
         "ernie4_5": GGUFFamily(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5"),
         "seed_oss": GGUFFamily(
@@ -226,13 +222,13 @@ class Facts:
         vocab_size: rows of the embedding.
         has_head: there is an output layer beside the embedding.
         has_biases: queries have biases.
-        rope_factors: for texts within and beyond the first context, where the file has them.
+        rope_factors: for texts within and beyond the first context; empty without them.
     """
 
     vocab_size: int
     has_head: bool
     has_biases: bool
-    rope_factors: tuple[list[float], list[float]] | None = field(default=None)
+    rope_factors: tuple[list[float], ...] = ()
 
 
 def transformers_settings(family: GGUFFamily, given: Metadata, facts: Facts) -> dict[str, Any]:
@@ -306,15 +302,11 @@ def _layer_types(
     elif isinstance(pattern, tuple) and len(pattern) == num_layers:
         slides = [bool(slides) for slides in pattern]
     else:
-        raise InvalidModel(
-            f"its pattern of windows {pattern!r:.60} is none of {num_layers} layers"
-        )
+        raise InvalidModel(f"its pattern of windows {pattern!r:.60} is none of {num_layers} layers")
     return ["sliding_attention" if slides_here else "full_attention" for slides_here in slides]
 
 
-def _rotations(
-    family: GGUFFamily, given: Metadata, facts: Facts, share: float
-) -> dict[str, Any]:
+def _rotations(family: GGUFFamily, given: Metadata, facts: Facts, share: float) -> dict[str, Any]:
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": plain_number(given.get("rope.freq_base", 10000.0)),
@@ -328,7 +320,7 @@ def _rotations(
         scaled = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaled["original_max_position_embeddings"] = checked_size(original, "original context")
-    elif facts.rope_factors is not None:
+    elif facts.rope_factors:
         short, long = facts.rope_factors
         scaled = {
             "rope_type": "longrope",
@@ -395,7 +387,9 @@ def expert_parts(variant: DecoderVariant) -> dict[str, str]:
     return dict(zip(EXPERT_NAMES, variant.experts.parts, strict=True))
 
 
-def split_rows(variant: DecoderVariant, short: str, sizes: Callable[[], list[int]]) -> list[tuple[str, int]]:
+def split_rows(
+    variant: DecoderVariant, short: str, sizes: Callable[[], list[int]]
+) -> list[tuple[str, int]]:
     """Return the modules, with their rows, of a tensor that holds several of them; none of others.
 
     Args:

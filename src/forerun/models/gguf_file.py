@@ -12,7 +12,7 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -27,7 +27,8 @@ from torch import Tensor
 from forerun.cache import hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import MAX_LAYERS, checked_size
-from forerun.models.decoder import BlockFormat, QuantisedMatrix
+from forerun.models.decoder import BlockFormat, QuantisedMatrix, fused_with, joined_format
+from forerun.models.gguf_blocks import FORMATS, ROUNDED, integers_of
 from forerun.models.gguf_families import (
     END_NAMES,
     FAMILIES,
@@ -36,13 +37,12 @@ from forerun.models.gguf_families import (
     GGUFFamily,
     expert_parts,
     family_of,
-    head_widths,
     module_names,
+    plain_number,
     setting_without_effect,
     split_rows,
     transformers_settings,
 )
-from forerun.models.gguf_blocks import FORMATS, integers_of
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_SETTINGS = 1 << 12
@@ -328,18 +328,12 @@ class GGUFFile:
         if embedding is None:
             raise InvalidModel(f"{self.path} has no embedding (token_embd.weight); fetch it again")
         factors = [by_name[n] for n in (SHORT_FACTORS, LONG_FACTORS) if n in by_name]
+        listed = [self._dequantised(tensor).reshape(-1) for tensor in factors]
         facts = Facts(
             vocab_size=embedding.shape[0],
             has_head="output.weight" in by_name,
-            has_biases=any(
-                f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")
-            ),
-            rope_factors=tuple(
-                [float(str(value)) for value in self._dequantised(tensor).reshape(-1)]
-                for tensor in factors
-            )
-            if len(factors) == 2
-            else None,
+            has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
+            rope_factors=tuple([plain_number(float(n)) for n in each] for each in listed),
         )
         special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
         special["pad_token_id"] = self.token_id("padding")
@@ -403,8 +397,7 @@ class GGUFFile:
             ]
         if parts := split_rows(self.family.variant, short, self._qkv_rows):
             return [
-                (f"{prefix}{module}.{kind}", part)
-                for module, part in self._split(tensor, parts)
+                (f"{prefix}{module}.{kind}", part) for module, part in self._split(tensor, parts)
             ]
         if expert is not None or short not in self._modules:
             return [(tensor.name, tensor)]
@@ -468,6 +461,24 @@ class GGUFFile:
         """Return the groups in which a matrix can be kept as integers; None for others."""
         tensor = self.tensors.get(name)
         return None if tensor is None or len(tensor.shape) != 2 else FORMATS.get(tensor.type_name)
+
+    @cached_property
+    def notice(self) -> str | None:
+        """Say which types of matrices are not kept as they are stored; None if all are."""
+        packed: set[str] = set()
+        dequantised: set[str] = set()
+        for name, tensor in self.tensors.items():
+            if len(tensor.shape) != 2 or tensor.type_name in PLAIN:
+                continue
+            is_kept = joined_format(self, fused_with(name)) is not None
+            (packed if is_kept else dequantised).add(tensor.type_name)
+        rounded = ", ".join(sorted(packed & {*ROUNDED}))
+        wider = [name for name in sorted(packed) if FORMATS[name].bits == 8 and name != "Q8_0"]
+        parts = [f"scales of {rounded} are rounded to fp16"] if rounded else []
+        parts += [f"{name} takes {FORMATS[name].bits_per_weight:g} bits a weight" for name in wider]
+        if dequantised:
+            parts.append(f"{', '.join(sorted(dequantised))} is dequantised")
+        return f"{self.path.name}: {'; '.join(parts)} (docs/quantised.md)" if parts else None
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """Return the integers, scales and minima of a matrix that has `groups`."""

@@ -60,9 +60,7 @@ def _words_by_case(number: str, *, ending: str = "", slash: str = "/", other: st
     )
 
 
-GPT2 = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+" + END_OF_SPACES
-)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+" + END_OF_SPACES
 DIGIT, THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 THREE_FROM_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 LETTERS_OF_DEEPSEEK = _class(
@@ -94,9 +92,7 @@ DEEPSEEK_V3 = (THREE_DIGITS, HAN_AND_KANA, DEEPSEEK3)
 
 _RULES: Mapping[str, SplitRule] = {
     # Names with the same rule are in one line.
-    "default": SplitRule(
-        patterns=(r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-    ),
+    "default": SplitRule(patterns=(r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe "
     "gigachat a.x-4.0 mellum modern-bert mpt olmo jais trillion granite-docling exaone4": SplitRule(
         patterns=(GPT2,)
@@ -214,9 +210,7 @@ _RULES: Mapping[str, SplitRule] = {
         ),
         adds_bos=True,
     ),
-    "gemma4 granite-embed-multi-311m": SplitRule(
-        patterns=(LINES,), adds_bos=True, has_bytes=False
-    ),
+    "gemma4 granite-embed-multi-311m": SplitRule(patterns=(LINES,), adds_bos=True, has_bytes=False),
     "sarvam-moe": SplitRule(patterns=(LINES,), has_bytes=False),
     "whitespace": SplitRule(patterns=(r"\S+",), has_bytes=False),
 }

@@ -181,9 +181,7 @@ def _add_special(backend: Backend, file: GGUFFile, tokens: Sequence[str]) -> Non
     )
 
 
-def _add_ends(
-    backend: Backend, file: GGUFFile, tokens: Sequence[str], *, by_default: bool
-) -> None:
+def _add_ends(backend: Backend, file: GGUFFile, tokens: Sequence[str], *, by_default: bool) -> None:
     """Add the tokens before and behind every text that the file asks for."""
     if not by_default:
         by_default = split_rule(file).adds_bos

@@ -122,8 +122,12 @@ def test_tensors_are_those_of_the_gguf_package_to_the_bit(folder, tmp_path, kind
             found = in_floating_point(file.quantised(name))
             if kind in SMALL:
                 assert torch.equal(found, expected)
-            else:  # both scales and minima are rounded to fp16
-                torch.testing.assert_close(found, expected, rtol=2**-10, atol=2**-20)
+            else:  # scales and minima are each rounded to fp16
+                matrix = file.quantised(name)
+                sizes = in_floating_point(
+                    QuantisedMatrix(*(None if part is None else part.abs() for part in matrix))
+                )
+                assert ((found - expected).abs() <= 2**-11 * sizes * 1.001).all()
 
 
 def in_floating_point(matrix: QuantisedMatrix) -> Tensor:
@@ -132,6 +136,36 @@ def in_floating_point(matrix: QuantisedMatrix) -> Tensor:
     if matrix.minima is not None:
         groups = groups + matrix.minima.float()[..., None]
     return groups.flatten(1)
+
+
+def test_what_is_rounded_widened_or_dequantised_is_said(folder, tmp_path, caplog):
+    kinds = {"q_proj": Kind.Q4_K, "up_proj": Kind.Q5_0, "down_proj": Kind.IQ4_NL}
+    shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
+
+    def choose(name: str) -> Kind:
+        return next((kind for part, kind in kinds.items() if part in name), Kind.Q5_0)
+
+    blocks = {
+        name: random_blocks(shape, choose(name))
+        for name, shape in shapes.items()
+        if choose(name) in SCALE_PLACES
+    }
+    path = write_gguf(
+        tmp_path / "x.gguf",
+        folder,
+        lambda name: Kind.F32 if "norm" in name else choose(name),
+        blocks=blocks,
+    )
+    with caplog.at_level("INFO", "forerun.preparation"):
+        load_model(path, device="cpu", max_batch=1, num_threads=1)
+    assert "scales of Q4_K are rounded to fp16" in caplog.text
+    assert "Q5_0 takes 8.5 bits" in caplog.text
+    assert "IQ4_NL is dequantised" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "forerun.preparation"):
+        load_model(path, dtype="float32", device="cpu", max_batch=1, num_threads=1)
+        load_model(written(folder, tmp_path, Kind.Q4_1), device="cpu", max_batch=1, num_threads=1)
+    assert "rounded" not in caplog.text and "takes" not in caplog.text
 
 
 def test_every_type_of_the_package_is_read_to_the_bit(tmp_path):

@@ -242,9 +242,9 @@ def test_logits_are_those_of_the_model_in_transformers(name, tmp_path):
 
 
 def test_every_family_is_tried():
-    tried = {
-        "llama with experts" if name == "mixtral" else CASES[name][0] for name in CASES
-    } | {"olmo2 with windows"}
+    tried = {"llama with experts" if name == "mixtral" else CASES[name][0] for name in CASES} | {
+        "olmo2 with windows"
+    }
     assert tried == FAMILIES.keys()
 
 
@@ -258,7 +258,9 @@ def test_fused_queries_keys_and_values_are_taken_apart(tmp_path):
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_rope_dimension_count(8)
-    writer.add_layer_norm_rms_eps(reader.fields["chatglm.attention.layer_norm_rms_epsilon"].contents())
+    writer.add_layer_norm_rms_eps(
+        reader.fields["chatglm.attention.layer_norm_rms_epsilon"].contents()
+    )
     add_byte_tokenizer(writer)
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     for layer in range(6):

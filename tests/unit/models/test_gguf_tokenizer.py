@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -53,9 +54,7 @@ def test_ids_are_those_of_llama_cpp_under_every_name(index, name, tmp_path):
     tokens = vocabulary["tokens"]
     types = [3 if t in ("<s>", "</s>") else 6 if t.startswith("<0x") else 1 for t in tokens]
     settings = {"model": "gpt2", "pre": name, "add_bos_token": False}
-    path = write(
-        tmp_path / "x.gguf", tokens, merges=vocabulary["merges"], types=types, **settings
-    )
+    path = write(tmp_path / "x.gguf", tokens, merges=vocabulary["merges"], types=types, **settings)
     backend = build_tokenizer(GGUFFile(path))
     num_tried = 0
     for line, results in RECORDED["lines"]:
@@ -103,7 +102,7 @@ def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
     while True:
         pairs = [
             (scores[a + b], -place)
-            for place, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            for place, (a, b) in enumerate(pairwise(parts))
             if a + b in scores
         ]
         if not pairs:

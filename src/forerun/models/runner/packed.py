@@ -22,7 +22,6 @@ from forerun.models.decoder import (
 )
 from forerun.native.library import ELEMENTS, Kernels, MatrixFormat, MatrixKind, Sizes, VectorKind
 
-
 BLOCK_FORMATS: Mapping[BlockFormat, MatrixFormat] = MappingProxyType(
     {
         BlockFormat(8): MatrixFormat.INT8_GROUPS_32,
