@@ -46,7 +46,7 @@ from forerun.models.gguf_families import (
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_SETTINGS = 1 << 12
-MAX_TENSORS = 1 << 15
+MAX_TENSORS = 1 << 14
 """The largest published files have a few thousand."""
 MAX_ELEMENTS = 2_000_000
 """Elements of all arrays together; a vocabulary of 262,144 tokens has 1.3 million."""

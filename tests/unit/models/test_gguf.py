@@ -438,7 +438,7 @@ HOSTILE = {
     "parts of blocks": (header(1, 1, LLAMA + entry(b"x", (33, 1), 8, 0)), "shape"),
     "type": (header(1, 1, LLAMA + entry(b"x", (32,), 77, 0)), "number 77, which is not supported"),
     "known, not supported": (header(1, 1, LLAMA + entry(b"x", (256,), 15, 0)), "Q8_K"),
-    "60,000 tensors": (header(60_000, 0), "60000 tensors and 0 settings; at most 32768"),
+    "60,000 tensors": (header(60_000, 0), "60000 tensors and 0 settings; at most 16384"),
     "65,000 settings": (header(0, 65_000), "65000 settings"),
     "a cut array": (
         header(0, 1, text(b"a") + struct.pack("<IIQ", 9, 8, 3) + text(b"x") + text(b"y")),
