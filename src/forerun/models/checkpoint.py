@@ -35,6 +35,10 @@ MAX_HEADER_BYTES = 32 << 20
 """Most bytes of a safetensors header; those of the largest published models have a few MB."""
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
+FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
+    {"local_files_only": True, "trust_remote_code": False}
+)
+"""Options for transformers' `from_pretrained`, which then fetches and runs nothing."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
@@ -230,14 +234,6 @@ def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) 
         raise InvalidModel(
             f"{folder} needs code of its own (auto_map); remote code is never run{reason}"
         )
-
-
-def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the options for transformers' `from_pretrained`; it fetches nothing."""
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if folder.is_file():
-        return folder.parent, options | {"gguf_file": folder.name}
-    return folder, options
 
 
 def text_config(config: Any) -> Any:

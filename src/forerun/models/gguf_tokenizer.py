@@ -17,6 +17,11 @@ from forerun.models.gguf_splits import SPLIT_RULES, SplitRule
 SPACE = "\u2581"
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 """Types of tokens in `tokenizer.ggml.token_type`."""
+ENDS = frozenset(
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <end_of_utterance> <EOT> _<EOT> [EOT] "
+    "<|endoftext|> <|end_of_text|> <\uff5cend\u2581of\u2581sentence\uff5c>".split()
+)
+"""Control tokens that end a turn or a text where the file does not say so, as in llama.cpp."""
 MAX_WORK = 1 << 28
 """Most characters that are looked at to find merges, the square of every token's length."""
 ROLES: Mapping[str, str] = {

@@ -25,7 +25,7 @@ from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import LAYER_COUNTS, SUPPORTED, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
-from forerun.models.checkpoint import Checkpoint, from_transformers, text_config
+from forerun.models.checkpoint import FROM_TRANSFORMERS, Checkpoint, text_config
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
@@ -402,10 +402,9 @@ def read_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
     Raises InvalidModel where transformers refuses the configuration.
     """
-    place, options = from_transformers(checkpoint.folder)
     try:
         with quiet_transformers():
-            config = text_config(AutoConfig.from_pretrained(place, **options))
+            config = text_config(AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS))
     except Exception as error:
         raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -39,9 +39,9 @@ from forerun.models.architecture import (
 from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.catalog import PREFIX, ZOO, zoo_path
 from forerun.models.checkpoint import (
+    FROM_TRANSFORMERS,
     GGUF,
     Checkpoint,
-    from_transformers,
     read_checkpoint,
     read_object,
     text_config,
@@ -84,8 +84,8 @@ def understood(checkpoint: Checkpoint) -> dict[str, Any]:
         if (gguf := checkpoint.gguf) is not None:
             config = AutoConfig.for_model(gguf.family.model_type, **gguf.settings)
         else:
-            place, options = from_transformers(checkpoint.folder)
-            config = text_config(AutoConfig.from_pretrained(place, **options))
+            found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
+            config = text_config(found)
     except Exception as error:
         raise InvalidModel(
             f"the configuration in {checkpoint.folder} is refused: {error}"

@@ -25,7 +25,7 @@ from forerun.bounded_read import ReadLimits, read_bytes
 from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
-from forerun.models.checkpoint import from_transformers, tokenizer_hash
+from forerun.models.checkpoint import FROM_TRANSFORMERS, tokenizer_hash
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -537,9 +537,8 @@ def by_transformers(folder: Path) -> Any:
     """Read the tokenizer of a folder with transformers."""
     from transformers import AutoTokenizer
 
-    place, options = from_transformers(folder)
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        return AutoTokenizer.from_pretrained(folder, **FROM_TRANSFORMERS)
     except Exception as error:
         if (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists():
             raise InvalidModel(

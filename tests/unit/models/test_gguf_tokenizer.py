@@ -8,8 +8,11 @@ from pathlib import Path
 
 import gguf
 import pytest
+from gguf import GGMLQuantizationType
+from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from forerun.engine.loading import eos_token_ids
 from forerun.errors import InvalidModel
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.gguf_splits import SPLIT_RULES
@@ -186,3 +189,16 @@ def test_the_template_and_the_ends_of_the_file_are_used(tmp_path):
     assert text == "<s>ab</s>"
     assert tokenizer.encode(text, add_special_tokens=False) == [2, 0, 1, 3]
     assert tokenizer.encode("ab") == [2, 0, 1]  # as the rule has it, where the file says nothing
+
+
+def test_control_tokens_that_end_a_turn_by_their_name_end_texts(tmp_path, monkeypatch):
+    """Files of Llama 3 and Gemma name the end of a text alone."""
+    folder = write_tiny_folder(tmp_path / "folder")
+    path = write_gguf(tmp_path / "x.gguf", folder, all_of(GGMLQuantizationType.F32))
+    tokens = ["<end_of_turn>", "<|im_end|>", "plain"]
+    turns = write(
+        tmp_path / "t.gguf", tokens, merges=None, types=[3, 1, 3], model="gpt2", pre="gpt-2"
+    )
+    tokenizer = load_tokenizer(turns)
+    assert eos_token_ids(path, tokenizer) == {0}  # once named in the file, once by its name
+    assert tokenizer.eos_token_id is None
