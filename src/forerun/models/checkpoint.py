@@ -160,8 +160,11 @@ def read_named(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _read_gguf(path: Path) -> Checkpoint:
     from forerun.models.gguf_file import open_gguf
+    from forerun.models.gguf_tokenizer import split_rule
 
     gguf = open_gguf(path)
+    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
+        split_rule(gguf)  # refuses an unknown one before weights are read
     counts = gguf.type_counts
     if not counts:
         raise InvalidModel(f"{path} holds no tensors")

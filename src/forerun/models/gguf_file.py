@@ -342,6 +342,12 @@ class GGUFFile:
         except (InvalidModel, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidModel(f"the settings in {self.path} cannot be used: {error}") from error
 
+    def config(self) -> Any:
+        """Return transformers' configuration of the model."""
+        from transformers import AutoConfig  # takes seconds
+
+        return AutoConfig.for_model(self.family.model_type, **self.settings)
+
     def array(self, key: str) -> list[Any]:
         """Return the elements of an array of the metadata; an empty list where there is none."""
         found = self.metadata.get(key, ())
@@ -478,6 +484,9 @@ class GGUFFile:
         parts += [f"{name} takes {FORMATS[name].bits_per_weight:g} bits a weight" for name in wider]
         if dequantised:
             parts.append(f"{', '.join(sorted(dequantised))} is dequantised")
+        has_rule = "tokenizer.ggml.pre" in self.metadata
+        if self.metadata.get("tokenizer.ggml.model") == "gpt2" and not has_rule:
+            parts.append("it names no rule by which texts are split; `default` is used")
         return f"{self.path.name}: {'; '.join(parts)} (docs/quantised.md)" if parts else None
 
     def quantised(self, name: str) -> QuantisedMatrix:

@@ -404,7 +404,11 @@ def read_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """
     try:
         with quiet_transformers():
-            config = text_config(AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS))
+            if checkpoint.gguf is not None:
+                config = checkpoint.gguf.config()
+            else:
+                found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
+                config = text_config(found)
     except Exception as error:
         raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -427,11 +431,18 @@ def read_weights(
         InvalidModel: parameters are missing, unknown or have the wrong shape.
     """
     model_class, config = read_class(checkpoint)
+    gguf = checkpoint.gguf
+    if gguf is not None and gguf.rope_factors is not None:
+        raise InvalidModel(
+            f"{checkpoint.folder} scales its rotations pair by pair, which transformers' modules "
+            "cannot be given; use the model in its original form, a folder with *.safetensors"
+        )
     try:
         with quiet_transformers():
             model, info = model_class.from_pretrained(
-                checkpoint.folder,
+                checkpoint.folder if gguf is None else None,
                 config=config,
+                state_dict=gguf and {name: gguf.read(name) for name in gguf.tensors},
                 key_mapping=dict(TEXT_NAMES) if checkpoint.has_vision else None,
                 dtype=dtype,
                 device_map=device_map,

@@ -82,7 +82,7 @@ def understood(checkpoint: Checkpoint) -> dict[str, Any]:
 
     try:
         if (gguf := checkpoint.gguf) is not None:
-            config = AutoConfig.for_model(gguf.family.model_type, **gguf.settings)
+            config = gguf.config()
         else:
             found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
             config = text_config(found)

@@ -472,7 +472,7 @@ def _read_gguf(path: Path, cache: Path) -> Tokenizer:
     template = file.metadata.get("tokenizer.chat_template")
     kept = cached_json(
         cache,
-        f"tokenizer-of-gguf-{key_of(path)}",
+        f"tokenizer-of-gguf-{version('forerun')}-{key_of(path)}",
         lambda: {"content": build_tokenizer(file).to_str(), "special": special_tokens(file)},
     )
     definition = TokenizerDefinition(

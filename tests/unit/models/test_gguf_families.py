@@ -19,8 +19,10 @@ from tests.gguf_files import add_byte_tokenizer, interleaved
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.errors import InvalidModel
+from forerun.models.checkpoint import read_checkpoint
 from forerun.models.gguf_families import FAMILIES
 from forerun.models.gguf_file import GGUFFile
+from forerun.models.huggingface import read_weights
 from forerun.models.load import load_model
 
 IDS = [5, 9, 2, 7, 30, 1, 4, 4, 8, 77, 100, 3, 2, 9, 11, 200, 31, 8, 8, 1]
@@ -239,6 +241,15 @@ def test_logits_are_those_of_the_model_in_transformers(name, tmp_path):
     path, expected = write_family(tmp_path, name)
     model = load_model(path, dtype="float32", device="cpu", max_batch=1, num_threads=1)
     torch.testing.assert_close(tiny.logits_of(model, IDS), expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_transformers_modules_are_given_the_weights_of_a_file(name, tmp_path):
+    """As a target that is only trained for."""
+    path, expected = write_family(tmp_path, name)
+    with torch.no_grad():
+        found = read_weights(read_checkpoint(path), torch.float32)(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
 
 def test_every_family_is_tried():

@@ -14,6 +14,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from forerun.engine.loading import eos_token_ids
 from forerun.errors import InvalidModel
+from forerun.models.checkpoint import read_checkpoint
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.gguf_splits import SPLIT_RULES
 from forerun.models.gguf_tokenizer import MAX_WORK, build_tokenizer
@@ -95,8 +96,9 @@ def test_digits_are_isolated_before_spaces_are_joined(tmp_path):
 
 def test_an_unknown_rule_is_refused_with_what_chooses_another(tmp_path):
     path = write(tmp_path / "x.gguf", ["a"], merges=["a a"], model="gpt2", pre="smolm")
-    with pytest.raises(InvalidModel, match=r"'smolm'.*smollm.*gguf-new-metadata --pre-tokenizer"):
-        load_tokenizer(path)
+    for read in (load_tokenizer, read_checkpoint):
+        with pytest.raises(InvalidModel, match=r"'smolm'.*smollm.*new-metadata --pre-tokenizer"):
+            read(path)
 
 
 def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
