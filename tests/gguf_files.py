@@ -182,3 +182,15 @@ def write_tiny_folder(place: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(place / "tokenizer.json"))
     return place
+
+
+def add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Add a tokenizer of 255 bytes and a pair."""
+    tokens = [*sorted(ByteLevel.alphabet())[:-1], "th"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)

@@ -15,7 +15,7 @@ SCRATCH = Path(tempfile.mkdtemp(prefix="forerun-gguf-"))
 write_tiny_folder(SCRATCH)
 SEEDS = [
     write_gguf(SCRATCH / f"{kind.name}.gguf", SCRATCH, all_of(kind)).read_bytes()
-    for kind in (Kind.Q8_0, Kind.Q4_0)
+    for kind in (Kind.Q8_0, Kind.Q4_1)
 ]
 
 

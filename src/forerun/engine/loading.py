@@ -267,6 +267,10 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     found = {tokenizer.eos_token_id}
     folder = model_folder(name)
     if (gguf := read_checkpoint(folder).gguf) is not None:
+        from forerun.models.gguf_tokenizer import ENDS
+
+        added = tokenizer.added.items()
+        found |= {token for token, (text, is_special) in added if is_special and text in ENDS}
         return frozenset(token for token in found if token is not None) | gguf.eos_token_ids
     for file in ("generation_config.json", "config.json"):
         path = folder / file

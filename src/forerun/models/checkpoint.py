@@ -37,6 +37,10 @@ MAX_HEADER_BYTES = 32 << 20
 HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
+FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
+    {"local_files_only": True, "trust_remote_code": False}
+)
+"""Options for transformers' `from_pretrained`, which then fetches and runs nothing."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 CONVERT_PICKLE = (
     'python -c "import sys, torch, safetensors.torch as s; s.save_file({{k: v.contiguous() for k, '
@@ -162,8 +166,11 @@ def read_named(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _read_gguf(path: Path) -> Checkpoint:
     from forerun.models.gguf_file import open_gguf
+    from forerun.models.gguf_tokenizer import split_rule
 
     gguf = open_gguf(path)
+    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
+        split_rule(gguf)  # refuses an unknown one before weights are read
     counts = gguf.type_counts
     if not counts:
         raise InvalidModel(f"{path} holds no tensors")
@@ -176,6 +183,7 @@ def _read_gguf(path: Path) -> Checkpoint:
         stored_types=_shares(counts),
         gguf=gguf,
         packed=gguf,
+        notice=gguf.notice,
     )
 
 
@@ -240,14 +248,6 @@ def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) 
         raise InvalidModel(
             f"{folder} needs code of its own (auto_map); remote code is never run{reason}"
         )
-
-
-def from_transformers(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the options for transformers' `from_pretrained`; it fetches nothing."""
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if folder.is_file():
-        return folder.parent, options | {"gguf_file": folder.name}
-    return folder, options
 
 
 def text_config(config: Any) -> Any:

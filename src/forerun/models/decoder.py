@@ -7,8 +7,9 @@ not depend on the family, and fused where the input is the same: query, key and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -22,22 +23,60 @@ ReadTensor = Callable[[str], Tensor]
 """A parameter by its name in the checkpoint, in the dtype and on the device wanted."""
 
 
+class BlockFormat(NamedTuple):
+    """How a matrix is kept in integers: bits, inputs of a group, and whether groups have minima."""
+
+    bits: int
+    group: int = 32
+    has_minima: bool = False
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits with the fp16 scales, and minima, of the groups."""
+        return self.bits + 16 * (1 + self.has_minima) / self.group
+
+    def joined(self, other: BlockFormat) -> BlockFormat:
+        """Return the format that holds what each of two holds."""
+        return BlockFormat(
+            max(self.bits, other.bits),
+            min(self.group, other.group),
+            self.has_minima or other.has_minima,
+        )
+
+
 class QuantisedMatrix(NamedTuple):
-    """Weights as integers times a scale per output and group of inputs."""
+    """Weights as integers times a scale per output and group of inputs, plus a minimum if any.
+
+    Integers of 4 bits go from -8 to 7 without minima and from 0 to 15 with them.
+    """
 
     values: Int8[Tensor, "outputs inputs"]
     scales: Float16[Tensor, "outputs groups"]
+    minima: Float16[Tensor, "outputs groups"] | None = None
+
+    def widened(self, given: BlockFormat, wanted: BlockFormat) -> QuantisedMatrix:
+        """Return the same weights in a format that holds theirs, see `BlockFormat.joined`."""
+        values, (scales, minima) = self.values, (self.scales, self.minima)
+        if wanted.has_minima and minima is None:
+            minima = torch.zeros_like(scales)
+            if wanted.bits == given.bits == 4:
+                values, minima = values + 8, scales * -8
+        times = given.group // wanted.group
+        scales = scales.repeat_interleave(times, dim=1)
+        return QuantisedMatrix(
+            values, scales, None if minima is None else minima.repeat_interleave(times, dim=1)
+        )
 
 
 @runtime_checkable
 class StoredBlocks(Protocol):
-    """Matrices that are stored in 8 or 4 bits, in groups of 32 inputs."""
+    """Matrices that are stored in groups of a few bits."""
 
-    def bits(self, name: str) -> int | None:
-        """Return the bits of a matrix, by its name in transformers; None for others."""
+    def groups(self, name: str) -> BlockFormat | None:
+        """Return the format of a matrix, by its name in transformers; None for others."""
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return a matrix that has `bits`, without rounding."""
+        """Return a matrix that has `groups`."""
 
 
 MATRIX_PARTS = (
@@ -47,6 +86,24 @@ MATRIX_PARTS = (
     ("mlp.down_proj",),
 )
 """Modules of a layer whose weights are fused into one matrix, in the order of `MatrixKind`."""
+
+
+def fused_with(name: str) -> tuple[str, ...]:
+    """Return the names of the parameters that are packed into one matrix with one of a layer."""
+    prefix, found, part = name.removesuffix(".weight").rpartition(".self_attn.")
+    if not found:
+        prefix, found, part = name.removesuffix(".weight").rpartition(".mlp.")
+    module = f"{found[1:]}{part}"
+    fused = next((parts for parts in MATRIX_PARTS if module in parts), None)
+    return (name,) if fused is None else tuple(f"{prefix}.{part}.weight" for part in fused)
+
+
+def joined_format(stored: StoredBlocks, names: Sequence[str]) -> BlockFormat | None:
+    """Return the format that holds all parts of a matrix; None where one is in floating point."""
+    found = [stored.groups(name) for name in names]
+    formats = [groups for groups in found if groups is not None]
+    return reduce(BlockFormat.joined, formats) if formats and len(formats) == len(found) else None
+
 
 FUSED_QKV = ("self_attn.qkv_proj",)
 FUSED_GATE_UP = ("mlp.gate_up_proj",)

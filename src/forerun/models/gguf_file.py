@@ -1,55 +1,58 @@
-"""GGUF files: a check of every length in the header, then tensors, configuration and tokenizer.
+"""GGUF files: a check of every length in the header, then settings, tensors and arrays.
 
 The header is walked here within limits, because a file may claim sizes that it does not have.
 Blocks are dequantised by the `gguf` package; names and the order of rows become those of
-transformers, which converts the metadata to a configuration and a tokenizer.
+transformers.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
+import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache import cache_folder, cached_json, hash_of
+from forerun.cache import hash_of
 from forerun.errors import InvalidModel
-from forerun.models.decoder import MATRIX_PARTS, QuantisedMatrix
-
-logger = logging.getLogger("forerun.loading")
-
-CLASSES: Mapping[str, str] = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+from forerun.models.architecture import MAX_LAYERS, checked_size
+from forerun.models.decoder import BlockFormat, QuantisedMatrix, fused_with, joined_format
+from forerun.models.gguf_blocks import FORMATS, ROUNDED, integers_of
+from forerun.models.gguf_families import (
+    END_NAMES,
+    FAMILIES,
+    SINGLE_EXPERT_NAMES,
+    Facts,
+    GGUFFamily,
+    expert_parts,
+    family_of,
+    module_names,
+    plain_number,
+    setting_without_effect,
+    split_rows,
+    transformers_settings,
 )
-"""The class in transformers of a GGUF architecture."""
-KNOWN_KEYS = frozenset(
-    "block_count context_length embedding_length feed_forward_length vocab_size rope.freq_base "
-    "rope.dimension_count attention.head_count attention.head_count_kv attention.key_length "
-    "attention.value_length attention.layer_norm_rms_epsilon".split()
-)
-"""Settings of an architecture that are honoured; any other one that is set is refused."""
-KNOWN_SPLITS = ("default", "gpt-2")
-"""Splits of a text before byte-level BPE that transformers implements without a pattern."""
 
 MAX_HEADER_BYTES = 256 << 20
-MAX_ENTRIES = 1 << 16
-"""Metadata entries, and tensors."""
+MAX_SETTINGS = 1 << 12
+MAX_TENSORS = 1 << 14
+"""The largest published files have a few thousand."""
 MAX_ELEMENTS = 2_000_000
 """Elements of all arrays together; a vocabulary of 262,144 tokens has 1.3 million."""
-MAX_NAME_BYTES = 1 << 16
+MAX_SHORT_ARRAY = MAX_LAYERS
+"""Elements of an array of numbers that is a setting, with one for every layer."""
+MAX_NAME_BYTES = 1 << 12
 MAX_TEXT_BYTES = 1 << 22
 MAX_DIMENSIONS = 4
 SCALARS: Mapping[int, str] = MappingProxyType(
@@ -60,21 +63,53 @@ TEXT, ARRAY = 8, 9
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-BLOCKS: Mapping[str, int] = MappingProxyType({"Q8_0": 8, "Q4_0": 4})
-"""Bits of the types whose groups of 32 are kept as they are by the native runner."""
-TYPES = (*PLAIN, *BLOCKS, "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+TYPES = (
+    *PLAIN,
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+"""The types that the `gguf` package dequantises."""
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+NOT_PARAMETERS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+LAYER_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)(?:\.(\d{1,5}))?\.(weight|bias)", re.ASCII)
+
+
+class StoredArray(NamedTuple):
+    """An array of the metadata: the type of its elements, their number and first byte."""
+
+    kind: int
+    length: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Place and type of a tensor: its shape as in torch, its first byte and number of bytes."""
+    """Place and type of a tensor: its shape as in torch, its first byte and number of bytes.
+
+    Attributes:
+        paired_heads: number of heads of which pairs of rows are rotated together; 0: of none.
+        offset: what was added to the values.
+    """
 
     name: str
     shape: tuple[int, ...]
     type_name: str
     start: int
     num_bytes: int
+    paired_heads: int = 0
+    offset: float = 0.0
+
+    def rows(self, first: int, last: int) -> StoredTensor:
+        """Return the part of some rows, or of some experts."""
+        row_bytes = self.num_bytes // self.shape[0]
+        return replace(
+            self,
+            shape=(last - first, *self.shape[1:]),
+            start=self.start + first * row_bytes,
+            num_bytes=(last - first) * row_bytes,
+        )
 
 
 class _Header:
@@ -115,7 +150,7 @@ class _Header:
             raise self.error(f"a text is not UTF-8 ({error})") from error
 
     def value(self) -> Any:
-        """Read a value of the metadata; of an array only its length is returned."""
+        """Read a value of the metadata: long arrays and those of texts only as `StoredArray`."""
         (kind,) = self.numbers("I")
         if kind in SCALARS:
             return self.numbers(SCALARS[kind])[0]
@@ -127,14 +162,37 @@ class _Header:
         self.num_elements += length
         if self.num_elements > MAX_ELEMENTS:
             raise self.error(f"its arrays have more than {MAX_ELEMENTS} elements")
+        array = StoredArray(kind, length, self.position)
         if kind in SCALARS:
+            if length <= MAX_SHORT_ARRAY:
+                return self.numbers(f"{length}{SCALARS[kind]}")
             self._take(length * struct.calcsize(SCALARS[kind]))
         elif kind == TEXT:
-            for _ in range(length):
-                self.text(MAX_NAME_BYTES)
+            self._pass_texts(length)
         else:
             raise self.error(f"the metadata have an array of the type {kind}")
-        return length
+        return array
+
+    def _pass_texts(self, length: int) -> None:
+        data, position = self.data, self.position
+        end = min(len(data), MAX_HEADER_BYTES)
+        for _ in range(length):
+            if position + 8 > end:
+                break
+            size = int.from_bytes(data[position : position + 8], "little")
+            if size > MAX_NAME_BYTES:
+                raise self.error(f"a text of {size} bytes is declared in an array")
+            position += 8 + size
+        if position > end or length * 8 > end - self.position:
+            raise self.error(f"{length} texts from byte {self.position} on are declared")
+        self.position = position
+
+    def elements(self, array: StoredArray) -> list[Any]:
+        """Return the elements of an array that `value` has passed."""
+        self.position = array.position
+        if array.kind == TEXT:
+            return [self.text(MAX_NAME_BYTES) for _ in range(array.length)]
+        return list(self.numbers(f"{array.length}{SCALARS[array.kind]}"))
 
 
 class GGUFFile:
@@ -156,16 +214,27 @@ class GGUFFile:
         if magic != b"GGUF" or version not in (2, 3):
             raise header.error(f"it begins with {magic!r} and version {version}")
         num_tensors, num_entries = header.numbers("QQ")
-        if max(num_tensors, num_entries) > MAX_ENTRIES:
-            raise header.error(f"it declares {num_tensors} tensors and {num_entries} settings")
+        if num_tensors > MAX_TENSORS or num_entries > MAX_SETTINGS:
+            raise header.error(
+                f"it declares {num_tensors} tensors and {num_entries} settings; at most "
+                f"{MAX_TENSORS} and {MAX_SETTINGS} are read"
+            )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             name = header.text(MAX_NAME_BYTES)
             if name in self.metadata:
                 raise header.error(f"it has {name:.60} twice")
             self.metadata[name] = header.value()
+        self._header = header
+        architecture = self.metadata.get("general.architecture")
+        prefix = f"{architecture}."
+        self.given: Mapping[str, Any] = {
+            key.removeprefix(prefix): value
+            for key, value in self.metadata.items()
+            if key.startswith(prefix)
+        }
+        self.family = self._read_family(architecture)
         self._stored = self._read_places(header, num_tensors)
-        self._check_settings()
 
     def _read_places(self, header: _Header, num_tensors: int) -> list[StoredTensor]:
         """Read the table of tensors; their bytes must lie in the file, one after another."""
@@ -214,88 +283,166 @@ class GGUFFile:
             )
         return name, shape, type_name, offset
 
-    def _check_settings(self) -> None:
+    def _read_family(self, architecture: object) -> GGUFFamily:
         """Refuse an architecture or a setting that would change the output and is not honoured."""
-        architecture = self.metadata.get("general.architecture")
-        if architecture not in CLASSES:
+        if (count := self.metadata.get("split.count", 0)) not in (0, 1):
+            raise InvalidModel(
+                f"{self.path} is one of {count!r:.20} parts of a model; join them with llama.cpp's "
+                "`llama-gguf-split --merge FIRST_PART WHOLE.gguf` and give the whole file"
+            )
+        named = architecture if isinstance(architecture, str) else ""
+        if (family := family_of(named, self.given)) is None:
+            names = ", ".join(name for name in FAMILIES if " " not in name)
             raise InvalidModel(
                 f"{self.path} has the architecture {architecture!r:.60}; GGUF files are read of "
-                f"{', '.join(CLASSES)}: for others give a folder with *.safetensors"
+                f"{names}: of others give the model in its original form, {self._origin}"
             )
-        for key, value in self.metadata.items():
-            setting = key.removeprefix(f"{architecture}.")
-            if setting != key and setting not in KNOWN_KEYS and value not in (0, "none"):
-                raise InvalidModel(f"{self.path} sets {key:.60}={value!r:.60}, not supported here")
-        widths = [
-            self.metadata.get(f"{architecture}.{key}", None)
-            for key in ("rope.dimension_count", "attention.key_length", "attention.value_length")
-        ]
-        if len({width for width in widths if width is not None}) > 1:
-            raise InvalidModel(f"{self.path} has heads of several widths {widths}, not supported")
-        split = self.metadata.get("tokenizer.ggml.pre", KNOWN_SPLITS[0])
-        if self.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in KNOWN_SPLITS:
-            known = cached_json(
-                cache_folder(), f"gguf-splits-{version('transformers')}", _splits_of_transformers
+        if (found := setting_without_effect(family, self.given)) is not None:
+            key, value = found
+            shown = f"an array of {value.length}" if isinstance(value, StoredArray) else value
+            raise InvalidModel(
+                f"{self.path} sets {named}.{key:.60}={shown!r:.60}, which is not honoured; give "
+                f"the model in its original form, {self._origin}"
             )
-            if split not in known["names"]:
-                logger.warning(
-                    "%s splits texts by the rule %r, which transformers does not know: its tokens "
-                    "of a text may be others than in training",
-                    *(self.path, split),
-                )
+        return family
+
+    @property
+    def _origin(self) -> str:
+        """Where the model came from, as the file says."""
+        for key in ("general.source.huggingface.repository", "general.base_model.0.repo_url"):
+            url = self.metadata.get(key)
+            name = url.removeprefix("https://huggingface.co/") if isinstance(url, str) else ""
+            if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII):
+                return f"--model {name}"
+        return "a folder with config.json and *.safetensors"
 
     @property
     def architecture(self) -> str:
-        return CLASSES[self.metadata["general.architecture"]]
+        return self.family.architecture
 
-    @property
-    def head_dim(self) -> int | None:
-        """Width of a head, where the file names it."""
-        found = self.metadata.get(f"{self.metadata['general.architecture']}.attention.key_length")
-        return found if type(found) is int else None
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Settings for transformers' configuration class (InvalidModel)."""
+        by_name = {tensor.name: tensor for tensor in self._stored}
+        embedding = by_name.get("token_embd.weight")
+        if embedding is None:
+            raise InvalidModel(f"{self.path} has no embedding (token_embd.weight); fetch it again")
+        factors = [by_name[n] for n in (SHORT_FACTORS, LONG_FACTORS) if n in by_name]
+        listed = [self._dequantised(tensor).reshape(-1) for tensor in factors]
+        facts = Facts(
+            vocab_size=embedding.shape[0],
+            has_head="output.weight" in by_name,
+            has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
+            rope_factors=tuple([plain_number(float(n)) for n in each] for each in listed),
+        )
+        special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
+        special["pad_token_id"] = self.token_id("padding")
+        try:
+            return transformers_settings(self.family, self.given, facts) | special
+        except (InvalidModel, TypeError, ValueError, ArithmeticError) as error:
+            raise InvalidModel(f"the settings in {self.path} cannot be used: {error}") from error
+
+    def config(self) -> Any:
+        """Return transformers' configuration of the model."""
+        from transformers import AutoConfig  # takes seconds
+
+        return AutoConfig.for_model(self.family.model_type, **self.settings)
+
+    def array(self, key: str) -> list[Any]:
+        """Return the elements of an array of the metadata; an empty list where there is none."""
+        found = self.metadata.get(key, ())
+        if isinstance(found, StoredArray):
+            return self._header.elements(found)
+        return list(found) if isinstance(found, tuple) else []
+
+    def token_id(self, role: str) -> int | None:
+        """Return the id of a special token, such as "eos"; None where the file names none."""
+        found = self.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return found if type(found) is int and found >= 0 else None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text or a turn."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return frozenset(
-            found for key in keys if type(found := self.metadata.get(key)) is int and found >= 0
-        )
+        """Tokens that end a text, a turn or a message."""
+        found = (self.token_id(role) for role in ("eos", "eot", "eom"))
+        return frozenset(token for token in found if token is not None)
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Tensors by their names in transformers; unknown ones keep their own."""
-        names = self._names()
         return {
-            names.get(tensor.name, tensor.name): tensor
+            name: part
             for tensor in self._stored
-            if tensor.name != ROPE_FACTORS
+            if tensor.name not in NOT_PARAMETERS
+            for name, part in self._parts(tensor)
         }
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def _names(self) -> dict[str, str]:
-        """Return the names of parameters in transformers by those in the file."""
-        from gguf import MODEL_ARCH, get_tensor_name_map
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        return module_names(self.family.variant)
 
-        settings, architecture = self.metadata, self.metadata["general.architecture"]
-        num_layers = settings.get(f"{architecture}.block_count", 0)
-        if type(num_layers) is not int or not 0 <= num_layers <= len(self._stored):
-            raise InvalidModel(f"{self.path} has {num_layers!r:.40} layers in its settings")
-        known = get_tensor_name_map(MODEL_ARCH[architecture.upper()], num_layers)
-        parts = [part for parts in MATRIX_PARTS for part in parts]
-        parts += ["input_layernorm", "post_attention_layernorm"]
-        parts += ["self_attn.q_norm", "self_attn.k_norm"]
-        modules = ["model.embed_tokens", "model.norm", "lm_head"]
-        modules += [f"model.layers.{n}.{part}" for n in range(num_layers) for part in parts]
-        return {
-            f"{short}.{kind}": f"{module}.{kind}"
-            for module in modules
-            if (short := known.get_name(module)) is not None
-            for kind in ("weight", "bias")
-        }
+    def _parts(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
+        """Return the parameters in a tensor by their names in transformers."""
+        offset = float(self.family.variant.one_plus_norms and "norm" in tensor.name)
+        tensor = replace(tensor, offset=offset)
+        if (found := LAYER_NAME.fullmatch(tensor.name)) is None:
+            stem, _, kind = tensor.name.rpartition(".")
+            return [(f"{END_NAMES[stem]}.{kind}" if stem in END_NAMES else tensor.name, tensor)]
+        layer, short, expert, kind = found.groups()
+        prefix, experts = f"model.layers.{int(layer)}.", expert_parts(self.family.variant)
+        if expert is not None and short in SINGLE_EXPERT_NAMES and experts:
+            part = experts[f"{short}_exps"].format(int(expert))
+            return [(f"{prefix}{part}.{kind}", tensor)]
+        if short in experts and expert is None and len(tensor.shape) == 3:
+            return [
+                (f"{prefix}{experts[short].format(n)}.{kind}", self._without_first(tensor, n))
+                for n in range(tensor.shape[0])
+            ]
+        if parts := split_rows(self.family.variant, short, self._qkv_rows):
+            return [
+                (f"{prefix}{module}.{kind}", part) for module, part in self._split(tensor, parts)
+            ]
+        if expert is not None or short not in self._modules:
+            return [(tensor.name, tensor)]
+        module = self._modules[short]
+        return [(f"{prefix}{module}.{kind}", self._with_pairs(tensor, module))]
+
+    def _without_first(self, tensor: StoredTensor, index: int) -> StoredTensor:
+        return replace(tensor.rows(index, index + 1), shape=tensor.shape[1:])
+
+    def _split(
+        self, tensor: StoredTensor, parts: list[tuple[str, int]]
+    ) -> list[tuple[str, StoredTensor]]:
+        if sum(rows for _, rows in parts) != tensor.shape[0]:
+            raise InvalidModel(
+                f"{self.path} has {tensor.shape[0]} rows in {tensor.name:.60}, not {parts!r:.120}"
+            )
+        found, first = [], 0
+        for module, rows in parts:
+            found.append((module, self._with_pairs(tensor.rows(first, first + rows), module)))
+            first += rows
+        return found
+
+    def _qkv_rows(self) -> list[int]:
+        settings = self.settings
+        queries, keys = settings["num_attention_heads"], settings["num_key_value_heads"]
+        return [heads * settings["head_dim"] for heads in (queries, keys, keys)]
+
+    def _with_pairs(self, tensor: StoredTensor, module: str) -> StoredTensor:
+        """Note where rows of heads lie in pairs, as files of some families have them."""
+        heads = {
+            "self_attn.q_proj": "num_attention_heads",
+            "self_attn.k_proj": "num_key_value_heads",
+        }.get(module)
+        if heads is None or not self.family.paired_rows:
+            return tensor
+        num_heads = checked_size(self.settings[heads], heads)
+        if tensor.shape[0] % (2 * num_heads):
+            raise InvalidModel(f"{self.path} has {num_heads} heads of {tensor.shape[0]} rows")
+        return replace(tensor, paired_heads=num_heads)
 
     @property
     def type_counts(self) -> Counter[str]:
@@ -312,26 +459,47 @@ class GGUFFile:
 
     def read(self, name: str) -> Tensor:
         """Return a parameter in fp32, dequantised."""
-        return torch.from_numpy(self._in_order(self.tensors[name], self._dequantised))
+        tensor = self.tensors[name]
+        values = torch.from_numpy(_in_order(tensor, self._dequantised(tensor)))
+        return values - tensor.offset if tensor.offset else values
 
-    def bits(self, name: str) -> int | None:
-        """Return the bits of a matrix in groups of 32 with one fp16 scale; None for others."""
-        return BLOCKS.get(self.tensors[name].type_name) if name in self.tensors else None
+    def groups(self, name: str) -> BlockFormat | None:
+        """Return the groups in which a matrix can be kept as integers; None for others."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None or len(tensor.shape) != 2 else FORMATS.get(tensor.type_name)
+
+    @cached_property
+    def notice(self) -> str | None:
+        """Say which types of matrices are not kept as they are stored; None if all are."""
+        packed: set[str] = set()
+        dequantised: set[str] = set()
+        for name, tensor in self.tensors.items():
+            if len(tensor.shape) != 2 or tensor.type_name in PLAIN:
+                continue
+            is_kept = joined_format(self, fused_with(name)) is not None
+            (packed if is_kept else dequantised).add(tensor.type_name)
+        rounded = ", ".join(sorted(packed & {*ROUNDED}))
+        wider = [name for name in sorted(packed) if FORMATS[name].bits == 8 and name != "Q8_0"]
+        parts = [f"scales of {rounded} are rounded to fp16"] if rounded else []
+        parts += [f"{name} takes {FORMATS[name].bits_per_weight:g} bits a weight" for name in wider]
+        if dequantised:
+            parts.append(f"{', '.join(sorted(dequantised))} is dequantised")
+        has_rule = "tokenizer.ggml.pre" in self.metadata
+        if self.metadata.get("tokenizer.ggml.model") == "gpt2" and not has_rule:
+            parts.append("it names no rule by which texts are split; `default` is used")
+        return f"{self.path.name}: {'; '.join(parts)} (docs/quantised.md)" if parts else None
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return the integers and scales of a matrix that has `bits`, as they are stored."""
+        """Return the integers, scales and minima of a matrix that has `groups`."""
         tensor = self.tensors[name]
-        values = self._in_order(tensor, lambda tensor: self._groups(tensor)[0])
-        scales = self._in_order(tensor, lambda tensor: self._groups(tensor)[1])
-        return QuantisedMatrix(torch.from_numpy(values), torch.from_numpy(scales))
-
-    def _groups(self, tensor: StoredTensor) -> tuple[np.ndarray, np.ndarray]:
-        groups = self._bytes(tensor).reshape(tensor.shape[0], tensor.shape[1] // 32, -1)
-        scales = groups[..., :2].copy().view(np.float16)[..., 0]
-        if BLOCKS[tensor.type_name] == 8:
-            return groups[..., 2:].copy().view(np.int8).reshape(tensor.shape), scales
-        nibbles = np.concatenate([groups[..., 2:] & 15, groups[..., 2:] >> 4], axis=-1)
-        return (nibbles.astype(np.int8) - 8).reshape(tensor.shape), scales
+        blocks = self._bytes(tensor).reshape(tensor.shape[0], -1)
+        parts = integers_of(blocks, tensor.type_name, tensor.shape)
+        if not all(np.isfinite(part).all() for part in parts[1:]):
+            raise InvalidModel(
+                f"{self.path} has scales in {tensor.name:.60} that are NaN or infinite, or too "
+                "large for fp16; fetch it again, or give dtype float32"
+            )
+        return QuantisedMatrix(*(torch.from_numpy(_in_order(tensor, part)) for part in parts))
 
     def _dequantised(self, tensor: StoredTensor) -> np.ndarray:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -349,25 +517,6 @@ class GGUFFile:
     def _bytes(self, tensor: StoredTensor) -> np.ndarray:
         return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
 
-    def _in_order(
-        self, tensor: StoredTensor, read: Callable[[StoredTensor], np.ndarray]
-    ) -> np.ndarray:
-        """Return rows in the order of transformers, which rotates the halves of a head.
-
-        Llama files have the rows of queries and keys in pairs that are rotated together.
-        """
-        rows, architecture = read(tensor), self.metadata["general.architecture"]
-        kind = tensor.name.split(".")[-2]
-        if architecture != "llama" or kind not in ("attn_q", "attn_k"):
-            return np.ascontiguousarray(rows)
-        num_heads = self.metadata.get(f"{architecture}.attention.head_count")
-        if kind == "attn_k":
-            num_heads = self.metadata.get(f"{architecture}.attention.head_count_kv", num_heads)
-        if type(num_heads) is not int or num_heads < 1 or len(rows) % (2 * num_heads):
-            raise InvalidModel(f"{self.path} has {num_heads!r:.40} heads of {len(rows)} rows")
-        pairs = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, *rows.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
-
     @property
     def header_hash(self) -> str:
         """Hash of configuration, tokenizer and places of the tensors."""
@@ -383,11 +532,12 @@ class GGUFFile:
         return self.header_hash.encode() + b"".join(middles)
 
 
-def _splits_of_transformers() -> dict[str, Any]:
-    # Importing this takes seconds.
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    return {"names": sorted(GGUF_PRE_TOKENIZER_SPLITS)}
+def _in_order(tensor: StoredTensor, rows: np.ndarray) -> np.ndarray:
+    """Return rows in the order of transformers, which rotates the halves of a head."""
+    if not tensor.paired_heads:
+        return np.ascontiguousarray(rows)
+    pairs = rows.reshape(tensor.paired_heads, -1, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
 def _num_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: str) -> int:

@@ -25,7 +25,7 @@ from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import LAYER_COUNTS, SUPPORTED, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
-from forerun.models.checkpoint import Checkpoint, from_transformers, text_config
+from forerun.models.checkpoint import FROM_TRANSFORMERS, Checkpoint, text_config
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
@@ -402,10 +402,13 @@ def read_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
     Raises InvalidModel where transformers refuses the configuration.
     """
-    place, options = from_transformers(checkpoint.folder)
     try:
         with quiet_transformers():
-            config = text_config(AutoConfig.from_pretrained(place, **options))
+            if checkpoint.gguf is not None:
+                config = checkpoint.gguf.config()
+            else:
+                found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
+                config = text_config(found)
     except Exception as error:
         raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -428,11 +431,18 @@ def read_weights(
         InvalidModel: parameters are missing, unknown or have the wrong shape.
     """
     model_class, config = read_class(checkpoint)
+    gguf = checkpoint.gguf
+    if gguf is not None and gguf.rope_factors is not None:
+        raise InvalidModel(
+            f"{checkpoint.folder} scales its rotations pair by pair, which transformers' modules "
+            "cannot be given; use the model in its original form, a folder with *.safetensors"
+        )
     try:
         with quiet_transformers():
             model, info = model_class.from_pretrained(
-                checkpoint.folder,
+                checkpoint.folder if gguf is None else None,
                 config=config,
+                state_dict=gguf and {name: gguf.read(name) for name in gguf.tensors},
                 key_mapping=dict(TEXT_NAMES) if checkpoint.has_vision else None,
                 dtype=dtype,
                 device_map=device_map,

@@ -40,14 +40,21 @@ from forerun.models.architecture import (
 from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.catalog import PREFIX, ZOO, zoo_path
 from forerun.models.checkpoint import (
+    FROM_TRANSFORMERS,
     GGUF,
     Checkpoint,
-    from_transformers,
     read_checkpoint,
     read_object,
     text_config,
 )
-from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
+from forerun.models.decoder import (
+    Decoder,
+    fused_with,
+    joined_format,
+    parameter_shapes,
+    read_decoder,
+    unsupported,
+)
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 from forerun.models.tokenizers import Tokenizer, read_tokenizer
@@ -65,7 +72,7 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
         check_layer_count(read_object(checkpoint.folder / "config.json"))
         content = (checkpoint.folder / "config.json").read_bytes()
     else:
-        content = checkpoint.gguf.header_hash.encode()
+        content = json.dumps(checkpoint.gguf.settings, sort_keys=True).encode()
     key = hash_of(content + b"\0" + version("transformers").encode())
     return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint))
 
@@ -74,16 +81,17 @@ def understood(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the configuration with transformers and convert it to JSON types."""
     from transformers import AutoConfig
 
-    place, options = from_transformers(checkpoint.folder)
     try:
-        config = text_config(AutoConfig.from_pretrained(place, **options))
+        if (gguf := checkpoint.gguf) is not None:
+            config = gguf.config()
+        else:
+            found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
+            config = text_config(found)
     except Exception as error:
         raise InvalidModel(
             f"the configuration in {checkpoint.folder} is refused: {error}"
         ) from error
     settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    if checkpoint.gguf is not None and (width := checkpoint.gguf.head_dim) is not None:
-        settings["head_dim"] = width  # of Qwen3 transformers takes its own default
     return settings
 
 
@@ -284,12 +292,12 @@ def kept_bytes(packed: GGUFFile | QuantisedFolder, element_bytes: int, *, is_tie
     """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():
-        bits, num_weights = packed.bits(name), math.prod(shape)
+        groups, num_weights = joined_format(packed, fused_with(name)), math.prod(shape)
         is_embedding = name == "model.embed_tokens.weight"
-        if bits is None or is_embedding:
+        if groups is None or is_embedding:
             total += num_weights * element_bytes
-        if bits is not None and (not is_embedding or is_tied):
-            total += num_weights * (2 * bits + 1) // 16  # an fp16 scale for 32
+        if groups is not None and (not is_embedding or is_tied):
+            total += int(num_weights * groups.bits_per_weight / 8)
     return total
 
 

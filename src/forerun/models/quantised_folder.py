@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.errors import InvalidModel
-from forerun.models.decoder import QuantisedMatrix
+from forerun.models.decoder import BlockFormat, QuantisedMatrix
 from forerun.models.stored_tensors import read_header, read_stored
 
 METHOD = "forerun"
@@ -82,6 +82,11 @@ class QuantisedFolder:
         _, shape, dtype = self._stored[name]
         return {"I8": 8, "U8": 4}.get(dtype) if len(shape) == 2 else None
 
+    def groups(self, name: str) -> BlockFormat | None:
+        """Return the format of a matrix that has `bits`; None for others."""
+        bits = self.bits(name)
+        return None if bits is None else BlockFormat(bits)
+
     def stored_type(self, name: str) -> str:
         """Return the storage format of a parameter, for messages."""
         bits = self.bits(name)
@@ -100,7 +105,7 @@ class QuantisedFolder:
         """Return a parameter in floating point, dequantised."""
         if self.bits(name) is None:
             return self._read(name)
-        values, scales = self.quantised(name)
+        values, scales, _ = self.quantised(name)
         groups = values.float().reshape(*scales.shape, GROUP)
         return (groups * scales.float()[..., None]).flatten(1)
 

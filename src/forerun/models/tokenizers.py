@@ -33,7 +33,7 @@ from forerun.errors import (
     UnreadableInput,
 )
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
-from forerun.models.checkpoint import from_transformers, tokenizer_hash
+from forerun.models.checkpoint import FROM_TRANSFORMERS, tokenizer_hash
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -475,6 +475,8 @@ SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 
 def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     """Read the tokenizer of a model folder, or its serialised copy in the cache."""
+    if folder.is_file():
+        return _read_gguf(folder, cache or cache_folder())
     kept = cached_json(
         cache or cache_folder(),
         f"tokenizer-with-template-{key_of(folder)}",
@@ -482,6 +484,30 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     )
     return Tokenizer(
         TokenizerDefinition(**kept), lambda template: _renderer(by_transformers(folder), template)
+    )
+
+
+def _read_gguf(path: Path, cache: Path) -> Tokenizer:
+    """Read the tokenizer and the chat template of a GGUF file."""
+    from forerun.models.gguf_file import open_gguf
+    from forerun.models.gguf_tokenizer import build_tokenizer, special_tokens
+
+    file = open_gguf(path)
+    template = file.metadata.get("tokenizer.chat_template")
+    kept = cached_json(
+        cache,
+        f"tokenizer-of-gguf-{version('forerun')}-{key_of(path)}",
+        lambda: {"content": build_tokenizer(file).to_str(), "special": special_tokens(file)},
+    )
+    definition = TokenizerDefinition(
+        content=kept["content"],
+        eos_token_id=file.token_id("eos"),
+        splits_special_tokens=False,
+        chat_template=template if isinstance(template, str) and template else None,
+    )
+    return Tokenizer(
+        definition,
+        lambda own: _renderer_of(own or str(definition.chat_template), kept["special"]),
     )
 
 
@@ -504,7 +530,12 @@ def _definition_of(backend: Any) -> TokenizerDefinition:
 
 def _renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
-    template = template or backend.get_chat_template()
+    special = {name: str(token) for name, token in backend.special_tokens_map.items()}
+    return _renderer_of(template or backend.get_chat_template(), special)
+
+
+def _renderer_of(template: str, special: Mapping[str, str]) -> Renderer:
+    """Return a function that renders a chat template, which may name special tokens."""
     # Two, so that short conversations do not wait for long ones.
     short, long = TemplateProcess(), TemplateProcess()
 
@@ -513,7 +544,7 @@ def _renderer(backend: Any, template: str = "") -> Renderer:
             "tools": None,
             "documents": None,
             **given,
-            **{name: str(token) for name, token in backend.special_tokens_map.items()},
+            **special,
             "messages": without_none(messages),
         }
         try:
@@ -527,14 +558,13 @@ def _renderer(backend: Any, template: str = "") -> Renderer:
 
 
 def by_transformers(folder: Path) -> Any:
-    """Read the tokenizer of a folder or of a GGUF file with transformers."""
+    """Read the tokenizer of a folder with transformers."""
     from transformers import AutoTokenizer
 
     check_tokens(folder)
-    place, options = from_transformers(folder)
     try:
         with as_invalid(f"the tokenizer in {folder} cannot be loaded"):
-            return AutoTokenizer.from_pretrained(place, **options)
+            return AutoTokenizer.from_pretrained(folder, **FROM_TRANSFORMERS)
     except InvalidModel as error:
         if (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists():
             raise InvalidModel(

@@ -276,6 +276,10 @@ class MatrixFormat(IntEnum):
     INT8_GROUPS_64 = 2
     INT4_GROUPS_32 = 3
     INT4_GROUPS_64 = 4
+    INT8_GROUPS_16 = 5
+    INT8_MINIMA_16 = 6
+    INT8_MINIMA_32 = 7
+    INT4_MINIMA_32 = 8
 
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -293,7 +297,10 @@ SIGNATURES = {
     "forerun_decoder_bytes": (c_size_t, (c_void_p,)),
     "forerun_decoder_bytes_read": (c_size_t, (c_void_p, c_int32)),
     "forerun_decoder_requantised": (c_void_p, (c_void_p, c_void_p)),
-    "forerun_decoder_put_quantised": (c_bool, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)),
+    "forerun_decoder_put_quantised": (
+        c_bool,
+        (c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p),
+    ),
     "forerun_decoder_put_vector": (None, (c_void_p, c_int32, c_int32, c_void_p)),
     "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_int32, c_void_p)),
     "forerun_decoder_attach": (None, (c_void_p, c_void_p, c_void_p)),

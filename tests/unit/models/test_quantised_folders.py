@@ -192,7 +192,7 @@ def test_weights_are_those_of_the_published_formula(form, write, caplog):
         if name.startswith("model.layers") and weights.dim() == 2:
             assert (found.packed.bits(name) is not None) == (form in KEPT)
         if found.packed.bits(name) is not None:
-            values, scales = found.packed.quantised(name)
+            values, scales, _ = found.packed.quantised(name)
             groups = values.reshape(*scales.shape, 32).float()
             assert torch.equal((groups * scales.float()[..., None]).flatten(1), weights)
     caplog.set_level(logging.INFO)

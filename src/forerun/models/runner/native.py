@@ -30,13 +30,20 @@ from forerun.models.decoder import (
     QuantisedMatrix,
     ReadTensor,
     StoredBlocks,
+    joined_format,
     parameter_shapes,
     read_ends,
     read_layer,
 )
 from forerun.models.kv_store import BlockedKVStore
 from forerun.models.memory import KVGeometry, available_bytes, readable, weights_bytes
-from forerun.models.runner.packed import PackedWeights, matrix_formats, new_decoder
+from forerun.models.runner.packed import (
+    BLOCK_FORMATS,
+    PackedWeights,
+    ReadBlocks,
+    matrix_formats,
+    new_decoder,
+)
 from forerun.native.library import (
     MEASURES,
     Kernels,
@@ -253,11 +260,6 @@ class Stops:
         )
 
 
-BLOCK_FORMATS = {
-    None: MatrixFormat.ELEMENT,
-    8: MatrixFormat.INT8_GROUPS_32,
-    4: MatrixFormat.INT4_GROUPS_32,
-}
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -267,24 +269,37 @@ class _Blocks:
     def __init__(self, decoder: Decoder, stored: StoredBlocks | None) -> None:
         self.stored = stored
         self.names = matrix_names(decoder)
-        self.bits = [None if stored is None else common_bits(stored, n) for n in self.names]
-        kept = [names for names, bits in zip(self.names, self.bits, strict=True) if bits]
+        self.groups = [None if stored is None else joined_format(stored, n) for n in self.names]
+        self.num_experts = 1 if decoder.experts is None else decoder.experts.num_experts
+        kept = [names for names, groups in zip(self.names, self.groups, strict=True) if groups]
         self.unread = {name for names in kept for name in names} - {EMBEDDING}
 
     @property
     def formats(self) -> tuple[MatrixFormat, ...]:
-        return tuple(BLOCK_FORMATS[bits] for bits in self.bits)
+        return tuple(
+            MatrixFormat.ELEMENT if groups is None else BLOCK_FORMATS[groups]
+            for groups in self.groups
+        )
 
-    def read(self, place: int) -> QuantisedMatrix | None:
-        if self.stored is None or self.bits[place] is None:
+    def read(self, place: int, expert: int | None = None) -> QuantisedMatrix | None:
+        """Return a matrix, of an expert or of all rows, in its format; None if it has none."""
+        wanted, names = self.groups[place], self.names[place]
+        if self.stored is None or wanted is None:
             return None
-        parts = [self.stored.quantised(name) for name in self.names[place]]
-        values, scales = zip(*parts, strict=True)
-        return QuantisedMatrix(torch.cat(values), torch.cat(scales))
+        if expert is not None:
+            each = len(names) // self.num_experts
+            names = names[expert * each : (expert + 1) * each]
+        parts = []
+        for name in names:
+            groups = self.stored.groups(name)
+            assert groups is not None
+            parts.append(self.stored.quantised(name).widened(groups, wanted))
+        values, scales, minima = zip(*parts, strict=True)
+        joined = torch.cat(minima) if wanted.has_minima else None
+        return QuantisedMatrix(torch.cat(values), torch.cat(scales), joined)
 
-    def read_layer(self, index: int) -> dict[MatrixKind, QuantisedMatrix]:
-        found = {kind: self.read(4 * index + kind) for kind in list(MatrixKind)[:4]}
-        return {kind: matrix for kind, matrix in found.items() if matrix is not None}
+    def of_layer(self, index: int) -> ReadBlocks:
+        return lambda kind, expert: self.read(4 * index + kind, expert)
 
 
 def build_native_model(
@@ -315,7 +330,7 @@ def build_native_model(
     num_parameters = 0
     for index in range(num_layers):
         layer = read_layer(decoder, index, read_rest)
-        num_parameters += weights.put_layer(index, layer, blocks.read_layer(index))
+        num_parameters += weights.put_layer(index, layer, blocks.of_layer(index))
     ends = read_ends(decoder, read_rest)
     num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, ends.norm)
     weights.last_norm = ends.norm.float()
@@ -337,19 +352,19 @@ def build_native_model(
 
 
 def matrix_names(decoder: Decoder) -> list[tuple[str, ...]]:
-    """Return the names of the parameters of every matrix, the output layer's last."""
-    layers = range(decoder.architecture.num_layers)
-    return [
-        *(
-            tuple(f"model.layers.{index}.{part}.weight" for part in parts)
-            for index in layers
-            for parts in decoder.variant.parts
-        ),
-        (EMBEDDING if decoder.tied else "lm_head.weight",),
-    ]
+    """Return the names of the parameters of every matrix, the output layer's last.
 
-
-def common_bits(stored: StoredBlocks, names: Sequence[str]) -> int | None:
-    """Return the bits in which all parts of a matrix are stored; None if they differ."""
-    found = {stored.bits(name) for name in names}
-    return found.pop() if len(found) == 1 else None
+    Matrices of experts that are of one kind are one after another in one place.
+    """
+    names: list[tuple[str, ...]] = []
+    for index in range(decoder.architecture.num_layers):
+        groups = decoder.variant.parts
+        experts, named = decoder.experts, decoder.variant.experts
+        if experts is not None and named is not None and decoder.has_experts(index):
+            numbers = range(experts.num_experts)
+            gate_up = [part.format(n) for n in numbers for part in named.parts[:2]]
+            down = [named.parts[2].format(n) for n in numbers]
+            groups = (*groups[:2], tuple(gate_up), tuple(down))
+        prefix = f"model.layers.{index}"
+        names += [tuple(f"{prefix}.{part}.weight" for part in parts) for parts in groups]
+    return [*names, (EMBEDDING if decoder.tied else "lm_head.weight",)]

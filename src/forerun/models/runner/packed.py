@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from types import MappingProxyType
 
@@ -13,8 +13,28 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import QUANTISED, WeightFormat
-from forerun.models.decoder import Decoder, Experts, LayerWeights, QuantisedMatrix
+from forerun.models.decoder import (
+    BlockFormat,
+    Decoder,
+    Experts,
+    LayerWeights,
+    QuantisedMatrix,
+)
 from forerun.native.library import ELEMENTS, Kernels, MatrixFormat, MatrixKind, Sizes, VectorKind
+
+BLOCK_FORMATS: Mapping[BlockFormat, MatrixFormat] = MappingProxyType(
+    {
+        BlockFormat(8): MatrixFormat.INT8_GROUPS_32,
+        BlockFormat(8, has_minima=True): MatrixFormat.INT8_MINIMA_32,
+        BlockFormat(8, group=16): MatrixFormat.INT8_GROUPS_16,
+        BlockFormat(8, group=16, has_minima=True): MatrixFormat.INT8_MINIMA_16,
+        BlockFormat(4): MatrixFormat.INT4_GROUPS_32,
+        BlockFormat(4, has_minima=True): MatrixFormat.INT4_MINIMA_32,
+    }
+)
+"""Formats of the kernels for matrices that are stored in groups."""
+ReadBlocks = Callable[[MatrixKind, int | None], QuantisedMatrix | None]
+"""Reads a quantised matrix of a layer, of an expert or of all rows; None for other matrices."""
 
 
 class PackedWeights:
@@ -77,11 +97,14 @@ class PackedWeights:
         )
         return values.numel()
 
-    def put_quantised(self, kind: MatrixKind, layer: int, matrix: QuantisedMatrix) -> int:
-        """Pack integers and scales as they are; returns the number of weights."""
-        values, scales = matrix.values.contiguous(), matrix.scales.contiguous()
-        put = self.kernels.library.forerun_decoder_put_quantised
-        if not put(self.handle, kind, layer, values.data_ptr(), scales.data_ptr()):
+    def put_quantised(
+        self, kind: MatrixKind, layer: int, matrix: QuantisedMatrix, expert: int | None = None
+    ) -> int:
+        """Pack integers, scales and minima as they are; returns the number of weights."""
+        parts = [None if part is None else part.contiguous() for part in matrix]
+        addresses = [None if part is None else part.data_ptr() for part in parts]
+        put, values = self.kernels.library.forerun_decoder_put_quantised, matrix.values
+        if not put(self.handle, kind, layer, -1 if expert is None else expert, *addresses):
             raise ValueError(f"{kind.name} of layer {layer} is not packed in groups of its width")
         return values.numel()
 
@@ -101,9 +124,15 @@ class PackedWeights:
         self,
         index: int,
         layer: LayerWeights,
-        quantised: Mapping[MatrixKind, QuantisedMatrix] = MappingProxyType({}),
+        read_blocks: ReadBlocks = lambda kind, expert: None,
     ) -> int:
         """Pack a layer, with some matrices already quantised; returns its number of elements."""
+
+        def put(kind: MatrixKind, matrix: Tensor, expert: int | None = None) -> int:
+            if kind != MatrixKind.ROUTER and (blocks := read_blocks(kind, expert)) is not None:
+                return self.put_quantised(kind, index, blocks, expert)
+            return self.put_matrix(kind, index, matrix, expert)
+
         vectors = {
             VectorKind.INPUT_NORM: layer.input_norm,
             VectorKind.POST_NORM: layer.post_norm,
@@ -118,16 +147,11 @@ class PackedWeights:
             matrices |= {MatrixKind.GATE_UP: layer.gate_up, MatrixKind.DOWN: layer.down}
         else:
             matrices[MatrixKind.ROUTER] = layer.experts.router
-        size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
-            self.put_quantised(kind, index, quantised[kind])
-            if kind in quantised
-            else self.put_matrix(kind, index, matrix)
-            for kind, matrix in matrices.items()
-        )
+        size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items())
+        size += sum(put(kind, matrix) for kind, matrix in matrices.items())
         experts = () if layer.experts is None else layer.experts.matrices
         for expert, (gate_up, down) in enumerate(experts):
-            size += self.put_matrix(MatrixKind.GATE_UP, index, gate_up, expert)
-            size += self.put_matrix(MatrixKind.DOWN, index, down, expert)
+            size += put(MatrixKind.GATE_UP, gate_up, expert) + put(MatrixKind.DOWN, down, expert)
         self.layer_sizes.append(size)
         return size
 

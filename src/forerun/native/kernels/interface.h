@@ -41,8 +41,12 @@ struct ForerunSizes {
     const int32_t* formats;
 };
 
-// How a matrix is stored: in the element type, or in fewer bits with a scale per group of inputs.
-enum ForerunFormat { kElement, kInt8Groups32, kInt8Groups64, kInt4Groups32, kInt4Groups64 };
+// How a matrix is stored: in the element type, or in fewer bits with a scale per group of inputs, and
+// in some formats a minimum that is added.
+enum ForerunFormat {
+    kElement, kInt8Groups32, kInt8Groups64, kInt4Groups32, kInt4Groups64, kInt8Groups16, kInt8Minima16,
+    kInt8Minima32, kInt4Minima32
+};
 
 enum ForerunElement { kFp32 = 0, kBf16 = 1 };
 
@@ -101,10 +105,10 @@ void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, int3
                                 const void* from);
 
 // The same for a matrix in a format of groups, already quantised: values [outputs][inputs] (-128 to
-// 127, or -8 to 7) and fp16 scales [outputs][inputs / group]. False: the format or the inputs do not
-// allow it.
-bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, const int8_t* values,
-                                   const uint16_t* scales);
+// 127, or -8 to 7; with minima of 4 bits 0 to 15), fp16 scales [outputs][inputs / group], and minima
+// like the scales or null. False: the format or the inputs do not allow it.
+bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, int32_t expert,
+                                   const int8_t* values, const uint16_t* scales, const uint16_t* minima);
 
 // A decoder of the same weights in other formats, all of groups, [4 * num_layers + 1]. It reads the
 // embedding of the first, which must outlive it. Null when memory is short.

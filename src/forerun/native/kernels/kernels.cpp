@@ -43,7 +43,8 @@ class AnyDecoder {
     virtual size_t bytes_read(int num_layers) const = 0;
     virtual void put_vector(ForerunVector kind, int layer, const float* from) = 0;
     virtual void put_matrix(ForerunMatrix kind, int layer, int expert, const void* from) = 0;
-    virtual bool put_quantised(ForerunMatrix kind, int layer, const int8_t* values, const uint16_t* scales) = 0;
+    virtual bool put_quantised(ForerunMatrix kind, int layer, int expert, const int8_t* values,
+                               const uint16_t* scales, const uint16_t* minima) = 0;
     virtual AnyDecoder* requantised(const int32_t* formats) const = 0;
     virtual void attach(const AnyDecoder& target, const int64_t* target_ids) = 0;
     virtual void embed(const int64_t* tokens, int64_t num_rows, void* to) const = 0;
@@ -85,8 +86,10 @@ class Decoder final : public AnyDecoder {
         weights_.put_matrix(crew_, kind, layer, expert, static_cast<const T*>(from));
     }
 
-    bool put_quantised(ForerunMatrix kind, int layer, const int8_t* values, const uint16_t* scales) override {
-        return kind != kEmbedding && weights_.put_quantised(crew_, kind, layer, values, scales);
+    bool put_quantised(ForerunMatrix kind, int layer, int expert, const int8_t* values,
+                       const uint16_t* scales, const uint16_t* minima) override {
+        return kind != kEmbedding &&
+               weights_.put_quantised(crew_, kind, layer, expert, values, scales, minima);
     }
 
     AnyDecoder* requantised(const int32_t* formats) const override {
@@ -396,9 +399,9 @@ void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, int3
     as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, expert, from);
 }
 
-bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, const int8_t* values,
-                                   const uint16_t* scales) {
-    return as_decoder(decoder)->put_quantised(ForerunMatrix(kind), layer, values, scales);
+bool forerun_decoder_put_quantised(void* decoder, int32_t kind, int32_t layer, int32_t expert,
+                                   const int8_t* values, const uint16_t* scales, const uint16_t* minima) {
+    return as_decoder(decoder)->put_quantised(ForerunMatrix(kind), layer, expert, values, scales, minima);
 }
 
 void* forerun_decoder_requantised(const void* decoder, const int32_t* formats) {

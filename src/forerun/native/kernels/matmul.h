@@ -29,6 +29,7 @@ struct Matrix {
     int num_words = 0;  // of the elements' own type
     int bits = 0;       // 8 or 4; 0: the elements' own type
     int group = 0;      // inputs with a common scale
+    bool has_minima = false;  // groups have numbers that are added to their weights
     int num_groups = 0;
     size_t panel_words = 0;
 
@@ -36,7 +37,9 @@ struct Matrix {
 
     size_t num_words_packed() const { return num_panels * panel_words; }
 
-    size_t group_bytes() const { return size_t(kPanel) * group * bits / 8 + kPanel * sizeof(uint16_t); }
+    size_t word_bytes() const { return size_t(kPanel) * group * bits / 8; }  // of a group
+
+    size_t group_bytes() const { return word_bytes() + kPanel * sizeof(uint16_t) * (1 + has_minima); }
 };
 
 // Lines that are fetched from memory while tiles compute on what is in the cache. They are fetched in the order of

@@ -1,13 +1,14 @@
 // Weights of 8 or 4 bits times activations of 8 bits.
 //
-// Inputs come in groups of 32 or 64. Of every output a group has one scale, an fp16 number as in GGUF
-// files; of every row of activations it has another. The products of a group are added up as integers,
+// Inputs come in groups of 16, 32 or 64. Of every output a group has one scale, an fp16 number as in GGUF
+// files, and in some matrices a minimum, which is added to its weights; of every row of activations it has
+// a scale of its own. The products of a group are added up as integers,
 // which is exact in any order, and the groups in ascending order as floats: what a row computes is the
 // same to the bit on every processor's path here, alone and among other rows.
 //
-// A panel is [group][word][64 outputs] with the group's 64 scales behind its words. A word holds four
-// int8 inputs, or eight inputs of 4 bits: the low halves of its bytes are the first four, the high
-// halves the others, each with 8 added.
+// A panel is [group][word][64 outputs] with the group's 64 scales, and minima, behind its words. A word
+// holds four int8 inputs, or eight inputs of 4 bits: the low halves of its bytes are the first four, the
+// high halves the others, each with 8 added unless there are minima.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,7 @@
 
 namespace forerun {
 
-constexpr int kRunInputs = 32;  // summed without a look at the group: see `Int4`
+constexpr int kRunInputs = 32;  // the most that are summed without a look at the group: see `Int4`
 constexpr int kLargestInt8 = 127;
 
 // ------------------------------------------------------------------------------------------- fp16
@@ -212,7 +213,7 @@ class QuantisedRows {
         const size_t num_inputs = matrix.num_groups * matrix.group;
         grow(values_, num_rows * num_inputs);
         grow(scales_, size_t(num_rows) * matrix.num_groups);
-        grow(sums_, num_rows * num_inputs / kRunInputs);
+        grow(sums_, num_rows * num_inputs / std::min(matrix.group, kRunInputs));
     }
 
     // Quantises a row of `width` activations, a multiple of kLanes; NaN and infinity make the scale
@@ -220,6 +221,7 @@ class QuantisedRows {
     template <class T>
     void set(int row, const T* x, int width, const Matrix& matrix) {
         int8_t* values = &values_[size_t(row) * matrix.num_groups * matrix.group];
+        const int run_inputs = std::min(matrix.group, kRunInputs);
         for (int group = 0; group < matrix.num_groups; ++group) {
             const int begin = group * matrix.group, end = begin + matrix.group;
             Floats top{}, nan{};
@@ -233,13 +235,13 @@ class QuantisedRows {
             scales_[size_t(row) * matrix.num_groups + group] =
                 (is_zero ? 0 : most / kLargestInt8) + sum(nan);
             const Floats inverse = splat(is_zero || most > 3e38f ? 0 : kLargestInt8 / most);
-            for (int run = begin; run < end; run += kRunInputs) {
+            for (int run = begin; run < end; run += run_inputs) {
                 SumInts total{};
-                for (int i = run; i < run + kRunInputs; i += kLanes)
+                for (int i = run; i < run + run_inputs; i += kLanes)
                     total += rounded(i < width ? load(x + i) * inverse : Floats{}, values + i);
                 int32_t sum = 0;
                 for (int lane = 0; lane < kNative; ++lane) sum += total[lane];
-                sums_[(size_t(row) * matrix.num_groups * matrix.group + run) / kRunInputs] = sum;
+                sums_[(size_t(row) * matrix.num_groups * matrix.group + run) / run_inputs] = sum;
             }
         }
     }
@@ -281,20 +283,23 @@ constexpr int lanes_beside(int num_rows) { return num_rows == 1 ? 4 : num_rows =
 #endif
 constexpr int kFetchBytes = 8192;  // how far ahead of the weights memory is read
 
-// Groups are of kRuns runs. Where the panel ends, `next` is fetched: the panel that the thread comes to then.
-template <class Kind, int kRuns, int kRows>
+// Groups are of kRuns runs of kRun inputs. Where the panel ends, `next` is fetched: the panel that the thread
+// comes to then.
+template <class Kind, int kRun, int kRuns, bool kMinima, int kRows>
 inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& matrix,
                            const char* panel, const char* next, float* sums) {
-    constexpr int kWidth = lanes_beside(kRows), kWords = kRunInputs / Kind::kInputs;
+    constexpr int kWidth = lanes_beside(kRows), kWords = kRun / Kind::kInputs;
+    // With minima the words of 4 bits are what they are, with nothing added to be taken away.
+    constexpr bool kRaised = !(kMinima && Kind::kBits == 4);
     const size_t stride = size_t(matrix.num_groups) * matrix.group, group_bytes = matrix.group_bytes();
     const char* end = panel + matrix.num_groups * group_bytes;
     for (int i = 0; i < kRows * kPanel; i += kLanes) store(sums + i, Floats{});
     for (int group = 0; group < matrix.num_groups; ++group, panel += group_bytes) {
         const int8_t* from = x.values() + first_row * stride + size_t(group) * matrix.group;
-        const int32_t* totals = x.sums() + (first_row * stride + size_t(group) * matrix.group) / kRunInputs;
+        const int32_t* totals = x.sums() + (first_row * stride + size_t(group) * matrix.group) / kRun;
+        const auto total_of = [&](int r, int run) { return totals[r * (stride / kRun) + run]; };
         const float* scales = x.scales() + size_t(first_row) * matrix.num_groups + group;
-        const uint16_t* weight_scales =
-            reinterpret_cast<const uint16_t*>(panel + group_bytes - kPanel * sizeof(uint16_t));
+        const uint16_t* weight_scales = reinterpret_cast<const uint16_t*>(panel + matrix.word_bytes());
         const char* ahead = panel + kFetchBytes;
         if (ahead >= end) ahead = next ? next + (ahead - end) : end - group_bytes;
         for (size_t line = 0; line < group_bytes; line += kLine) __builtin_prefetch(ahead + line, 0, 3);
@@ -303,7 +308,7 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
             for (int run = 0; run < kRuns; ++run) {
                 Lanes part[kRows][kWidth];
                 for (int r = 0; r < kRows; ++r)
-                    for (auto& lanes : part[r]) lanes = Kind::begin(totals[r * (stride / kRunInputs) + run]);
+                    for (auto& lanes : part[r]) lanes = Kind::begin(kRaised ? total_of(r, run) : 0);
                 for (int u = 0; u < kWords; ++u) {
                     const char* words = panel + (size_t(run * kWords + u) * kPanel + first) * 4;
                     typename Kind::Word w[kWidth];
@@ -311,21 +316,28 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
                     for (int r = 0; r < kRows; ++r)
                         for (int v = 0; v < kWidth; ++v)
                             part[r][v] = Kind::add(part[r][v], w[v],
-                                                   from + r * stride + run * kRunInputs + u * Kind::kInputs);
+                                                   from + r * stride + run * kRun + u * Kind::kInputs);
                 }
                 for (int r = 0; r < kRows; ++r)
                     for (int v = 0; v < kWidth; ++v) {
-                        const Lanes done = Kind::end(part[r][v], totals[r * (stride / kRunInputs) + run]);
+                        const Lanes done = Kind::end(part[r][v], kRaised ? total_of(r, run) : 0);
                         products[r][v] = run ? add_lanes(products[r][v], done) : done;
                     }
             }
             for (int v = 0; v < kWidth; ++v) {
                 const int output = first + v * kLaneOutputs;
                 const LaneFloats weight_scale = load_halves(weight_scales + output);
+                LaneFloats minimum{};
+                if constexpr (kMinima) minimum = load_halves(weight_scales + kPanel + output);
                 for (int r = 0; r < kRows; ++r) {
+                    const float row_scale = scales[size_t(r) * matrix.num_groups];
                     const LaneFloats whole = __builtin_convertvector((LaneInts)products[r][v], LaneFloats);
-                    const LaneFloats scale = weight_scale * scales[size_t(r) * matrix.num_groups];
-                    *reinterpret_cast<LaneFloats*>(sums + r * kPanel + output) += whole * scale;
+                    LaneFloats product = whole * (weight_scale * row_scale);
+                    if constexpr (kMinima) {
+                        static_assert(kRuns == 1);
+                        product += minimum * (float(total_of(r, 0)) * row_scale);
+                    }
+                    *reinterpret_cast<LaneFloats*>(sums + r * kPanel + output) += product;
                 }
             }
         }
@@ -334,19 +346,23 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
 
 using QuantisedTile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, const char*, float*);
 
-template <class Kind, int kRuns, size_t... kIndices>
+template <class Kind, int kRun, int kRuns, bool kMinima, size_t... kIndices>
 constexpr std::array<QuantisedTile, kQuantisedTile> tiles_of(std::index_sequence<kIndices...>) {
-    return {quantised_tile<Kind, kRuns, int(kIndices) + 1>...};
+    return {quantised_tile<Kind, kRun, kRuns, kMinima, int(kIndices) + 1>...};
 }
 
 // sums[row][kPanel] = x[first_row + row] . panel
 inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, const Matrix& matrix,
                            int panel, int next_panel, float* sums) {
     using Rows = std::make_index_sequence<kQuantisedTile>;
-    static constexpr std::array<QuantisedTile, kQuantisedTile> kTiles[2][2] = {
-        {tiles_of<Int8, 1>(Rows{}), tiles_of<Int8, 2>(Rows{})},
-        {tiles_of<Int4, 1>(Rows{}), tiles_of<Int4, 2>(Rows{})}};
-    const auto& tiles = kTiles[matrix.bits == 4][matrix.group / kRunInputs - 1];
+    // By the inputs of a group: 16, 32 and 64; then with minima 16 and 32.
+    static constexpr std::array<QuantisedTile, kQuantisedTile> kTiles[2][5] = {
+        {tiles_of<Int8, 16, 1, false>(Rows{}), tiles_of<Int8, 32, 1, false>(Rows{}),
+         tiles_of<Int8, 32, 2, false>(Rows{}), tiles_of<Int8, 16, 1, true>(Rows{}),
+         tiles_of<Int8, 32, 1, true>(Rows{})},
+        {{}, tiles_of<Int4, 32, 1, false>(Rows{}), tiles_of<Int4, 32, 2, false>(Rows{}), {},
+         tiles_of<Int4, 32, 1, true>(Rows{})}};
+    const auto& tiles = kTiles[matrix.bits == 4][matrix.group / 32 + 3 * matrix.has_minima];
     const int num_tiles = (num_rows + kQuantisedTile - 1) / kQuantisedTile;
     for (int t = 0; t < num_tiles; ++t) {
         const int begin = int(int64_t(num_rows) * t / num_tiles);
@@ -361,7 +377,7 @@ inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, 
 
 // One output's weights of a group, as multiples of its scale.
 struct QuantisedGroup {
-    uint16_t scale;  // fp16
+    uint16_t scale, minimum;  // fp16
     int8_t values[64];
 };
 
@@ -376,7 +392,7 @@ inline QuantisedGroup quantise_group(const float* x, int size, int bits) {
     float low = 0, high = 0, nan = 0;
     for (int lane = 0; lane < kNative; ++lane)
         low = std::min(low, lows[lane]), high = std::max(high, highs[lane]), nan += nans[lane];
-    QuantisedGroup best{to_half(nan == 0 ? 0.f : NAN), {}};
+    QuantisedGroup best{to_half(nan == 0 ? 0.f : NAN), 0, {}};
     const float most = std::max(-low, high);
     if (nan != 0 || most == 0) return best;
     const int top = bits == 8 ? kLargestInt8 : 7;
@@ -420,29 +436,35 @@ inline void put_group(const Matrix& matrix, int place, int group, const Quantise
     const size_t num_bytes = matrix.group_bytes();
     char* to = reinterpret_cast<char*>(matrix.words + size_t(place / kPanel) * matrix.panel_words) +
                group * num_bytes;
-    const auto nibbles = [](uint32_t bytes) { return (bytes & 0x0f0f0f0fu) ^ 0x08080808u; };  // 8 added
+    const uint32_t added = matrix.has_minima ? 0 : 0x08080808u;
+    const auto nibbles = [added](uint32_t bytes) { return (bytes & 0x0f0f0f0fu) ^ added; };
     for (int i = 0, word = lane; i < size; i += 32 / bits, word += kPanel) {
         uint32_t parts[2];
         std::memcpy(parts, from.values + i, bits == 8 ? 4 : 8);
         if (bits == 4) parts[0] = nibbles(parts[0]) | nibbles(parts[1]) << 4;
         std::memcpy(to + size_t(word) * 4, parts, 4);
     }
-    std::memcpy(to + num_bytes - (kPanel - lane) * sizeof(uint16_t), &from.scale, 2);
+    uint16_t* scales = reinterpret_cast<uint16_t*>(to + matrix.word_bytes());
+    scales[lane] = from.scale;
+    if (matrix.has_minima) scales[kPanel + lane] = from.minimum;
 }
 
 inline QuantisedGroup group_of(const Matrix& matrix, int place, int group) {
     const int lane = place % kPanel;
     const char* from = reinterpret_cast<const char*>(matrix.panel(place / kPanel)) + group * matrix.group_bytes();
     QuantisedGroup found;
+    const int added = matrix.has_minima ? 0 : 8;
     for (int i = 0; i < matrix.group; ++i) {
         if (matrix.bits == 8) {
             found.values[i] = int8_t(from[(size_t(i / 4) * kPanel + lane) * 4 + i % 4]);
         } else {
             const uint8_t byte = uint8_t(from[(size_t(i / 8) * kPanel + lane) * 4 + i % 4]);
-            found.values[i] = int8_t((i % 8 < 4 ? byte & 15 : byte >> 4) - 8);
+            found.values[i] = int8_t((i % 8 < 4 ? byte & 15 : byte >> 4) - added);
         }
     }
-    std::memcpy(&found.scale, from + matrix.group_bytes() - (kPanel - lane) * sizeof(uint16_t), 2);
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(from + matrix.word_bytes());
+    found.scale = scales[lane];
+    found.minimum = matrix.has_minima ? scales[kPanel + lane] : 0;
     return found;
 }
 

@@ -119,16 +119,17 @@ class Weights {
     }
 
     // False where the matrix is not in groups, or its inputs are not whole groups.
-    bool put_quantised(Crew& crew, ForerunMatrix kind, int index, const int8_t* values,
-                       const uint16_t* scales) {
-        const Matrix& matrix = matrix_at(kind, index, -1);
-        if (!matrix.bits || inputs_of(kind, -1) % matrix.group) return false;
-        const size_t num_given = inputs_of(kind, -1) / matrix.group;
-        each_output(crew, kind, -1, [&](int first, int last, auto&& place) {
+    bool put_quantised(Crew& crew, ForerunMatrix kind, int index, int expert, const int8_t* values,
+                       const uint16_t* scales, const uint16_t* minima) {
+        const Matrix& matrix = matrix_at(kind, index, expert);
+        if (!matrix.bits || inputs_of(kind, expert) % matrix.group) return false;
+        if (matrix.has_minima != (minima != nullptr)) return false;
+        const size_t num_given = inputs_of(kind, expert) / matrix.group;
+        each_output(crew, kind, expert, [&](int first, int last, auto&& place) {
             for (int output = first; output < last; ++output)
                 for (size_t group = 0; group < num_given; ++group) {
                     const size_t at = output * num_given + group;
-                    QuantisedGroup given{scales[at], {}};
+                    QuantisedGroup given{scales[at], minima ? minima[at] : uint16_t(0), {}};
                     std::memcpy(given.values, values + at * matrix.group, matrix.group);
                     put_group(matrix, place(output), int(group), given);
                 }
@@ -242,8 +243,11 @@ class Weights {
                 placed.num_words = (num_inputs + kDepth<T> - 1) / kDepth<T>;
                 placed.panel_words = size_t(placed.num_words) * kPanel;
             } else {
-                placed.bits = format <= kInt8Groups64 ? 8 : 4;
-                placed.group = format == kInt8Groups32 || format == kInt4Groups32 ? 32 : 64;
+                placed.bits = format == kInt4Groups32 || format == kInt4Groups64 || format == kInt4Minima32 ? 4 : 8;
+                placed.group = format == kInt8Groups64 || format == kInt4Groups64   ? 64
+                               : format == kInt8Groups16 || format == kInt8Minima16 ? 16
+                                                                                    : 32;
+                placed.has_minima = format >= kInt8Minima16;
                 placed.num_groups = (num_inputs + placed.group - 1) / placed.group;
                 placed.panel_words = placed.num_groups * placed.group_bytes() / 4;
             }
@@ -322,8 +326,8 @@ class Weights {
         }
         for (int group = 0; group < matrix.num_groups; ++group) {
             const QuantisedGroup found = group_of(matrix, place, group);
-            const float scale = from_half(found.scale);
-            for (int i = 0; i < matrix.group; ++i) *to++ = found.values[i] * scale;
+            const float scale = from_half(found.scale), minimum = from_half(found.minimum);
+            for (int i = 0; i < matrix.group; ++i) *to++ = found.values[i] * scale + minimum;
         }
     }
 

@@ -14,6 +14,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED
+from forerun.models.decoder import QuantisedMatrix
 from forerun.models.load import load_model, try_out
 from forerun.models.memory import weights_bytes
 from forerun.models.runner import packed
@@ -33,7 +34,7 @@ FORMATS = [kind for kind in MatrixFormat if kind is not MatrixFormat.ELEMENT]
 
 
 def group_of(kind: MatrixFormat) -> int:
-    return 32 if kind.name.endswith("32") else 64
+    return int(kind.name[-2:])
 
 
 def quantised_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -54,21 +55,27 @@ def test_products_are_exact_sums_of_integers_times_scales(kind, num_rows, monkey
     model = run_natively(decoder, random_parameters(decoder), weights="int8")
     group, num_outputs = group_of(kind), SIZES["vocab_size"]
     generator = torch.Generator().manual_seed(num_rows)
+    has_minima = "MINIMA" in kind.name
     low, high = (-8, 7) if "INT4" in kind.name else (-128, 127)
+    if kind is MatrixFormat.INT4_MINIMA_32:
+        low, high = 0, 15
     values = torch.randint(low, high + 1, (num_outputs, 192), generator=generator, dtype=torch.int8)
     values[0], values[1], values[2, ::2], values[2, 1::2] = low, high, low, high
     scales = (torch.rand(num_outputs, 192 // group, generator=generator) - 0.5).half()
     scales[3] = 0
-    put = model.weights.kernels.library.forerun_decoder_put_quantised
-    assert put(model.weights.handle, MatrixKind.HEAD, 0, values.data_ptr(), scales.data_ptr())
+    minima = (torch.rand(scales.shape, generator=generator) - 0.5).half() if has_minima else None
+    model.weights.put_quantised(MatrixKind.HEAD, 0, QuantisedMatrix(values, scales, minima))
     rows = torch.randn(num_rows, 192, generator=generator)
     rows[0], rows[num_rows // 2] = 1, -1  # the largest integers
     rows[-1, :group] = 0
     ints, row_scales = quantised_rows(rows, group)
     weights = values.reshape(num_outputs, -1, group).double()
     sums = torch.einsum("rgi,ogi->rog", ints.double(), weights)
-    assert sums.abs().max() == group * 127 * -low
-    expected = (sums * scales.double() * row_scales.double()[:, None]).sum(-1)
+    assert sums.abs().max() == group * 127 * max(-low, high)
+    products = sums * scales.double()
+    if minima is not None:
+        products += ints.double().sum(-1)[:, None] * minima.double()
+    expected = (products * row_scales.double()[:, None]).sum(-1)
     found = model.head(rows).double()
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(torch.cat([model.head(row[None]) for row in rows]), model.head(rows))
@@ -175,9 +182,33 @@ def test_values_of_other_groups_are_not_taken():
     decoder = decoder_of(**SIZES)
     model = run_natively(decoder, random_parameters(decoder), weights="int4")
     put = model.weights.kernels.library.forerun_decoder_put_quantised
-    assert not put(model.weights.handle, MatrixKind.HEAD, 0, None, None)  # 208 inputs
+    nothing = (None, None, None)
+    assert not put(model.weights.handle, MatrixKind.HEAD, 0, -1, *nothing)  # 208 inputs
     plain = run_natively(decoder, random_parameters(decoder))
-    assert not put(plain.weights.handle, MatrixKind.OUTPUT, 0, None, None)
+    assert not put(plain.weights.handle, MatrixKind.OUTPUT, 0, -1, *nothing)
+    ones = torch.ones(208, 32)
+    with_minima = QuantisedMatrix(ones.to(torch.int8), ones[:, :1].half(), ones[:, :1].half())
+    with pytest.raises(ValueError, match="OUTPUT of layer 0"):
+        model.weights.put_quantised(MatrixKind.OUTPUT, 0, with_minima)
+
+
+def test_a_copy_of_matrices_with_minima_has_their_weights(monkeypatch):
+    monkeypatch.setattr(packed, "FORMATS", dict.fromkeys((8, 4), MatrixFormat.INT4_MINIMA_32))
+    decoder = decoder_of(**(SIZES | {"hidden_size": 192}))
+    model = run_natively(decoder, random_parameters(decoder), weights="int8")
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers that 8 bits hold, the largest 127 in every group.
+    values = torch.randint(0, 16, (150, 6, 32), generator=generator, dtype=torch.int8)
+    values[:, :, 0] = 15
+    matrix = QuantisedMatrix(
+        values.flatten(1), torch.full((150, 6), 8.0).half(), torch.full((150, 6), 7.0).half()
+    )
+    model.weights.put_quantised(MatrixKind.HEAD, 0, matrix)
+    monkeypatch.undo()
+    copy = model.in_fewer_bits("int8")
+    columns = torch.eye(192)
+    assert torch.equal(copy.head(columns).t(), (values * 8.0 + 7.0).flatten(1))
+    assert torch.equal(copy.head(columns), model.head(columns))
 
 
 def test_other_runners_have_no_fewer_bits():
