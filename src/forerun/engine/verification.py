@@ -153,6 +153,8 @@ def verdict_of(
     """Build the verdict of an accepted path, with a bonus token if the path ends at a leaf."""
     at_leaf = not entry.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
+    if not entry.num_drafted:
+        last = TokenSource.PLAIN
     return Verdict(
         path=path,
         tokens=emitted,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -32,6 +32,7 @@ from forerun.diagnose.change_points import MIN_DRAFTS, ChangePoint, Cusum, watch
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.results import Completion, RequestOutput
+from forerun.server.live_page import LiveSnapshot
 from forerun.theory.acceptance import AcceptanceCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -172,6 +173,7 @@ class ServerMetrics:
         self.engine = engine
         self.labels = {"model_name": model, "engine": "0"}
         self.totals = StepTotals()
+        self.read_live: Callable[[], LiveSnapshot] | None = None
         engine.observers.append(self.totals)
         disable_created_metrics()  # type: ignore[no-untyped-call]  # has no annotations
         self.registry = CollectorRegistry()
@@ -275,9 +277,35 @@ class ServerMetrics:
         ):
             found: Mapping[Any, float] = values.copy()
             yield self._family(name, text, {(key,): n for key, n in found.items()}, label)
+        yield from self._live()
         plan = ("method", "num_speculative_tokens")
         yield self._family("forerun:sequence_steps", "Steps by plan", totals.plans.copy(), *plan)
         yield self._gaps()
+
+    def _live(self) -> Iterator[Metric]:
+        """Yield the figures of the latest steps that the live page states, once there are some."""
+        live = None if self.read_live is None else self.read_live()
+        if live is None:
+            return
+        gauge, found, times = GaugeMetricFamily, live.speedup, live.token_times
+        if times is not None:
+            parts = {"draft": times.draft_s, "verify": times.verify_s, "other": times.other_s}
+            text = "Seconds per token of the latest decode steps, by phase"
+            values = {(phase,): seconds for phase, seconds in parts.items()}
+            yield self._family("forerun:token_seconds", text, values, "phase", kind=gauge)
+        if found is None:
+            return
+        text = "Speedup of the latest decode steps over plain ones, with its 95% interval"
+        bounds = {("value",): found.value, ("low",): found.low, ("high",): found.high}
+        yield self._family("forerun:speedup", text, bounds, "bound", kind=gauge)
+        for name, text, value, kind in (
+            ("plain_token_seconds", "Seconds per token of plain steps", found.plain_s, gauge),
+            ("speedup_share", "Share of tokens that is compared", found.share_compared, gauge),
+            ("plain_steps_measured", "Measured plain steps", found.num_plain_steps, None),
+        ):
+            yield self._family(
+                f"forerun:{name}", text, {(): value}, kind=kind or CounterMetricFamily
+            )
 
     def _gaps(self) -> Metric:
         totals = self.totals

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
+from forerun.server.request_log import RequestLog
 
 BACKLOG = 128
 """Connections that the system may hand over at once."""
@@ -129,6 +130,16 @@ def open_socket(config: ServerConfig) -> socket.socket:
         ) from error
 
 
+class DrainingServer(uvicorn.Server):
+    """A server that is not ready from the signal on that ends it."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end."""
+        if isinstance(log := self.config.app, RequestLog):
+            log.is_draining = True
+        super().handle_exit(sig, frame)
+
+
 def serve(
     app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: EngineThread | None = None
 ) -> None:
@@ -144,7 +155,7 @@ def serve(
     settings = uvicorn_config(app, config)
     settings.callback_notify = notice_failure
     settings.timeout_notify = CHECK_S
-    server = uvicorn.Server(settings)
+    server = DrainingServer(settings)
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what is loaded stays: a full collection would stop all threads for longer
     # uvicorn raises the signal once more when it has drained, for handlers that were there before.
@@ -161,7 +172,7 @@ def serve(
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
     return uvicorn.Config(
-        app,
+        RequestLog(app),
         http=ServedConnection,
         backlog=BACKLOG,
         log_config=None,
