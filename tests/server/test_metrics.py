@@ -17,6 +17,7 @@ from tests.server.test_completions import PROMPT, SEEDED
 
 from forerun.diagnose.readers.prometheus import PrometheusText
 from forerun.sampling.config import SamplingParams
+from forerun.server.live_page import LiveSpeedup, LiveTokenTimes
 from forerun.server.metrics import ServerMetrics, StepTotals
 
 
@@ -94,6 +95,33 @@ def test_files_name_metrics_that_exist(scraped, name):
     named = set(re.findall(r"(?:vllm|forerun):[a-z_0-9]+", (DEPLOY / name).read_text()))
     assert named
     assert {re.sub("_(bucket|count|sum)$", "", metric) for metric in named} <= known
+
+
+def test_the_speedup_is_that_of_the_page():
+    engine = tiny_engine()
+    metrics = ServerMetrics(engine, "tiny")
+    speedup = LiveSpeedup(
+        value=1.5, low=1.25, high=1.75, plain_s=0.5, share_compared=0.75, num_plain_steps=9
+    )
+    times = LiveTokenTimes(num_steps=4, num_sequences=1.0, draft_s=2.0, verify_s=3.0, other_s=4.0)
+    metrics.read_live = lambda: SimpleNamespace(speedup=speedup, token_times=times)
+    found = {
+        (sample.name, sample.labels.get("bound") or sample.labels.get("phase")): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+    }
+    bounds = {name: found["forerun:speedup", name] for name in ("value", "low", "high")}
+    assert bounds == {"value": 1.5, "low": 1.25, "high": 1.75}
+    assert found["forerun:plain_token_seconds", None] == 0.5
+    assert found["forerun:speedup_compared_share", None] == 0.75
+    assert found["forerun:plain_steps_measured", None] == 9
+    assert [found["forerun:token_seconds", p] for p in ("draft", "verify", "other")] == [2, 3, 4]
+
+
+def test_a_server_gives_the_page_s_figures_to_its_metrics():
+    with serving(tiny_engine()) as client:
+        state = client.app.state.server
+        assert state.metrics.read_live().setup.target == state.model
 
 
 def test_our_own_reader_understands_them(scraped):

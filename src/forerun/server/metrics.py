@@ -283,29 +283,30 @@ class ServerMetrics:
         yield self._gaps()
 
     def _live(self) -> Iterator[Metric]:
-        """Yield the figures of the latest steps that the live page states, once there are some."""
+        """Yield the figures of the latest steps that the live page states; empty without them."""
         live = None if self.read_live is None else self.read_live()
-        if live is None:
-            return
-        gauge, found, times = GaugeMetricFamily, live.speedup, live.token_times
+        found, times = (None, None) if live is None else (live.speedup, live.token_times)
+        parts, bounds, speedup = {}, {}, {}
         if times is not None:
-            parts = {"draft": times.draft_s, "verify": times.verify_s, "other": times.other_s}
-            text = "Seconds per token of the latest decode steps, by phase"
-            values = {(phase,): seconds for phase, seconds in parts.items()}
-            yield self._family("forerun:token_seconds", text, values, "phase", kind=gauge)
-        if found is None:
-            return
-        text = "Speedup of the latest decode steps over plain ones, with its 95% interval"
-        bounds = {("value",): found.value, ("low",): found.low, ("high",): found.high}
-        yield self._family("forerun:speedup", text, bounds, "bound", kind=gauge)
-        for name, text, value, kind in (
-            ("plain_token_seconds", "Seconds per token of plain steps", found.plain_s, gauge),
-            ("speedup_share", "Share of tokens that is compared", found.share_compared, gauge),
-            ("plain_steps_measured", "Measured plain steps", found.num_plain_steps, None),
+            parts = {("draft",): times.draft_s, ("verify",): times.verify_s}
+            parts |= {("other",): times.other_s}
+        if found is not None:
+            bounds = {("value",): found.value, ("low",): found.low, ("high",): found.high}
+            speedup = {
+                "plain_token_seconds": found.plain_s,
+                "speedup_compared_share": found.share_compared,
+                "plain_steps_measured": found.num_plain_steps,
+            }
+        for name, text, values, *labels in (
+            ("token_seconds", "Seconds per token of the latest steps, by phase", parts, "phase"),
+            ("speedup", "Speedup of the latest steps, with its 95% interval", bounds, "bound"),
+            ("plain_token_seconds", "Seconds per token of plain steps", None),
+            ("speedup_compared_share", "Share of the tokens that the speedup compares", None),
+            ("plain_steps_measured", "Plain steps that were measured", None),
         ):
-            yield self._family(
-                f"forerun:{name}", text, {(): value}, kind=kind or CounterMetricFamily
-            )
+            if values is None:
+                values = {(): speedup[name]} if name in speedup else {}
+            yield self._family(f"forerun:{name}", text, values, *labels, kind=GaugeMetricFamily)
 
     def _gaps(self) -> Metric:
         totals = self.totals

@@ -178,6 +178,14 @@ class GenerationRequest(Body):
     return_token_sources: bool = False
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n):
+            message = "best_of is not supported; leave it out or send the value of n"
+            raise PydanticCustomError("not_supported", message)
+        return self
 
     @property
     @abstractmethod
@@ -300,15 +308,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
-    best_of: int | None = None
     suffix: None = None
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            message = "best_of is not supported; leave it out or send the value of n"
-            raise PydanticCustomError("not_supported", message)
-        return self
 
     @model_validator(mode="after")
     def _check_stream(self) -> CompletionRequest:

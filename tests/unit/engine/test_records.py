@@ -233,6 +233,34 @@ def test_an_observer_that_fails_is_removed_with_one_warning(target, caplog):
     assert warning == "observer Failing failed and was removed: KeyError('page')"
 
 
+class WithoutLogits:
+    is_required = False
+
+    def observe(self, step: ObservedStep) -> None:
+        pass
+
+
+class Raising(WithoutLogits):
+    @property
+    def wants_logits(self) -> bool:
+        raise RuntimeError("closed")
+
+
+class WithoutAnything:
+    pass
+
+
+@pytest.mark.parametrize("kind", [WithoutLogits, Raising, WithoutAnything])
+def test_an_observer_with_missing_parts_is_removed_with_one_warning(target, caplog, kind):
+    engine = drafted(target)
+    expected = engine.generate([[1]], PARAMS)[0].token_ids
+    engine.observers[:] = [kind()]
+    assert engine.generate([[1]], PARAMS)[0].token_ids == expected
+    assert engine.observers == []
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert f"observer {kind.__name__} failed and was removed" in warning
+
+
 def test_times_of_a_completion(target):
     (output,) = drafted(target).generate([[1]], PARAMS)
     assert 0 <= output.completions[0].ttft_s <= output.completions[0].total_s
