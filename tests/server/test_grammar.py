@@ -25,6 +25,15 @@ SCHEMA = {
 BODY = {"prompt": PROMPT, "seed": 4, "max_tokens": 60}
 
 
+@pytest.mark.parametrize("choice", ["a", "xa"])
+def test_a_grammar_that_other_limits_contradict_is_the_request_s_fault(client, choice):
+    (token,) = client.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
+    body = BODY | {"structured_outputs": {"choice": [choice]}, "allowed_token_ids": [token]}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == 400
+    assert "its parameters leave no possible token" in found.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "grammar",
