@@ -434,7 +434,8 @@ class Engine:
             InvalidRequest: the tokenizer has no template, the template refuses the messages, or as
                 `generate`.
         """
-        is_one = isinstance(messages, str) or not messages or isinstance(messages[0], Mapping)
+        is_list = isinstance(messages, Seq) and not isinstance(messages, str) and len(messages) > 0
+        is_one = not is_list or isinstance(messages[0], Mapping)
         conversations: Seq[Any] = [messages] if is_one else messages
         ids = [self.intake.render(conversation) for conversation in conversations]
         return self.generate(ids, sampling_params, terms)

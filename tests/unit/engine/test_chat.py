@@ -28,7 +28,7 @@ def engine_with(template: str | None):
     backend = tiny.backend(("<chat-test>",))
     backend.chat_template = template
     engine = tiny.engine_over(tiny.adapted(tiny.network()))
-    engine.tokenizer = adopt(backend)
+    engine.tokenizer = engine.intake.tokenizer = adopt(backend)
     return engine
 
 
@@ -80,6 +80,7 @@ def test_contents_may_be_texts_parts_or_missing(conversation, rendered):
         ([[5]], "a message is 5"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_other_contents_are_refused_in_a_sentence(conversation, said):
     with pytest.raises(InvalidRequest, match=said):
         engine_with(TEMPLATE).chat(conversation, PARAMS)
