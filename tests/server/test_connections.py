@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from tests.server.conftest import TIMEOUT_S, Held, serving, tiny_engine, wait_until_idle
 from tests.server.test_completions import PROMPT
 
@@ -135,7 +136,7 @@ def test_a_server_is_ready_unless_it_starts_ends_or_is_full(monkeypatch):
 
 
 def test_a_signal_to_end_makes_the_server_not_ready():
-    server = run.DrainingServer(run.uvicorn_config(None, ServerConfig()))
+    server = run.DrainingServer(run.uvicorn_config(FastAPI(), ServerConfig()))
     assert not server.config.app.is_draining
     server.handle_exit(signal.SIGTERM, None)
     assert server.config.app.is_draining and server.should_exit

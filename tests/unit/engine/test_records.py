@@ -250,6 +250,7 @@ class WithoutAnything:
     pass
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", [WithoutLogits, Raising, WithoutAnything])
 def test_an_observer_with_missing_parts_is_removed_with_one_warning(target, caplog, kind):
     engine = drafted(target)
