@@ -186,7 +186,8 @@ def test_offsets_are_those_of_the_returned_text(client, echo, n, max_tokens):
         assert found["text_offset"][0] == 0
         for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
             if "\\x" not in token and "<" not in token:
-                assert choice["text"][offset:].startswith(token)
+                # Bytes of no character become text with the next token.
+                assert choice["text"][offset:].lstrip("\ufffd").startswith(token)
 
 
 def test_logprobs_of_a_prompt_do_not_depend_on_chunks_and_other_requests():

@@ -51,8 +51,8 @@ def test_a_draft_that_pays_again_is_used_again_within_200_steps():
 
 def test_giving_up_and_resuming_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="forerun.control"):
-        ours = world(lambda _, __, step: 0.85 if 300 < step < 500 else 0.0, draft=0.3)
-        ours.run(auto(), 900)
+        ours = world(lambda _, __, step: 0.85 if 300 < step < 900 else 0.0)
+        ours.run(auto(), 3000)
     first, second, third = [record.getMessage() for record in caplog.records]
     assert "slower than plain decoding" in first and first == third
     assert "pays again and was resumed" in second
