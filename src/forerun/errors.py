@@ -93,7 +93,13 @@ class NotEnoughMemory(ForerunError):
 
 
 class QueueFull(ForerunError):
-    """The queue of waiting requests is full, and the new request was not queued."""
+    """The queue of waiting requests is full, and the new request was not queued.
+
+    Attributes:
+        retry_after_s: seconds after which there is probably a place.
+    """
+
+    retry_after_s: float = 1.0
 
 
 class EngineBusy(ForerunError):

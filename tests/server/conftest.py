@@ -70,7 +70,7 @@ def serving(
     url = "http://{}:{}".format(*listener.getsockname()[:2])
     try:
         with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
-            client.app = app
+            client.app, client.server = app, server
             yield client
     finally:
         server.should_exit = True

@@ -47,6 +47,71 @@ def expected(rendered: str) -> str:
     return engine.generate([ids], SamplingParams(**ANSWER))[0].text
 
 
+def test_best_of_one_is_accepted(chat):
+    body = {"messages": MESSAGES, **ANSWER, "best_of": 1}
+    assert chat.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_a_missing_content_is_an_empty_text(chat):
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = expected("<user>import os\n<assistant>\n<assistant>")
+    found = chat.post("/v1/chat/completions", json={"messages": messages, **ANSWER}).json()
+    assert found["choices"][0]["message"]["content"] == text
+
+
+def test_an_image_is_refused_in_one_sentence(chat):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
+    found = chat.post("/v1/chat/completions", json={"messages": messages})
+    said = "content of type 'image_url' is not supported; send texts"
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == f"messages.0.content: {said}"
+
+
+def test_tools_that_the_template_leaves_out_are_named_in_the_header(chat):
+    body = {"messages": MESSAGES, "tools": TOOLS, **ANSWER}
+    found = chat.post("/v1/chat/completions", json=body)
+    assert "x-forerun-ignored" not in found.headers
+    with serving(chat_engine()) as client:
+        client.app.state.server.engine.engine.tokenizer.use_chat_template(
+            TEMPLATE.replace("tools or []", "[]")
+        )
+        found = client.post("/v1/chat/completions", json=body)
+        assert found.headers["x-forerun-ignored"] == "tools"
+        tools = [{"type": "function", **TOOLS[0]["function"]}]
+        found = client.post("/v1/responses", json={"input": "x", "tools": tools})
+        assert found.headers["x-forerun-ignored"] == "tools"
+        none = client.post("/v1/chat/completions", json=body | {"tool_choice": "none"})
+        assert "x-forerun-ignored" not in none.headers
+
+
+@pytest.mark.parametrize("is_continuous", [True, False])
+def test_usage_is_in_every_event_where_it_is_asked_for(chat, is_continuous):
+    options = {"include_usage": True, "continuous_usage_stats": is_continuous}
+    asked = {**ANSWER, "n": 2, "stream_options": options, "return_token_ids": True}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": ["import os", "x"]}),
+    ):
+        *parts, last = streamed(chat, path, asked | body)
+        assert last["choices"] == []
+        assert all(("usage" in part) == is_continuous for part in parts)
+        if not is_continuous:
+            continue
+        counts: dict[int, int] = {}
+        prompts: dict[int, int] = {}
+        for part in parts:
+            (choice,), usage = part["choices"], part["usage"]
+            at = choice["index"]
+            counts[at] = counts.get(at, 0) + len(choice.get("token_ids", ()))
+            prompts[at] = usage["prompt_tokens"]
+            assert usage["completion_tokens"] == counts[at]
+            assert usage["total_tokens"] == counts[at] + prompts[at]
+        assert sum(counts.values()) == last["usage"]["completion_tokens"]
+        assert sum(prompts.values()) == 2 * last["usage"]["prompt_tokens"]
+
+
 def test_a_conversation_is_answered(chat):
     text = expected("<user>import os\n<assistant>")
     body = {"messages": MESSAGES, **ANSWER}

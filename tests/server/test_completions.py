@@ -133,6 +133,12 @@ def test_streamed_tokens_and_logprobs_are_those_of_the_whole(client):
     assert all(len(top) == 3 for top in whole["logprobs"]["top_logprobs"])
 
 
+@pytest.mark.parametrize(("best_of", "n", "status"), [(1, 1, 200), (2, 2, 200), (2, 1, 400)])
+def test_best_of_may_be_what_n_is(client, best_of, n, status):
+    body = {"prompt": PROMPT, "max_tokens": 2, "best_of": best_of, "n": n}
+    assert client.post("/v1/completions", json=body).status_code == status
+
+
 def test_status_routes(client):
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/version").json()["version"]
@@ -165,6 +171,23 @@ def test_prompts_are_echoed_with_their_logprobs(client, library):
             assert found["token_logprobs"][at] == pytest.approx(entry.logprob, abs=1e-5)
             best = max(found["top_logprobs"][at].values())
             assert best == pytest.approx(entry.top[0][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("echo", [True, False])
+def test_offsets_are_those_of_the_returned_text(client, echo, n, max_tokens):
+    asked = {"prompt": [PROMPT, "xyz"], "max_tokens": max_tokens or 1, "logprobs": 1, "n": n}
+    if echo:
+        asked |= {"echo": True, "max_tokens": max_tokens}
+    choices = client.post("/v1/completions", json=asked | {"seed": 1}).json()["choices"]
+    for choice in choices:
+        found = choice["logprobs"]
+        assert found["text_offset"][0] == 0
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            if "\\x" not in token and "<" not in token:
+                # Bytes of no character become text with the next token.
+                assert choice["text"][offset:].lstrip("\ufffd").startswith(token)
 
 
 def test_logprobs_of_a_prompt_do_not_depend_on_chunks_and_other_requests():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from tests.server.conftest import TIMEOUT_S, Held, serving, tiny_engine, wait_until_idle
 from tests.server.test_completions import PROMPT
 
@@ -95,6 +97,49 @@ def test_a_client_that_leaves_ends_its_request(stream, monkeypatch):
         wait_until_idle(engine)
         assert engine.stats().num_emitted < 60
         assert 'finished_reason="abort"' in client.get("/metrics").text
+
+
+def test_a_client_that_leaves_within_its_body_is_one_line_of_the_log(caplog):
+    caplog.set_level("INFO")
+    with serving(tiny_engine()) as client:
+        whole = head_of(b'{"prompt": "x", "max_tokens": 2}')
+        with socket.create_connection(address_of(client)) as connection:
+            connection.sendall(whole[:-3])
+        while not (lines := [r for r in caplog.records if r.name == "forerun.requests"]):
+            time.sleep(0.01)
+        client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert " status=499 " in lines[0].getMessage()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_server_is_ready_unless_it_starts_ends_or_is_full(monkeypatch):
+    engine, held = tiny_engine(max_batch=1, max_waiting=0), Held()
+    engine.observers.append(held)
+    with serving(engine) as client:
+        running = client.app.state.server.engine
+        assert client.get("/ready").json() == {"status": "ready"}
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+            next(response.iter_lines())
+            full = client.get("/ready")
+            alive = client.get("/health")
+            held.go_on.set()
+        assert (full.status_code, alive.status_code) == (503, 200)
+        assert "the queue is full" in full.text
+        wait_until_idle(engine)
+        client.server.config.app.is_draining = True
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+        client.server.config.app.is_draining = False
+        monkeypatch.setattr(running, "_is_open", False)
+        assert client.get("/ready").status_code == 503
+        monkeypatch.undo()
+
+
+def test_a_signal_to_end_makes_the_server_not_ready():
+    server = run.DrainingServer(run.uvicorn_config(FastAPI(), ServerConfig()))
+    assert not server.config.app.is_draining
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.config.app.is_draining and server.should_exit
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -230,6 +231,101 @@ def send_all(client: httpx.Client, numbers: Any, ends_s: float) -> Counter[str]:
         assert answer.status_code in REFUSALS | {200}, (number, answer.status_code)
         counts[f"{path} {answer.status_code}"] += 1
     return counts
+
+
+OTHER_TYPES = (None, True, 2**70, "\ud800", ["x"], [[1]], [{}], {"x": 1}, {"type": ["x"]})
+FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {"a": {}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+MADE: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/completions",
+        {
+            "prompt": ["x", "y"],
+            "logit_bias": {"5": 1},
+            "stop": ["x"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "speculation": {"tree": {"num_nodes": 3, "depth": 2, "width": 2}},
+            "metadata": {"a": "b"},
+        },
+    ),
+    ("/v1/completions", {"prompt": [[5]], "structured_outputs": {"choice": ["a"]}, "logprobs": 1}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "name": "n", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "a", "tool_call_id": "c"},
+            ],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "function", "function": {"name": "look"}},
+            "chat_template_kwargs": {"a": 1},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "c"},
+                {"type": "function_call_output", "call_id": "c", "output": "o"},
+            ],
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": {"type": "function", "name": "look"},
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [{"type": "message", "role": "user", "content": "x"}],
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+            "stream": True,
+        },
+    ),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/detokenize", {"tokens": [5, 6]}),
+]
+
+
+def places_of(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of all values in a body, however deep."""
+    yield place
+    if isinstance(value, dict | list):
+        for name in value if isinstance(value, dict) else range(len(value)):
+            yield from places_of(value[name], (*place, name))
+
+
+def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """Return a body with another value at a place."""
+    if not place:
+        return new
+    found = value.copy()
+    found[place[0]] = changed(value[place[0]], place[1:], new)
+    return found
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_no_value_of_another_type_is_an_error_of_the_server():
+    with serving(tool_engine()) as client:
+        for path, body in MADE:
+            whole = body if path in ("/tokenize", "/detokenize") else body | {"max_tokens": 1}
+            for place in places_of(whole):
+                for new in OTHER_TYPES:
+                    content = json.dumps(changed(whole, place, new)).encode()
+                    headers = {"Content-Type": "application/json"}
+                    answer = client.post(path, content=content, headers=headers)
+                    where = (path, place, new, answer.text[:300])
+                    assert answer.status_code in REFUSALS | {200}, where
+                    assert b'"server_error"' not in answer.content, where
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,35 @@ SCHEMA = {
 BODY = {"prompt": PROMPT, "seed": 4, "max_tokens": 60}
 
 
+@pytest.mark.parametrize("choice", ["a", "xa"])
+def test_a_grammar_that_other_limits_contradict_is_the_request_s_fault(client, choice):
+    (token,) = client.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
+    body = BODY | {"structured_outputs": {"choice": [choice]}, "allowed_token_ids": [token]}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == 400
+    assert "its parameters leave no possible token" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a"{99999999}',
+        'start: ("a"{1000}){1000}',
+        "start: " + "|".join(f'"a{number}"' for number in range(5000)),
+    ],
+)
+def test_a_grammar_that_its_parser_gives_up_is_the_request_s_fault(client, grammar, stream):
+    body = BODY | {"structured_outputs": {"grammar": grammar}, "stream": stream}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == (200 if stream else 400)
+    (line,) = [line for line in found.text.splitlines() if '"error"' in line]
+    error = json.loads(line.removeprefix("data: "))["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "items" in error["message"]
+    assert "state>" not in error["message"]
+
+
 @pytest.mark.parametrize("speculation", ["auto", "off"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_choice_is_followed(client, speculation, temperature):

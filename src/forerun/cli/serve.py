@@ -71,6 +71,14 @@ class ServeOptions:
 
 def run(options: ServeOptions) -> int:
     """Serve until a signal; returns the exit code."""
+    from forerun.server.request_log import log_on_stderr
+
+    with log_on_stderr(options.server.log_format):
+        return run_served(options)
+
+
+def run_served(options: ServeOptions) -> int:
+    """Serve with a log that is set up."""
     if options.engine == "vllm":
         return run_vllm(options)
     if options.speculative_config is not None:

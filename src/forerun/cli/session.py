@@ -395,6 +395,7 @@ STYLES = MappingProxyType(
         TokenSource.ACCEPTED: "green",
         TokenSource.RECOVERED: "bold red",
         TokenSource.BONUS: "bold cyan",
+        TokenSource.PLAIN: "",
     }
 )
 MEANINGS = MappingProxyType(
@@ -402,6 +403,7 @@ MEANINGS = MappingProxyType(
         TokenSource.ACCEPTED: "drafted and accepted",
         TokenSource.RECOVERED: "the target's own, where a drafted token was rejected",
         TokenSource.BONUS: "the target's own, after every drafted token was accepted",
+        TokenSource.PLAIN: "the target's own, in a step without a draft",
     }
 )
 

@@ -135,7 +135,7 @@ class ServerAnswer:
     """A whole answer, or what one event of a stream adds to it.
 
     Attributes:
-        token_sources: of each token "accepted", "recovered" or "bonus", if the server is forerun.
+        token_sources: the `TokenSource` of each token, if the server is forerun.
         stop_reason: the stop string or token that matched, if the server names it.
         logprobs: of each token; None without them, or if they are malformed.
         elapsed_s: seconds since the request was first sent, retries included.

@@ -28,7 +28,7 @@ from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.auto_drafts import NONE, draft_advice, self_draft_bytes, with_auto
 from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
-from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
+from forerun.engine.intake import Conversation, Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
     Source,
     as_sources,
@@ -420,7 +420,7 @@ class Engine:
     @_explains_unknown_arguments
     def chat(
         self,
-        messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
+        messages: Conversation | Seq[Conversation],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         terms: RequestTerms | None = None,
     ) -> list[RequestOutput]:
@@ -428,17 +428,18 @@ class Engine:
 
         Args:
             messages: one conversation or a list of them; a conversation is a list of messages, each
-                with a "role" and a "content", and its last message is answered.
+                with a "role" and a "content" (a text, or a list of its parts), and its last message
+                is answered. A text is one message of a user.
             sampling_params: for all conversations, or one per conversation.
 
         Raises:
             InvalidRequest: the tokenizer has no template, the template refuses the messages, or as
                 `generate`.
         """
-        is_one = not messages or isinstance(messages[0], Mapping)
-        conversations: Seq[Any] = [messages] if is_one else messages
-        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        given: Any = messages  # of any type: `render` says what is wrong with it
+        is_list = isinstance(given, Seq) and not isinstance(given, str) and len(given) > 0
+        conversations = given if is_list and not isinstance(given[0], Mapping) else [given]
+        ids = [self.intake.render(conversation) for conversation in conversations]
         return self.generate(ids, sampling_params, terms)
 
     @_explains_unknown_arguments

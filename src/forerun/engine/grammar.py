@@ -67,8 +67,8 @@ class GrammarMask:
 
     @property
     def problem(self) -> str:
-        """The error message of llguidance."""
-        return self.matcher.get_error() or "its text has ended"
+        """The error message of llguidance, without the state of its parser and the grammar."""
+        return (self.matcher.get_error() or "its text has ended").partition("\n")[0]
 
 
 class _PlainTexts:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from forerun.control.base import Plan
 from forerun.engine.config import EngineConfig, RequestTerms
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from forerun.engine.grammar import Grammars
 
 Prompt = str | Seq[int]
+Conversation = str | Seq[Mapping[str, Any]]
+"""A text, which is one message of a user, or messages with "role" and "content"."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_LOGPROBS = 1 << 18
+"""Most log-probabilities that the answer to one request may hold. Each takes about a kilobyte until
+the answer is sent."""
 
 
 SLACK = 16
@@ -158,6 +165,24 @@ class Intake:
                 "ask for fewer samples, or raise max_waiting"
             )
 
+    def check_answer(self, num_prompt_tokens: Seq[int], params: SamplingParams) -> None:
+        """Refuse prompts, by their lengths, whose answer may hold too many log-probabilities."""
+        longest = num_tokens = 0
+        for num in num_prompt_tokens:
+            room = self.max_context - num
+            num_new = room if params.max_tokens is None else min(room, params.max_tokens)
+            for asked, tokens in ((params.logprobs, num_new), (params.prompt_logprobs, num)):
+                if asked is not None:
+                    longest = max(longest, tokens)
+                    num_tokens += tokens * (1 + asked)
+        if num_tokens * params.n > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"{len(num_prompt_tokens)} prompts x n = {params.n} x up to {longest} tokens with "
+                f"logprobs = {params.logprobs} and prompt_logprobs = {params.prompt_logprobs} are "
+                f"{num_tokens * params.n} log-probabilities; an answer may hold {MAX_LOGPROBS}: "
+                "send fewer prompts at once, or lower n, max_tokens or the log-probabilities"
+            )
+
     def check_terms(self, terms: RequestTerms | None) -> RequestTerms:
         """Return the scheduling settings of a request after a check, or the default ones."""
         if terms is None:
@@ -212,6 +237,24 @@ class Intake:
                 f"the prompt has {len(text)} characters; the context holds {self.max_context} "
                 "tokens: shorten the prompt or raise max_context"
             )
+
+    def render(
+        self, messages: Conversation, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
+        """Return the token ids of a conversation, rendered by the chat template.
+
+        Templates get every content as a text: parts are joined, and a missing one is empty. A text
+        in place of the messages is one message of a user.
+
+        Raises:
+            InvalidRequest: these are no messages, or the template refuses them.
+            PromptTooLong: the texts are many times longer than the context.
+        """
+        given = as_messages(messages)
+        self.check_length("".join(message["content"] for message in given))
+        text = self.tokenizer.render_chat(given, variables=variables)
+        self.check_length(text)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def sequences(
         self,
@@ -268,6 +311,37 @@ class Intake:
             device=self.target.device,
             mask=None if mask is None else mask.fork(),
         )
+
+
+def as_messages(messages: object) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, each with its content as one text."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, Iterable):
+        raise InvalidRequest(f"messages is {messages!r:.200}; it must be a text or a list")
+    given: list[object] = list(messages)
+    wrong = next((message for message in given if not isinstance(message, Mapping)), None)
+    if wrong is not None:
+        raise InvalidRequest(f'a message is {wrong!r:.200}; it needs a "role" and a "content"')
+    found = [dict(message) for message in given if isinstance(message, Mapping)]
+    return [message | {"content": text_of(message.get("content"))} for message in found]
+
+
+def text_of(content: object) -> str:
+    """Return the content of a message as text; raises InvalidRequest for images and the like."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        fields = part if isinstance(part, Mapping) else {"type": type(part).__name__}
+        kind = fields.get("type", "text")
+        text = fields.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise InvalidRequest(f"content of type {kind!r:.200} is not supported; send texts")
+        texts.append(text)
+    return "".join(texts)
 
 
 def as_prompts(prompts: object) -> list[Prompt]:

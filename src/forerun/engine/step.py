@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -40,6 +41,8 @@ from forerun.theory.record import StepRecord
 
 StepEvent = Literal["draft_start", "draft_end", "pass_start", "pass_end"]
 """Moments of a step at which its clock is read: around drafting, and around the target pass."""
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger("forerun.engine")
 
@@ -172,7 +175,23 @@ class Stepper:
         return self.cycles.is_ahead_of(self.scheduler.running)
 
     def _keeps_logits(self) -> bool:
-        return any(observer.wants_logits for observer in self.observers)
+        if not self.observers:
+            return False
+        return any([self._ask(each, lambda o: o.wants_logits) for each in tuple(self.observers)])
+
+    def _ask(
+        self, observer: StepObserver, question: Callable[[StepObserver], Answer]
+    ) -> Answer | None:
+        """Return what an observer answers; one that raises is removed unless it is required."""
+        try:
+            return question(observer)
+        except Exception as error:
+            if getattr(observer, "is_required", False):
+                raise
+            self.observers.remove(observer)
+            name = type(observer).__name__
+            logger.warning("observer %s failed and was removed: %r", name, error)
+            return None
 
     def _plan(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
         """Let the controller plan for sequences that may draft."""
@@ -385,14 +404,7 @@ class Stepper:
         prefilling = [entry for entry in fed if not entry.completes]
         step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
         for observer in tuple(self.observers):
-            try:
-                observer.observe(step)
-            except Exception as error:
-                if observer.is_required:
-                    raise
-                self.observers.remove(observer)
-                name = type(observer).__name__
-                logger.warning("observer %s failed and was removed: %r", name, error)
+            self._ask(observer, lambda each: each.observe(step))
 
 
 def _note_top_tokens(

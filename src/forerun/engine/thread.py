@@ -11,21 +11,32 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from queue import Empty, SimpleQueue
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
-from forerun.engine.intake import Prompt
+from forerun.engine.intake import Conversation, Prompt
 from forerun.engine.results import BackendStats, Capabilities, RequestOutput, StreamChunk
 from forerun.engine.sequence import Sequence
-from forerun.errors import EngineStopped, ForerunError, InvalidRequest, NumericalError
+from forerun.errors import (
+    EngineStopped,
+    ForerunError,
+    InvalidRequest,
+    NumericalError,
+    QueueFull,
+)
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
 Call = Callable[[], None]
+NUM_ENDS = 64
+"""Latest ends of sequences from which the time until the next one is estimated."""
+LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 
 
 class Ticket:
@@ -33,11 +44,18 @@ class Ticket:
 
     Iterate for the chunks as they are decided, also with `async for`; `result` waits for the end.
     A chunk is given once: a second iteration begins where the first one stopped.
+
+    Attributes:
+        num_tokens: tokens of all samples that were decided so far.
     """
 
-    def __init__(self, request_id: str, num_samples: int, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, request_id: str, num_samples: int, num_prompt_tokens: int, abort: Callable[[], None]
+    ) -> None:
         self.request_id = request_id
         self.num_samples = num_samples
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
         self._num_left = num_samples
         self._abort = abort
         self._chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
@@ -105,6 +123,7 @@ class Ticket:
 
     def put(self, chunk: StreamChunk) -> bool:
         """Queue a chunk; returns whether it was the last one of the request."""
+        self.num_tokens += len(chunk.token_ids)
         self._chunks.put(chunk)
         if self._wake is not None:
             self._wake()
@@ -135,6 +154,30 @@ def _waker(ready: asyncio.Event) -> Callable[[], None]:
     return wake
 
 
+class PlaceRate:
+    """Estimates from the latest ends of sequences when the next one ends; idle time is left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times_s: deque[float] = deque(maxlen=NUM_ENDS)
+
+    def begin(self) -> None:
+        """Note that the first sequence after an idle time was queued."""
+        self._times_s.clear()
+        self.end(1)
+
+    def end(self, num_sequences: int) -> None:
+        """Note that sequences ended now."""
+        self._times_s.extend([self._clock()] * num_sequences)
+
+    def seconds_until(self, num_places: int) -> float:
+        """Return after how many seconds so many places are expected to be free."""
+        if not self._times_s:
+            return LEAST_RETRY_S
+        each_s = (self._clock() - self._times_s[0]) / len(self._times_s)
+        return min(MOST_RETRY_S, max(LEAST_RETRY_S, num_places * each_s))
+
+
 class EngineThread:
     """Runs an engine on its own thread; the engine must not be used directly meanwhile.
 
@@ -155,6 +198,7 @@ class EngineThread:
         self._tickets: dict[str, Ticket] = {}
         self._num_submitted = 0
         self._num_unfinished = 0
+        self._places = PlaceRate()
         self._is_open = False
         self._was_started = False
         self._is_closed = False
@@ -221,17 +265,19 @@ class EngineThread:
         params = params or SamplingParams()
         intake = self.engine.intake
         checked = [intake.check(prompt, params, mask) for prompt in prompts]
+        intake.check_answer(list(map(len, checked)), params)
         terms = intake.check_terms(terms)
         tickets: list[Ticket] = []
         with self._lock:
             self.check_running()
-            intake.check_open(params.n * len(prompts), self._num_unfinished)
-            for request_id in request_ids or [None] * len(prompts):
+            self._check_open(params.n * len(prompts))
+            for request_id, ids in zip(request_ids or [None] * len(prompts), checked, strict=True):
                 request_id = request_id or self._unused_id()
                 if request_id in self._tickets:
                     raise InvalidRequest(f"request id {request_id!r} is already in use")
                 abort = partial(self._inbox.put, partial(self._abort, request_id))
-                ticket = self._tickets[request_id] = Ticket(request_id, params.n, abort)
+                ticket = Ticket(request_id, params.n, len(ids), abort)
+                self._tickets[request_id] = ticket
                 tickets.append(ticket)
                 self._num_unfinished += params.n
         try:
@@ -246,6 +292,21 @@ class EngineThread:
         for ticket, its_samples in zip(tickets, samples, strict=True):
             self._inbox.put(partial(self._enlist, ticket, its_samples))
         return tickets
+
+    def _check_open(self, num_sequences: int) -> None:
+        """Refuse sequences that have no place; the error says when there may be some."""
+        if not self._num_unfinished:
+            self._places.begin()
+        try:
+            self.engine.intake.check_open(num_sequences, self._num_unfinished)
+        except QueueFull as error:
+            error.retry_after_s = self._places.seconds_until(num_sequences)
+            raise
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more sequence would be refused."""
+        return self._num_unfinished >= self.engine.intake.max_unfinished
 
     def _check_process(self) -> None:
         # Before any lock: one that was held during the fork is never released here.
@@ -327,6 +388,7 @@ class EngineThread:
         with self._lock:
             del self._tickets[ticket.request_id]
             self._num_unfinished -= ticket.num_samples
+            self._places.end(ticket.num_samples)
         ticket.end(outcome)
 
     def _stop(self) -> None:
@@ -400,7 +462,7 @@ class AsyncEngine(EngineThread):
         params: SamplingParams | None = None,
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
-    ) -> AsyncIterator[StreamChunk]:
+    ) -> AsyncGenerator[StreamChunk]:
         """Yield the chunks of one prompt; closing or cancelling the iterator aborts the request.
 
         Raises:
@@ -414,6 +476,24 @@ class AsyncEngine(EngineThread):
                 yield chunk
         finally:
             ticket.abort()
+
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> AsyncGenerator[StreamChunk]:
+        """Yield the chunks of the answer to one conversation, given as for `Engine.chat`.
+
+        Raises:
+            InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
+            ForerunError: as `generate`.
+        """
+        ids = await asyncio.to_thread(self.engine.intake.render, messages)
+        async with contextlib.aclosing(self.generate(ids, params, terms, mask)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def stats(self) -> BackendStats:
         """Return counts since the engine was created; concurrent calls may mix two steps."""

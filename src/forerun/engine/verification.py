@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.engine.scheduler import Rule, ScheduledSequence
-from forerun.errors import NumericalError
+from forerun.errors import MaskError, NumericalError
 from forerun.sampling.chain import DrawnChain, verify_chain_batch
 from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.history import RowHistory
@@ -135,8 +135,13 @@ def _verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
 
 
 def refuse(entry: ScheduledSequence) -> None:
-    """Raise NumericalError for a request whose logits or processed probabilities are invalid."""
-    raise NumericalError(
+    """Raise NumericalError for a request whose logits or processed probabilities are invalid.
+
+    It is a MaskError where the request combines a mask with other limits on tokens.
+    """
+    history = entry.sequence.history
+    is_limited = history is not None and history.mask is not None and history.bias is not None
+    raise (MaskError if is_limited else NumericalError)(
         f"request {entry.sequence.key}: the target's logits are NaN or infinite, or its parameters "
         "leave no possible token; nothing was emitted: abort it, and check dtype and weights",
         request_id=entry.sequence.request_id,
@@ -154,6 +159,8 @@ def verdict_of(
     """Build the verdict of an accepted path, with a bonus token if the path ends at a leaf."""
     at_leaf = not entry.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
+    if not entry.num_drafted:
+        last = TokenSource.PLAIN
     return Verdict(
         path=path,
         tokens=emitted,

@@ -699,6 +699,7 @@ class SimulatedCycle:
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     depth, rule = request.num_tested, request.plan.stop
     ranks, children = _accepted_path(request)
+    last = "bonus" if request.num_accepted == depth else "recovered"
     return StepRecord(
         cycle_id=cycle.number,
         t_s=cycle.started_s,
@@ -716,7 +717,7 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
         batch_rows=cycle.num_rows,
         num_prefill_rows=cycle.num_prefill_rows,
         context_tokens=request.num_committed - request.num_new,
-        last_token_source="bonus" if request.num_accepted == depth else "recovered",
+        last_token_source=last if depth else "plain",
         expected_accepted=float(request.num_accepted),
         stop_values=None
         if rule is None

@@ -37,11 +37,16 @@ class Choice(StrEnum):
 
 
 class TokenSource(StrEnum):
-    """Origin of an emitted token: accepted draft token, recovered token or bonus token."""
+    """Origin of an emitted token."""
 
     ACCEPTED = "accepted"
+    """A draft token that was accepted."""
     RECOVERED = "recovered"
+    """The target's own, after a draft token was rejected."""
     BONUS = "bonus"
+    """The target's own, after all draft tokens were accepted."""
+    PLAIN = "plain"
+    """The target's own, in a step that drafted nothing."""
 
 
 MAX_BIAS = 100.0

@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import accumulate
 from operator import add
 from typing import Any
 
 import msgspec
 
 from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
-from forerun.models.tokenizers import Tokenizer
+from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.server.errors import error_body
 from forerun.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from forerun.server.tool_calls import ToolCallParser, ToolFormat
@@ -40,7 +39,9 @@ class Answer:
         body: GenerationRequest,
         tokenizer: Tokenizer,
         tool_format: ToolFormat | None = None,
+        num_prompt_tokens: Sequence[int] = (),
     ) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
         names = body.tool_names if isinstance(body, ChatRequest) else []
         self._new_parser = (
             partial(ToolCallParser, tool_format, names) if tool_format and names else None
@@ -59,7 +60,8 @@ class Answer:
             "model": model,
         }
         self.chunk_head = {**self.head, "object": kind + ".chunk"} if self.is_chat else self.head
-        self._num_characters: dict[int, int] = {}
+        self._texts: dict[int, Detokenizer] = {}
+        self._num_tokens: dict[int, int] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the body of a response that is not streamed."""
@@ -82,8 +84,10 @@ class Answer:
         elif isinstance(self.body, CompletionRequest) and self.body.echo:
             places = range(len(self.body.prompts))
             texts = [{"text": self._echoed(place)} for place in places for _ in range(self.body.n)]
-        choices = [_choice_of(at, text) for at, text in enumerate(texts)]
-        return b"".join(event({**self.chunk_head, "choices": [choice]}) for choice in choices)
+        return b"".join(
+            event({**self.chunk_head, "choices": [_choice_of(at, text)], **self._usage_so_far(at)})
+            for at, text in enumerate(texts)
+        )
 
     def _echoed(self, place: int) -> str:
         """Return the text of a prompt."""
@@ -100,11 +104,17 @@ class Answer:
         scored = output.prompt_logprobs
         if body.prompt_logprobs is not None and scored is not None:
             found["prompt_logprobs"] = [None, *map(self._by_id, scored)]
-        if body.echo:
-            found["text"] = self._echoed(place) + completion.text
-        if body.echo and completion.logprobs is not None and scored is not None:
-            first = output.prompt_token_ids[0]
-            found["logprobs"] = self._flat_logprobs(0, [*scored, *completion.logprobs], first)
+        if not body.echo:
+            return found
+        prompt = self._echoed(place)
+        found["text"] = prompt + completion.text
+        if completion.logprobs is not None and scored is not None:
+            parts = (
+                self._flat_logprobs(scored, Detokenizer(self.tokenizer), output.prompt_token_ids),
+                self._flat_logprobs(completion.logprobs, Detokenizer(self.tokenizer)),
+            )
+            parts[1]["text_offset"] = [len(prompt) + at for at in parts[1]["text_offset"]]
+            found["logprobs"] = {name: [*parts[0][name], *parts[1][name]] for name in parts[0]}
         return found
 
     def _by_id(self, entry: TokenLogprobs) -> Json:
@@ -120,6 +130,7 @@ class Answer:
     def chunk(self, at: int, chunk: StreamChunk) -> bytes:
         """Return the event of a chunk; empty if the chunk has neither text nor other fields."""
         body = self.body
+        self._num_tokens[at] = self._num_tokens.get(at, 0) + len(chunk.token_ids)
         extras = body.return_token_ids or body.return_token_sources or chunk.logprobs is not None
         content, calls, reason = self._content(at, chunk.text, chunk.finish_reason)
         if not content and not calls and reason is None and not extras:
@@ -133,7 +144,17 @@ class Answer:
         if chunk.logprobs is not None:
             choice["logprobs"] = self._logprobs(at, chunk.logprobs)
         choice |= self._tokens(chunk)
-        return event({**self.chunk_head, "choices": [choice]})
+        return event({**self.chunk_head, "choices": [choice], **self._usage_so_far(at)})
+
+    def _usage_so_far(self, at: int) -> Json:
+        """Return the usage of one choice up to now, where each event is to have it."""
+        options = self.body.stream_options
+        if options is None or not (options.include_usage and options.continuous_usage_stats):
+            return {}
+        num_prompt = self.num_prompt_tokens[at // self.body.n]
+        num = self._num_tokens.get(at, 0)
+        tokens = {"prompt_tokens": num_prompt, "completion_tokens": num}
+        return {"usage": tokens | {"total_tokens": num_prompt + num}}
 
     def last(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the last events of a stream."""
@@ -189,7 +210,10 @@ class Answer:
         return found
 
     def _logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:
-        return self._chat_logprobs(entries) if self.is_chat else self._flat_logprobs(at, entries)
+        if self.is_chat:
+            return self._chat_logprobs(entries)
+        so_far = self._texts.setdefault(at, Detokenizer(self.tokenizer))
+        return self._flat_logprobs(entries, so_far)
 
     def _chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
         return {
@@ -207,14 +231,19 @@ class Answer:
         return found | {"bytes": list(self.tokenizer.token_bytes(token))}
 
     def _flat_logprobs(
-        self, at: int, entries: Sequence[TokenLogprobs], first: int | None = None
+        self, entries: Sequence[TokenLogprobs], so_far: Detokenizer, prompt: Sequence[int] = ()
     ) -> Json:
-        """Return log-probabilities; `first` is a token before them, which has none."""
-        before = [] if first is None else [None]
-        tokens = [entry.token_id for entry in entries]
-        texts = [self._text(token) for token in ([first] if first is not None else []) + tokens]
-        offsets = [*accumulate(map(len, texts), initial=self._num_characters.get(at, 0))]
-        self._num_characters[at] = offsets.pop()
+        """Return log-probabilities; the first token of a `prompt` has none.
+
+        The offset of a token is the number of characters of the text before it, which `so_far` has.
+        """
+        before = [None] * len(prompt[:1])
+        tokens = [*prompt[:1], *(entry.token_id for entry in entries)]
+        offsets = []
+        for token in tokens:
+            offsets.append(len(so_far.text))
+            so_far.append(token)
+        texts = [self._text(token) for token in tokens]
         tops = [{self._text(token): value for token, value in entry.top} for entry in entries]
         return {
             "tokens": texts,

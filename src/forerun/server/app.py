@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -49,7 +48,6 @@ from forerun.server.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    rendered,
 )
 from forerun.server.responses import ResponsesAnswer, ResponsesRequest
 from forerun.server.tool_calls import ToolFormat, chosen_format, forced
@@ -104,6 +102,18 @@ class Generation:
         """Wait until all prompts have ended and return their outputs, in order."""
         self.finished = [await ticket.wait() for ticket in self.tickets]
         return self.finished
+
+    def figures(self) -> dict[str, int]:
+        """Return the counts for the line of the log; those of steps only where all have ended."""
+        found = {
+            "prompt_tokens": sum(ticket.num_prompt_tokens for ticket in self.tickets),
+            "tokens": sum(ticket.num_tokens for ticket in self.tickets),
+        }
+        if self.is_over:
+            counts = [each.acceptance for one in self.finished for each in one.completions]
+            found["drafted"] = sum(each.drafting.num_drafted for each in counts)
+            found["accepted"] = sum(each.drafting.num_accepted for each in counts)
+        return found
 
     def close(self) -> None:
         """Abort the unfinished prompts, which frees their slots after the current step."""
@@ -202,7 +212,7 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send(send))
         except Disconnected:
-            return
+            scope.setdefault("state", {})["has_left"] = True
         except asyncio.CancelledError:  # by the server, whose time to end has passed
             event = b"data: " + error_body("the server is stopping", 503) + b"\n\n"
             await self._write(send, {"body": event, "more_body": True})
@@ -223,9 +233,6 @@ class EventStream(Response):
                 await send({"type": "http.response.body", **message})
         except TimeoutError as error:
             raise Disconnected from error
-
-
-logger = logging.getLogger("forerun.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,13 +385,19 @@ async def _generated(
         partial(server.submit, body, key), body.n, server.grammars if body.has_grammar else slow
     )
     answer = answer_kind(
-        uuid.uuid4().hex, server.model, body, server.engine.engine.tokenizer, server.tool_format
+        uuid.uuid4().hex,
+        server.model,
+        body,
+        server.engine.engine.tokenizer,
+        server.tool_format,
+        [ticket.num_prompt_tokens for ticket in generation.tickets],
     )
     ignored = {"x-forerun-ignored": ", ".join(body.ignored)} if body.ignored else {}
-    if ignored:
-        logger.debug("fields without an effect here: %s", ignored["x-forerun-ignored"])
 
     def close() -> None:
+        request.state.figures = generation.figures()
+        if body.ignored:
+            request.state.figures["ignored"] = ",".join(body.ignored)
         if not generation.is_over:
             server.metrics.aborted(len(generation.tickets) * body.n)
         for output in generation.finished:
@@ -459,7 +472,7 @@ def _tokenized(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
         raise InvalidRequest("give a prompt or messages, and not both")
     intake = server.engine.engine.intake
     if body.prompt is None:
-        tokens = rendered(body.messages or [], intake)
+        tokens = intake.render([message.for_template() for message in body.messages or ()])
     else:
         intake.check_length(body.prompt)
         tokens = intake.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -510,6 +523,17 @@ def _add_status(app: FastAPI) -> None:
         server: ServerState = request.app.state.server
         server.engine.check_running()
         return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready(request: Request) -> dict[str, str]:
+        """Answer 503 while the server starts or ends, and while it would refuse a request."""
+        engine: AsyncEngine = request.app.state.server.engine
+        engine.check_running()
+        if getattr(request.state, "is_draining", False):
+            raise HTTPException(503, "the server ends and takes no further requests")
+        if engine.is_full:
+            raise HTTPException(503, "the queue is full")
+        return {"status": "ready"}
 
     @app.get("/metrics", responses=TEXT, response_class=Response)
     async def metrics(request: Request) -> Response:

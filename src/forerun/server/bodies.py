@@ -13,9 +13,11 @@ import numpy as np
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from forerun.errors import InvalidRequest
 from forerun.server.protocol import Body
+from forerun.server.request_log import CLIENT_LEFT
 
 INLINE_BYTES = 16 << 10
 """A body of this size is parsed in about the time that another thread takes to start."""
@@ -73,7 +75,10 @@ async def read_body(request: Request, kind: type[BodyT], executor: Executor) -> 
         raise HTTPException(
             415, f"the Content-Type is {given[:MAX_SHOWN]!r}; send Content-Type: application/json"
         )
-    data = await request.body()
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_LEFT, "the client left before its body was complete") from None
     if len(data) <= INLINE_BYTES:
         return _checked(data, kind)
     return await asyncio.get_running_loop().run_in_executor(executor, _checked, data, kind)

@@ -6,6 +6,7 @@ FastAPI cannot derive the description of errors, streams and metrics, so it is w
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from forerun.errors import (
     EngineStopped,
     ForerunError,
     InvalidRequest,
+    MaskError,
     PromptTooLong,
     QueueFull,
     UnreadableInput,
@@ -29,7 +31,6 @@ from forerun.server.protocol import Body
 logger = logging.getLogger("forerun.server")
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-RETRY_AFTER_S = 1
 
 
 class ModelNotServed(InvalidRequest):
@@ -44,6 +45,7 @@ def status_of(error: Exception) -> int:
         (ModelNotServed, 404),
         (InvalidRequest, 400),
         (UnreadableInput, 400),
+        (MaskError, 400),  # here it is a grammar that its parser gives up
         (QueueFull, 429),
         (EngineStopped, 503),
     )
@@ -88,10 +90,9 @@ async def response_for(request: Request, error: Exception) -> Response:
     status = status_of(error)
     if isinstance(error, HTTPException):
         return error_response(str(error.detail), status, headers=error.headers)
-    if status == 429:
-        return error_response(
-            str(error), status, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)}
-        )
+    if isinstance(error, QueueFull):
+        after = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        return error_response(str(error), status, code="queue_full", headers=after)
     if isinstance(error, ForerunError):
         if isinstance(error, PromptTooLong):
             return error_response(
@@ -130,7 +131,7 @@ REASONS = {
     421: "The Host header names another server",
     429: "A queue or a limit is full; see Retry-After",
     500: "An error of the server",
-    503: "The engine has ended",
+    503: "The engine has ended, or the server is not ready",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": reason} for status, reason in REASONS.items()

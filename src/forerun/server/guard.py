@@ -302,7 +302,7 @@ class Guard:
                 passed_ms = 1000 * (time.monotonic() - began_s)
                 path = quote(scope["path"])  # a decoded path may hold line ends
                 shown = scope["method"], path, message["status"], passed_ms, request_id
-                logger.info("%s %.200s %d after %.0f ms, request %s", *shown)
+                logger.debug("%s %.200s %d after %.0f ms, request %s", *shown)
             await send(message)
 
         try:

@@ -13,14 +13,14 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from forerun.bounded_read import parse_json
 from forerun.control.base import Chain, Plan, Tree
 from forerun.engine.config import EngineConfig
-from forerun.engine.intake import Intake, Prompt
+from forerun.engine.intake import Intake, Prompt, text_of
 from forerun.engine.results import Capabilities
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
@@ -178,6 +178,14 @@ class GenerationRequest(Body):
     return_token_sources: bool = False
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n):
+            message = "best_of is not supported; leave it out or send the value of n"
+            raise PydanticCustomError("not_supported", message)
+        return self
 
     @property
     @abstractmethod
@@ -305,7 +313,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
-    best_of: Literal[1] | None = None
     suffix: None = None
 
     @model_validator(mode="after")
@@ -351,18 +358,18 @@ class CompletionRequest(GenerationRequest):
         return self.prompts
 
 
-class TextPart(Body):
-    """A part of a message; only parts of type "text" are supported."""
-
-    type: Literal["text"]
-    text: str
+def _as_text(content: object) -> str:
+    try:
+        return text_of(content)
+    except InvalidRequest as error:
+        raise PydanticCustomError("not_supported", "{said}", {"said": str(error)}) from None
 
 
 class ChatMessage(Body):
     """One message of a conversation."""
 
     role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[str, BeforeValidator(_as_text)] = ""
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -378,7 +385,7 @@ class ChatMessage(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read.
 
-        Parts of the content are joined, and the arguments of tool calls become objects.
+        The arguments of tool calls become objects.
         """
         message = self.model_dump(exclude_none=True)
         for call in message.get("tool_calls") or ():
@@ -386,8 +393,6 @@ class ChatMessage(Body):
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 with suppress(UnreadableInput):  # else the template gets the text
                     function["arguments"] = parse_json(function["arguments"], "the arguments")
-        if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
         return message
 
 
@@ -407,20 +412,6 @@ class NamedTool(Body):
 Messages = Annotated[
     list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
-
-
-def rendered(
-    messages: list[ChatMessage], intake: Intake, variables: Mapping[str, Any] = MappingProxyType({})
-) -> list[int]:
-    """Return the token ids of a conversation.
-
-    Raises InvalidRequest, and PromptTooLong where texts are many times longer than the context.
-    """
-    given = [message.for_template() for message in messages]
-    intake.check_length("".join(str(message.get("content") or "") for message in given))
-    text = intake.tokenizer.render_chat(given, variables=variables)
-    intake.check_length(text)
-    return intake.tokenizer.encode(text, add_special_tokens=False)
 
 
 class ChatRequest(GenerationRequest):
@@ -447,8 +438,18 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def prompts_for(self, intake: Intake) -> list[Prompt]:
-        """Return the token ids of the rendered conversation."""
-        return [rendered(self.messages, intake, self.template_variables)]
+        """Return the token ids of the rendered conversation.
+
+        Tools that its template leaves out count as an ignored field, except under a grammar.
+        """
+        given = [message.for_template() for message in self.messages]
+        variables = self.template_variables
+        ids = intake.render(given, variables)
+        if "tools" in variables and not self.forced_tools:
+            without = {name: value for name, value in variables.items() if name != "tools"}
+            if intake.render(given, without) == ids:
+                self.ignored += ("tools",)
+        return [ids]
 
     @property
     def last_message(self) -> str | None:

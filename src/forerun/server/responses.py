@@ -10,7 +10,7 @@ import msgspec
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from forerun.engine.intake import Intake, Prompt
+from forerun.engine.intake import Intake, Prompt, text_of
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
@@ -135,7 +135,10 @@ class ResponsesRequest(GenerationRequest):
 
     def prompts_for(self, intake: Intake) -> list[Prompt]:
         """Return the token ids of the rendered conversation."""
-        return self.chat.prompts_for(intake)
+        chat = self.chat
+        prompts = chat.prompts_for(intake)
+        self.ignored += chat.ignored
+        return prompts
 
     @property
     def last_message(self) -> str | None:
@@ -154,8 +157,9 @@ def _add_item(messages: list[Json], item: Json) -> None:
     """Append an item of the input to the messages; calls of one answer form one message."""
     kind = item.get("type", "message")
     if kind == "message":
-        role = {"developer": "system"}.get(item.get("role", ""), item.get("role"))
-        messages.append({"role": role, "content": _text_of(item.get("content"))})
+        role = item.get("role")
+        role = "system" if role == "developer" else role
+        messages.append({"role": role, "content": text_of(item.get("content"))})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -164,24 +168,10 @@ def _add_item(messages: list[Json], item: Json) -> None:
         else:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
     elif kind == "function_call_output":
-        content = _text_of(item.get("output"))
+        content = text_of(item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise InvalidRequest(f"input items of type {kind!r:.200} are not supported")
-
-
-def _text_of(content: object) -> str:
-    """Return the text of an item, whose parts must all be texts."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequest(f"content of type {kind!r:.200} is not supported; send texts")
-        texts.append(text)
-    return "".join(texts)
 
 
 class ResponsesAnswer:
@@ -194,6 +184,7 @@ class ResponsesAnswer:
         body: GenerationRequest,
         tokenizer: Tokenizer,
         tool_format: ToolFormat | None = None,
+        num_prompt_tokens: Sequence[int] = (),
     ) -> None:
         self.id = request_id
         self.model = model

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
+from forerun.server.request_log import RequestLog
 
 BACKLOG = 128
 """Connections that the system may hand over at once."""
@@ -137,6 +138,16 @@ class Failing(Protocol):
         """The error that has ended it; None while it runs."""
 
 
+class DrainingServer(uvicorn.Server):
+    """A server that is not ready from the signal on that ends it."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end."""
+        if isinstance(log := self.config.app, RequestLog):
+            log.is_draining = True
+        super().handle_exit(sig, frame)
+
+
 def serve(
     app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: Failing | None = None
 ) -> None:
@@ -152,7 +163,7 @@ def serve(
     settings = uvicorn_config(app, config)
     settings.callback_notify = notice_failure
     settings.timeout_notify = CHECK_S
-    server = uvicorn.Server(settings)
+    server = DrainingServer(settings)
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what is loaded stays: a full collection would stop all threads for longer
 
@@ -173,7 +184,7 @@ def serve(
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
     return uvicorn.Config(
-        app,
+        RequestLog(app),
         http=ServedConnection,
         backlog=BACKLOG,
         log_config=None,

@@ -104,7 +104,8 @@ class StepRecord(
         batch_rows: rows of the target pass over all requests.
         num_prefill_rows: those of them that fed prompts.
         context_tokens: committed tokens of the request at the start of the step.
-        last_token_source: "accepted" (a stop cut the text there), "recovered" or "bonus".
+        last_token_source: "accepted" (a stop cut the text there), "recovered", "bonus" or "plain",
+            without a draft; older traces call that "bonus".
         expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
         acceptance_probability: mean over verified positions of sum(min(target, draft)); None where
             the draft has no probabilities or the figure was not asked for.

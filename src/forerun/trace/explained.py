@@ -234,12 +234,13 @@ def _last_token(step: StepRecord) -> str:
         "recovered": "the last token is recovered: the target's own, in place of the rejected one, "
         "from the same pass",
         "bonus": "the last token is a bonus: all drafted tokens were kept, and the same pass also "
-        "gives the token behind them"
-        if step.num_drafted
-        else "the token is the target's own",
+        "gives the token behind them",
+        "plain": "the token is the target's own",
         "accepted": "a stop cut the text at an accepted token",
     }
-    return f"   {meanings.get(step.last_token_source, step.last_token_source)}."
+    # Older traces call the token of a step without a draft a bonus.
+    source = step.last_token_source if step.num_drafted else "plain"
+    return f"   {meanings.get(source, source)}."
 
 
 def bottleneck_of(found: ExplainedRequest) -> str:

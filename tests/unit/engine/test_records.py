@@ -73,7 +73,7 @@ def test_sources_say_where_tokens_came_from(target):
     (output,) = itself.generate([[1]], PARAMS)
     block = [TokenSource.ACCEPTED] * 3 + [TokenSource.BONUS]
     # The last step may only emit one token: it does not draft.
-    assert list(output.completions[0].sources) == block * 4 + [TokenSource.BONUS]
+    assert list(output.completions[0].sources) == block * 4 + [TokenSource.PLAIN]
     found = Counter(drafted(target).generate([[1]], PARAMS)[0].completions[0].sources)
     assert found[TokenSource.RECOVERED] > 0
 
@@ -232,6 +232,35 @@ def test_an_observer_that_fails_is_removed_with_one_warning(target, caplog):
     assert sum(record.num_emitted for record in records) == len(expected)
     (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert warning == "observer Failing failed and was removed: KeyError('page')"
+
+
+class WithoutLogits:
+    is_required = False
+
+    def observe(self, step: ObservedStep) -> None:
+        pass
+
+
+class Raising(WithoutLogits):
+    @property
+    def wants_logits(self) -> bool:
+        raise RuntimeError("closed")
+
+
+class WithoutAnything:
+    pass
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", [WithoutLogits, Raising, WithoutAnything])
+def test_an_observer_with_missing_parts_is_removed_with_one_warning(target, caplog, kind):
+    engine = drafted(target)
+    expected = engine.generate([[1]], PARAMS)[0].token_ids
+    engine.observers[:] = [kind()]
+    assert engine.generate([[1]], PARAMS)[0].token_ids == expected
+    assert engine.observers == []
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert f"observer {kind.__name__} failed and was removed" in warning
 
 
 def test_times_of_a_completion(target):

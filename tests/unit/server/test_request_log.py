@@ -1,0 +1,89 @@
+"""Lines of the server's log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from forerun.server.request_log import LineFormatter, RequestLog, log_on_stderr
+
+KEY = SimpleNamespace(tenant="search team", sha256="0" * 64)
+FIGURES = {"prompt_tokens": 3, "tokens": 5, "drafted": 8, "accepted": 2}
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions\n[31m", "headers": []}
+
+
+async def answered(scope, receive, send):
+    scope["state"] |= {"key": KEY, "figures": FIGURES}
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"i1")]}
+    )
+
+
+async def broken(scope, receive, send):
+    await answered(scope, receive, send)
+    raise RuntimeError("was answered")
+
+
+async def left(scope, receive, send):
+    await answered(scope, receive, send)
+    scope["state"]["has_left"] = True
+
+
+async def ignore(message):
+    pass
+
+
+def record_of(app, caplog, **changes) -> logging.LogRecord:
+    caplog.set_level("DEBUG", logger="forerun.requests")
+    caplog.clear()
+    asyncio.run(RequestLog(app)(SCOPE | changes, None, ignore))
+    (record,) = caplog.records
+    return record
+
+
+def test_a_request_is_one_line_as_text_or_json(caplog):
+    record = record_of(answered, caplog)
+    line = LineFormatter("text").format(record)
+    assert "\n" not in line and "\x1b" not in line
+    assert " INFO request id=i1 key=search%20team method=POST path=/v1/completions%0A" in line
+    assert line.endswith("prompt_tokens=3 tokens=5 drafted=8 accepted=2")
+    found = json.loads(LineFormatter("json").format(record))
+    assert found["time"].endswith("Z") and found["time"][:2] == "20"
+    assert {name: found[name] for name in FIGURES} == FIGURES
+    assert (found["key"], found["status"], found["id"]) == ("search team", 200, "i1")
+    assert found["seconds"] >= 0.0
+
+
+def test_polls_are_no_lines_at_the_usual_level(caplog):
+    assert record_of(answered, caplog, method="GET").levelno == logging.DEBUG
+
+
+def test_a_client_that_leaves_is_told_apart(caplog):
+    assert " status=499 " in record_of(left, caplog).getMessage()
+
+
+def test_an_error_that_was_answered_is_not_raised_again(caplog):
+    assert " status=200 " in record_of(broken, caplog).getMessage()
+
+
+def test_an_error_without_an_answer_is_raised():
+    async def fails(scope, receive, send):
+        raise RuntimeError("unexpected")
+
+    with pytest.raises(RuntimeError, match="unexpected"):
+        asyncio.run(RequestLog(fails)(dict(SCOPE), None, ignore))
+
+
+def test_the_log_of_a_server_replaces_other_notices_while_it_runs(capsys):
+    package = logging.getLogger("forerun")
+    before = package.handlers[:]
+    with log_on_stderr("json"):
+        logging.getLogger("forerun.control").info("drafting was resumed")
+        logging.getLogger("forerun.other").info("a detail")
+    assert package.handlers == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "drafting was resumed"
