@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.gguf_families import FAMILIES
+from forerun.models.gguf_families import FAMILIES, Facts, transformers_settings
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.huggingface import read_weights
 from forerun.models.load import load_model
@@ -257,6 +257,20 @@ def test_every_family_is_tried():
         "olmo2 with windows"
     }
     assert tried == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(46, 144), (42, 128)])
+def test_the_largest_gemma_2_divides_scores_by_another_width(layers, scalar):
+    given = {
+        "embedding_length": 4608,
+        "block_count": layers,
+        "attention.head_count": 32,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+    }
+    facts = Facts(vocab_size=256, has_head=False, has_biases=False)
+    settings = transformers_settings(FAMILIES["gemma2"], given, facts)
+    assert settings["query_pre_attn_scalar"] == scalar
 
 
 def test_fused_queries_keys_and_values_are_taken_apart(tmp_path):
