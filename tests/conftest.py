@@ -45,8 +45,10 @@ checking.install(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the kernels before there are workers, which would all do it at once."""
-    # A shell starts background commands with SIGINT ignored, and the tests send it.
+    # A shell starts background commands with SIGINT ignored and nohup has SIGHUP ignored, and the
+    # tests send both to processes that inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.option.markexpr != "not full":
         checking.BUDGET.per_function = None
     from forerun.errors import RunnerUnavailable

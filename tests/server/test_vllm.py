@@ -390,7 +390,10 @@ def test_a_vllm_that_dies_ends_the_server_with_a_clear_line(program):
                 url = process.stdout.readline().split()[4].rstrip(";").removesuffix("/v1")
                 with contextlib.suppress(httpx.HTTPError):
                     httpx.get(f"{url}/release")
-            assert process.wait(120.0) == 1
+            try:
+                assert process.wait(120.0) == 1
+            finally:
+                process.kill()
             (line,) = process.stderr.read().splitlines()
             assert f"vLLM ended with {words}" in line
 
@@ -408,7 +411,10 @@ def test_a_signal_ends_vllm_while_it_loads(program, name):
         assert comes_true(lambda: bool(psutil.Process(process.pid).children()))
         (child,) = psutil.Process(process.pid).children()
         process.send_signal(getattr(signal, name))
-        process.wait(60.0)
+        try:
+            process.wait(60.0)
+        finally:
+            process.kill()  # otherwise the end of the block waits for it
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

@@ -251,9 +251,9 @@ def recommend(
     notify(f"loading {config.target}", 0.0)
     target = _loaded(config)
     notify("decoding plainly", 0.0)
-    entries = prompts or shipped_prompts(target.tokenizer, raw=raw)
-    ids = [prompt_ids(entry, target.tokenizer, raw=raw) for entry in entries]
-    tasks = _usable(target, ids, config, clock)
+    tasks = _usable(
+        target, prompts or shipped_prompts(target.tokenizer, raw=raw), raw, config, clock
+    )
     trials = [DraftTrial(draft=draft, failure=reason) for draft, reason in missing.items()]
     steps: list[StepRecord] = []
     for index, draft in enumerate(drafts):
@@ -316,7 +316,8 @@ def _loaded(config: RecommendConfig) -> Engine:
 
 def _usable(
     target: Engine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[PromptEntry],
+    raw: bool,
     config: RecommendConfig,
     clock: Callable[[], float],
 ) -> list[tuple[list[int], SamplingParams]]:
@@ -336,7 +337,7 @@ def _usable(
     tasks: list[tuple[list[int], SamplingParams]] = []
     began_s = clock()
     for prompt in prompts:
-        if not (ids := list(prompt[-room:])):
+        if not (ids := prompt_ids(prompt, target.tokenizer, raw=raw)[-room:]):
             continue
         [text] = target.generate([ids], params)
         length = first_repeat(text.token_ids) if config.temperature == 0.0 else config.max_tokens

@@ -124,6 +124,7 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
+    """Give torch this number of threads while the block runs."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
