@@ -24,8 +24,9 @@ from tests.unit.plan.test_workload_file import TEXT as WORKLOAD
 
 from forerun import bounded_read
 from forerun.align.samples import read_prompts
-from forerun.cli.flags import prompt_texts, read_template
+from forerun.cli.flags import read_template
 from forerun.cli.main import answered, guarded
+from forerun.measure.prompt_files import read_prompts as read_prompt_files
 from forerun.models.load import load_tokenizer
 from forerun.server.guard import read_keys
 
@@ -151,8 +152,8 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
         ),
         "watch": (PAGE, command("watch", "{}", "--once", "--state", str(folder / "state"))),
         "a sample": (PROMPTS, command("quantise", "missing", "--out", "o", "--sample", "{}")),
-        "prompts": (PROMPTS, named("p.jsonl", lambda path: len(prompt_texts(path)) * 0)),
-        "texts": (b"a\n---\nb", named("p.txt", lambda path: len(prompt_texts(path)) * 0)),
+        "prompts": (PROMPTS, named("p.jsonl", lambda path: len(read_prompt_files(path)) * 0)),
+        "texts": (b"a\n---\nb", named("p.txt", lambda path: len(read_prompt_files(path)) * 0)),
         "texts to learn": (
             PROMPTS,
             named("q.jsonl", lambda path: len(read_prompts(path, tokenizer, 99)) * 0),

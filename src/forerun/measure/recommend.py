@@ -236,7 +236,6 @@ def recommend(
         config: what to try, and how.
         prompts: their ends are used where they are too long; None takes the shipped ones.
         raw: continue texts as they are, though the target has a chat template.
-        clock: a monotonic clock in seconds.
         notify: receives what is being done and the share that is done.
 
     Raises:
@@ -251,9 +250,8 @@ def recommend(
     notify(f"loading {config.target}", 0.0)
     target = _loaded(config)
     notify("decoding plainly", 0.0)
-    tasks = _usable(
-        target, prompts or shipped_prompts(target.tokenizer, raw=raw), raw, config, clock
-    )
+    prompts = prompts or shipped_prompts(target.tokenizer, raw=raw)
+    tasks = _usable(target, prompts, raw, config, clock)
     trials = [DraftTrial(draft=draft, failure=reason) for draft, reason in missing.items()]
     steps: list[StepRecord] = []
     for index, draft in enumerate(drafts):
