@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun.cache import hash_of
 from forerun.errors import RunnerUnavailable
 from forerun.native.library import find_compiler
 
@@ -37,9 +38,11 @@ def environment() -> dict[str, str]:
     except RunnerUnavailable as error:
         pytest.skip(str(error))
     CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
-    compiler = CACHE / "c++"
-    # The compiler itself runs without what is loaded into the tests, which slows it fivefold.
-    compiler.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec "{real}" "$@" {FLAGS}\n')
+    # The compiler itself runs without what is loaded into the tests, which slows it fivefold. Its
+    # name, of which the kernels' own is made, says how it is called.
+    script = f'#!/bin/sh\nunset LD_PRELOAD\nexec "{real}" "$@" {FLAGS}\n'
+    compiler = CACHE / f"c++-{hash_of(script.encode())}"
+    compiler.write_text(script)
     compiler.chmod(0o700)
     source, built = CACHE / "empty.cpp", CACHE / "empty.so"
     source.write_text("extern int empty;\n")
