@@ -30,7 +30,7 @@ demo: $(STAMP)  ## compare plain and speculative decoding on the shipped pair
 test: check  ## static checks, then every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-full: check  ## the same with the full grid of cases (twice as long)
+test-full: check  ## the same with the full grid of cases and kernels under sanitisers (three times as long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
 
 repeat: $(STAMP)  ## every test file 20 times beside busy loops, and once with a slow clock (hours); ARGS="tests/system"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import asdict
 from tests import tiny
+from tests.heads import eagle3_drafter, eagle3_head
 from tests.natives import native_model
 from tests.system.test_engine_identity import REQUESTS
 
@@ -24,6 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
 from forerun.sampling.config import SamplingParams
+from forerun.theory.stop_rule import StopRule
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -48,7 +50,8 @@ LENGTHS = (24, 7, 1, 16, 24)
 
 def model(**changes):
     dtype = changes.pop("dtype", torch.bfloat16)
-    return native_model(tiny.network(**changes), dtype=dtype, max_context=tiny.MAX_CONTEXT)
+    capacity = changes.pop("capacity", tiny.MAX_CONTEXT)
+    return native_model(tiny.network(**changes), dtype=dtype, max_context=capacity)
 
 
 @pytest.fixture(scope="module")
@@ -470,3 +473,174 @@ def test_a_member_that_is_described_wrongly_is_noticed(target, taken, monkeypatc
     monkeypatch.setattr(cycles, "MEMBER", Wrong)
     assert run(target, model(jitter=0.02), requests, ahead=True) != expected
     assert taken
+
+
+class Rotating:
+    """Plans that differ by request, and change in turn after a number of steps each.
+
+    With `overstates` they are said to stay for longer than they do, so that cycles that were
+    computed ahead have to be discarded.
+    """
+
+    def __init__(self, turns, *, overstates=False):
+        self.turns = turns
+        self.overstates = overstates
+        self.num_decided = 0
+
+    def _turn(self):
+        """The plans of this step, and for how many steps they stay, this one included."""
+        at = (self.num_decided - 1) % sum(num_steps for num_steps, _ in self.turns)
+        for num_steps, plans in self.turns:
+            if at < num_steps:
+                return plans, num_steps - at
+            at -= num_steps
+        raise AssertionError
+
+    def decide(self, states, capacity):
+        self.num_decided += 1
+        plans, _ = self._turn()
+        numbers = [int(state.request_id.rpartition("-")[2]) for state in states]
+        return [plans[number % len(plans)] for number in numbers]
+
+    def num_held(self):
+        return 7 if self.overstates else self._turn()[1] - 1
+
+    def observe(self, records):
+        pass
+
+
+def four_requests(rule, max_tokens=80):
+    return [(prompt, replace(RULES[rule], max_tokens=max_tokens)) for prompt in tiny.PROMPTS]
+
+
+def same_under(controller, target, drafter, requests, taken, **options):
+    """Texts and records with cycles ahead and without; drafter and controller are made anew."""
+    options = {"requests": requests, "sharing": "none", **options}
+    expected = run(target, None, ahead=False, drafter=drafter(), controller=controller(), **options)
+    assert not taken
+    found = run(target, None, ahead=True, drafter=drafter(), controller=controller(), **options)
+    assert found == expected
+    return expected[1]
+
+
+SHORT = 64
+"""Tokens that a draft of a short context has room for; the texts are longer."""
+
+
+def unwritten(short):
+    """Whether the rows past the context are as they were made: no pass has come to them."""
+    return bool(short.store.data[1::2, :, :, SHORT:].isnan().all())
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "nucleus"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_draft_is_not_run_past_its_own_context(target, taken, rule, k):
+    requests = four_requests(rule)
+    short = model(jitter=0.02, capacity=SHORT)
+    assert same(target, short, requests, taken, k=k, sharing="none") > 3
+    assert unwritten(short)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block"])
+def test_a_member_that_drafts_less_shares_the_passes_up_to_its_context(target, taken, rule):
+    """All chains are drafted to the largest K, so the member with the smallest needs the room."""
+    plans = [Plan.chain("draft_model", k) for k in (4, 2, 1, 4)]
+    shorts = []
+
+    def drafter():
+        shorts.append(model(jitter=0.02, capacity=SHORT))
+        return tiny.drafting(shorts[-1])
+
+    def controller():
+        return Rotating([(1, plans)], overstates=True)
+
+    records = same_under(controller, target, drafter, four_requests(rule), taken)
+    assert len(taken) > 3
+    assert "context" in {record["stop_reason"] for record in records}
+    assert all(unwritten(short) for short in shorts)
+
+
+@pytest.mark.parametrize("overstates", [False, True])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "walk"])
+def test_two_draft_models_of_different_contexts(target, taken, rule, overstates):
+    """Requests take turns with them, together and apart; each has slots in its own store."""
+    one, two = Plan.chain("draft_model", 3), Plan.chain("other", 3)
+    turns = [(4, [one]), (2, [one, two]), (4, [two]), (2, [two, one, one, two])]
+
+    def drafter():
+        drafts = [model(jitter=0.02, capacity=SHORT), model(jitter=0.03, num_layers=1)]
+        return SeveralDrafters(
+            dict(zip(("draft_model", "other"), map(tiny.drafting, drafts), strict=True))
+        )
+
+    def controller():
+        return Rotating(turns, overstates=overstates)
+
+    records = same_under(controller, target, drafter, four_requests(rule), taken)
+    assert len(taken) > 5
+    assert {record["method"] for record in records} >= {"draft_model", "other"}
+
+
+STOPPING = replace(
+    Plan.chain("draft_model", 3), stop=StopRule(measure="top_probability", threshold=0.5)
+)
+BY_TOKEN = replace(Plan.chain("draft_model", 3), verification="token")
+
+
+@pytest.mark.parametrize("overstates", [False, True])
+@pytest.mark.parametrize("special", [STOPPING, BY_TOKEN], ids=["stop rule", "verification"])
+@pytest.mark.parametrize("rule", ["greedy", "block", "walk"])
+def test_stop_rules_and_verifiers_of_plans_are_obeyed(target, taken, rule, special, overstates):
+    usual = Plan.chain("draft_model", 3)
+    turns = [(3, [usual]), (2, [special]), (3, [usual]), (2, [usual, special])]
+
+    def controller():
+        return Rotating(turns, overstates=overstates)
+
+    def drafter():
+        return tiny.drafting(model(jitter=0.02))
+
+    records = same_under(controller, target, drafter, four_requests(rule), taken)
+    assert len(taken) > 5
+    if special is STOPPING:
+        assert "stop_rule" in {record["stop_reason"] for record in records}
+
+
+@pytest.mark.parametrize("rule", ["coupled", "block", "token", "walk", "nucleus"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):
+    """A chain ends before a distribution that is NaN; one that begins with it is no draft."""
+    requests = four_requests(rule)
+    texts, _ = run(target, None, requests, ahead=False, sharing="none")
+    earliest = {}
+    for _, ids, _ in texts:
+        earliest |= {token: min(ids.index(token), earliest.get(token, 99)) for token in ids}
+    read = {token for prompt in tiny.PROMPTS for token in tiny.tokenizer().encode(prompt)}
+    late = sorted(earliest.keys() - read, key=earliest.__getitem__)[-3:]
+    network = tiny.network()
+    network.model.embed_tokens.weight[late] = float("nan")
+    draft = native_model(network, dtype=torch.bfloat16, max_context=tiny.MAX_CONTEXT)
+    assert same(target, draft, requests, taken, k=k, sharing="none") > 3
+    _, records = run(target, draft, requests, ahead=True, k=k, sharing="none")
+    ends = {record["stop_reason"] for record in records}
+    assert "invalid_probs" in ends or k == 1 or rule == "coupled"
+
+
+def test_a_head_that_reads_other_layers_than_the_store_keeps(taken):
+    """Of two heads only the one that reads all of them drafts in the kernels."""
+    target = model(num_layers=4)
+    plans = [Plan.chain(name, 3) for name in ("all", "some")]
+    turns = [(4, plans[:1]), (4, plans[1:]), (2, plans)]
+
+    def drafter():
+        heads = {
+            name: eagle3_drafter(target, eagle3_head(target, seed=seed, feature_layers=layers))
+            for seed, (name, layers) in enumerate({"all": (0, 1, 2), "some": (1, 2)}.items())
+        }
+        return SeveralDrafters(heads)
+
+    def controller():
+        return Rotating(turns)
+
+    same_under(controller, target, drafter, four_requests("walk"), taken)
+    assert len(taken) > 5

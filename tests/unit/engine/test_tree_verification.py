@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests import tiny
 
 from forerun.engine.drafting import smallest_drawn
+from forerun.engine.verification import drafted_probs
 from forerun.sampling.config import Choice, SamplingParams, resolve_verification
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
@@ -48,3 +50,36 @@ def test_which_rule_verifies_a_tree(choice, rule):
     is_drawn = choice is not Choice.DETERMINISTIC
     chain = resolve_verification(SamplingParams(), choice, is_chain=True)
     assert chain == ("block" if is_drawn else "walk")
+
+
+@pytest.mark.parametrize(
+    ("params", "is_raw", "temperature"),
+    [
+        (SamplingParams(temperature=0.5), False, 0.5),
+        (SamplingParams(temperature=0.5), True, 1.0),
+        (SamplingParams(temperature=0), False, 1.0),
+    ],
+)
+def test_probabilities_of_drafted_tokens_are_those_behind_their_parents(
+    params, is_raw, temperature
+):
+    """The nodes of this tree are not in the order of their parents."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 6, generator=generator)
+    rows = torch.rand(3, 6, generator=generator)
+    entry = tiny.scheduled(tiny.sequence())
+    entry.sequence.params = params
+    entry.draft(
+        Proposal(
+            tokens=torch.tensor([3, 1, 5, 2]),
+            tree=TokenTree((-1, 0, -1, 2)),
+            choice=Choice.WITHOUT_REPLACEMENT,
+            draft_probs=rows,
+        )
+    )
+    entry.logits = logits
+    targets, drafts = drafted_probs(entry, is_raw=is_raw)
+    probs = (logits / temperature).softmax(-1)
+    expected = [probs[0, 3], probs[1, 1], probs[0, 5], probs[3, 2]]
+    assert targets == pytest.approx([float(prob) for prob in expected])
+    assert drafts == [float(prob) for prob in (rows[0, 3], rows[1, 1], rows[0, 5], rows[2, 2])]
