@@ -19,7 +19,7 @@ from typing import Any
 from forerun.align.config import Export, Method
 from forerun.align.target import load_target
 from forerun.atomic_write import atomic_write
-from forerun.client.urls import without_secrets
+from forerun.client.urls import hide_urls
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
@@ -405,7 +405,7 @@ def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any 
         )
     except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS) as error:
         raise InvalidRequest(
-            f"{serving.draft} could not be uploaded to {repo}: {without_secrets(error)}; the draft "
+            f"{serving.draft} could not be uploaded to {repo}: {hide_urls(error)}; the draft "
             "is complete on disk, and the same command uploads it again"
         ) from error
     return f"https://huggingface.co/{repo}"

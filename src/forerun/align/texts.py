@@ -630,7 +630,7 @@ class TrainingTexts:
                 client=Client(config), tokenizer=self.tokenizer, num_logprobs=num_logprobs
             )
             # The model behind the address is not known: another target must not reuse responses.
-            model = f"{model} {_recorded(data.responses_from)} {name} {num_logprobs}"
+            model = f"{model} {_recordable_url(data.responses_from)} {name} {num_logprobs}"
         origin = ResponseOrigin(
             source="target",
             model=model,
@@ -662,7 +662,7 @@ class TrainingTexts:
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
 
 
-def _recorded(url: str) -> str:
+def _recordable_url(url: str) -> str:
     """Return a URL without its secrets; a hash tells those apart that differ in them."""
     shown = shown_url(url)
     return shown if shown == url else f"{shown} {hash_of(url.encode())}"

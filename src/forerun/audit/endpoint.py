@@ -201,7 +201,7 @@ def _answer_of(
         text="".join(event.text or "" for event in events),
         finish_reason=next((e.finish_reason for e in reversed(events) if e.finish_reason), None),
         top=tuple(_top_of(token) for token in logprobs),
-        logprobs=tuple(_clamped(t.logprob or 0.0) for t in logprobs),
+        logprobs=tuple(_clamp(t.logprob or 0.0) for t in logprobs),
         num_charged=0 if refused else counted if is_whole else max(counted, question.num_tokens),
         problem=problem,
         is_refused=is_refused,
@@ -210,10 +210,10 @@ def _answer_of(
 
 def _top_of(token: TokenLogprob) -> tuple[tuple[int, float], ...]:
     """Return the alternatives with their ids; a text without an id is named by its hash."""
-    return tuple((_id_of(text, token_id), _clamped(value)) for text, token_id, value in token.top)
+    return tuple((_id_of(text, token_id), _clamp(value)) for text, token_id, value in token.top)
 
 
-def _clamped(logprob: float) -> float:
+def _clamp(logprob: float) -> float:
     return min(max(logprob, LOWEST), HIGHEST)
 
 

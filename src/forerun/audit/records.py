@@ -123,12 +123,12 @@ class StateFile:
                     num_values += line.count(b",")
                     if num_values > _MAX_VALUES:
                         raise UnreadableInput(f"it holds more than {_MAX_VALUES} values, the limit")
-                    found += self._parsed(line, number)
+                    found += self._parse_line(line, number)
         except (OSError, UnreadableInput) as error:
             raise InvalidRequest(f"--state {self.path} cannot be read: {error}") from error
         return found, num_bytes
 
-    def _parsed(self, line: bytes, number: int) -> list[_Line]:
+    def _parse_line(self, line: bytes, number: int) -> list[_Line]:
         try:
             return [msgspec.json.decode(line, type=_Line)] if line.strip() else []
         except (msgspec.DecodeError, RecursionError, ValueError) as error:

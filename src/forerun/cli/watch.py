@@ -14,7 +14,7 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole
-from forerun.client.urls import is_url, shown_source, without_secrets
+from forerun.client.urls import hide_urls, is_url, shown_source
 from forerun.errors import ForerunError, InvalidRequest, Range
 from forerun.terminal_text import printable
 
@@ -112,7 +112,7 @@ def load_state(options: WatchOptions) -> WatchState:
             f"--state {options.state} is no state of forerun watch: {error}; name another file"
         ) from error
     if state.source != options.name:
-        of = printable(without_secrets(state.source), max_length=300)
+        of = printable(hide_urls(state.source), max_length=300)
         raise InvalidRequest(
             f"--state {options.state} is of {of}; name another file for {options.name}"
         )
@@ -160,19 +160,17 @@ def _save(options: WatchOptions, state: WatchState) -> None:
 
 def _metrics_of(options: WatchOptions) -> Metrics:
     from forerun.bounded_read import ReadLimits, read_text
-    from forerun.diagnose.readers.prometheus import PrometheusText
+    from forerun.diagnose.readers.prometheus import read_page
     from forerun.diagnose.readers.sources import MAX_PAGE_BYTES, page_of
     from forerun.errors import UnreadableInput
 
     if is_url(options.source):
         return page_of(options.source, options.api_key_env).metrics
-    page, limits = PrometheusText(), ReadLimits(max_bytes=MAX_PAGE_BYTES)
     try:
-        for line in read_text(Path(options.source), limits).splitlines():
-            page.read(line)
+        text = read_text(Path(options.source), ReadLimits(max_bytes=MAX_PAGE_BYTES))
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
-    return page.metrics
+    return read_page(text).metrics
 
 
 def _report(options: WatchOptions, change: ChangePoint) -> None:

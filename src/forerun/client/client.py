@@ -371,7 +371,7 @@ class Client:
                 yield answer
         except BrokenReply as error:
             problem = f"{shown_url(url)} sends an event with {error}"
-            raise ServerUnavailable(self.connection.hidden(problem)) from error
+            raise ServerUnavailable(self.connection.hide_key(problem)) from error
         finally:
             events.close()
 

@@ -151,9 +151,9 @@ class Connection:
         self.closing.set()
         self._door.close()
 
-    def hidden(self, text: str) -> str:
+    def hide_key(self, text: str) -> str:
         """Return a text without the API key, which a server may repeat in its answers."""
-        return self._door.hidden(text)
+        return self._door.hide_key(text)
 
     def get(self, url: str, timeout_s: float) -> bytes:
         """Return the body at an address after one try; raises as `post`."""
@@ -179,10 +179,10 @@ class Connection:
 
         def attempt() -> Result:
             deadline = answer_deadline(self.config.timeout_s, url)
-            reply = self._opened(url, body, deadline)
-            return read(self._parsed(reply.body(deadline, MAX_BODY_BYTES)))
+            reply = self._open_reply(url, body, deadline)
+            return read(self._parse(reply.body(deadline, MAX_BODY_BYTES)))
 
-        return self._tried(url, attempt)
+        return self._retry(url, attempt)
 
     def events(self, url: str, body: Mapping[str, object]) -> Generator[dict[str, Any], None, None]:
         """Post a request and yield the JSON objects of the server-sent events in response.
@@ -191,12 +191,12 @@ class Connection:
         """
 
         def attempt() -> Reply:
-            return self._opened(url, body, answer_deadline(self.config.timeout_s, url))
+            return self._open_reply(url, body, answer_deadline(self.config.timeout_s, url))
 
-        reply = self._tried(url, attempt)
+        reply = self._retry(url, attempt)
         try:
-            for data in self._event_data(reply, url):
-                yield self._event(data, reply.name)
+            for data in self._split_events(reply, url):
+                yield self._parse_event(data, reply.name)
         except Unreachable as error:
             raise ServerUnavailable(f"{reply.name} broke off its answer: {error.reason}") from error
         except UnreadableInput as error:
@@ -204,7 +204,7 @@ class Connection:
         finally:
             reply.close()
 
-    def _tried(self, url: str, attempt: Callable[[], Result]) -> Result:
+    def _retry(self, url: str, attempt: Callable[[], Result]) -> Result:
         problem, config, name = "", self.config, shown_url(url)
         for index in range(config.num_tries):
             wait_s = min(config.first_wait_s * 2.0**index, config.max_wait_s)
@@ -218,7 +218,7 @@ class Connection:
             except Unreachable as error:
                 problem = error.reason
             except BrokenReply as error:
-                problem = self.hidden(printable(error))
+                problem = self.hide_key(printable(error))
             if index + 1 < config.num_tries:
                 logger.info("%s: %s; again in %.0f s", name, problem, wait_s)
                 self.waits_s.append(wait_s)
@@ -226,7 +226,7 @@ class Connection:
                     break
         raise ServerUnavailable(f"{name} gave no response in {config.num_tries} tries: {problem}")
 
-    def _opened(self, url: str, body: Mapping[str, object], deadline: Deadline) -> Reply:
+    def _open_reply(self, url: str, body: Mapping[str, object], deadline: Deadline) -> Reply:
         """Post a request and return the successful response before its body is read."""
         for num_refused in range(self._refused_flags.get(url, 0), len(ID_FLAGS)):
             fields = {**body, **ID_FLAGS[num_refused]}
@@ -247,7 +247,7 @@ class Connection:
         """Raise an error unless a response has status 200 to 299."""
         if 200 <= reply.status < 300:
             return
-        words = self._start_of(reply.body(deadline, MAX_BODY_BYTES))
+        words = self._quote_start(reply.body(deadline, MAX_BODY_BYTES))
         problem = f"status {reply.status}: {words}"
         if reply.status >= 500 or reply.status in _BUSY:
             raise _BusyReply(problem, reply.headers.get("retry-after"))
@@ -255,24 +255,24 @@ class Connection:
             problem += f" (the key sent is that of {API_KEY}, unless another variable is named)"
         raise InvalidRequest(f"{reply.name} refuses the request with {problem}")
 
-    def _start_of(self, body: bytes) -> str:
-        text = self.hidden(body[:MAX_WORD_BYTES].decode(errors="replace"))
+    def _quote_start(self, body: bytes) -> str:
+        text = self.hide_key(body[:MAX_WORD_BYTES].decode(errors="replace"))
         return printable(text, max_length=300)
 
-    def _parsed(self, body: bytes) -> Any:
+    def _parse(self, body: bytes) -> Any:
         try:
             return parse_json(body, "the answer")
         except UnreadableInput as error:
-            raise BrokenReply(f"{error}; it begins with {self._start_of(body)}") from error
+            raise BrokenReply(f"{error}; it begins with {self._quote_start(body)}") from error
 
-    def _event(self, data: bytes, name: str) -> dict[str, Any]:
+    def _parse_event(self, data: bytes, name: str) -> dict[str, Any]:
         """Parse the JSON object of one server-sent event."""
         event = parse_json(data, f"an event of {name}")
         if not isinstance(event, dict) or "error" in event:
-            raise ServerUnavailable(f"{name} sends {self._start_of(data)}")
+            raise ServerUnavailable(f"{name} sends {self._quote_start(data)}")
         return event
 
-    def _event_data(self, reply: Reply, url: str) -> Iterator[bytes]:
+    def _split_events(self, reply: Reply, url: str) -> Iterator[bytes]:
         """Yield what follows `data:` in every line of a stream until its end marker."""
         whole, next_event = (
             answer_deadline(seconds, url)

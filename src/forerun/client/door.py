@@ -19,7 +19,7 @@ import httpcore
 import httpx
 
 from forerun.bounded_read import Deadline, ReadLimits
-from forerun.client.urls import HIDDEN, shown_url, without_secrets
+from forerun.client.urls import HIDDEN, hide_urls, shown_url
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 
@@ -43,7 +43,7 @@ def reason_of(error: Exception) -> str:
     """Return what an error of the network says, without parts of URLs and headers."""
     if isinstance(error, _QUOTING):
         return "no request can be sent to such an address"
-    return printable(without_secrets(error), max_length=300) or type(error).__name__
+    return printable(hide_urls(error), max_length=300) or type(error).__name__
 
 
 def authorization(variable: str | None) -> dict[str, str]:
@@ -68,7 +68,7 @@ class Unreachable(ServerUnavailable):
 
 
 @contextmanager
-def _translated(name: str) -> Iterator[None]:
+def _translate_errors(name: str) -> Iterator[None]:
     """Turn the errors of httpx in the block into those of forerun."""
     try:
         yield
@@ -176,7 +176,7 @@ class Reply:
         self.name = name
         self._reply = reply
         self._clock = clock
-        self._pieces = self._unpacked()
+        self._pieces = self._unpack()
         self._has_read = False
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Reply:
 
     def piece(self, deadline: Deadline) -> bytes | None:
         """Return the next piece of the body, decompressed; None at its end."""
-        with self._clock.until(deadline, has_read=self._has_read), _translated(self.name):
+        with self._clock.until(deadline, has_read=self._has_read), _translate_errors(self.name):
             piece = next(self._pieces, None)
         self._has_read = True
         return piece
@@ -201,7 +201,7 @@ class Reply:
             self.close()
         return bytes(body)
 
-    def _unpacked(self) -> Iterator[bytes]:
+    def _unpack(self) -> Iterator[bytes]:
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
         assert isinstance(self._reply.stream, httpx.SyncByteStream)
         if encoding == "identity":
@@ -281,18 +281,20 @@ class Door:
             UnreadableInput: its answer takes longer than the time limit.
         """
         name = shown_url(url)
-        with self._clock.until(deadline), _translated(name):
+        with self._clock.until(deadline), _translate_errors(name):
             request = self._http.build_request(method, url, json=body)
             return Reply(self._http.send(request, stream=True), name, self._clock)
 
-    def hidden(self, text: str) -> str:
+    def hide_key(self, text: str) -> str:
         """Return words of a server without the key, which it may repeat."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         return text
 
 
-def _accepted(door: Door, method: str, url: str, deadline: Deadline, body: object = None) -> Reply:
+def _send_accepted(
+    door: Door, method: str, url: str, deadline: Deadline, body: object = None
+) -> Reply:
     """Send one request and return its response if the status is 200 to 299."""
     reply = door.send(method, url, deadline, body)
     if 200 <= reply.status < 300:
@@ -303,7 +305,7 @@ def _accepted(door: Door, method: str, url: str, deadline: Deadline, body: objec
         raise UnreadableInput(
             f"{reply.name} redirects to {where}, which is not followed: give that address"
         )
-    raise UnreadableInput(f"{reply.name} answers {reply.status}: {door.hidden(reply.reason)}")
+    raise UnreadableInput(f"{reply.name} answers {reply.status}: {door.hide_key(reply.reason)}")
 
 
 def fetch_page(url: str, limits: ReadLimits, headers: Mapping[str, str] | None = None) -> bytes:
@@ -314,7 +316,7 @@ def fetch_page(url: str, limits: ReadLimits, headers: Mapping[str, str] | None =
     deadline = answer_deadline(limits.max_seconds, url)
     try:
         with Door(limits.max_seconds, headers or {}, uses_environment=False) as door:
-            return _accepted(door, "GET", url, deadline).body(deadline, limits.max_bytes)
+            return _send_accepted(door, "GET", url, deadline).body(deadline, limits.max_bytes)
     except Unreachable as error:
         raise UnreadableInput(f"{shown_url(url)} cannot be read: {error.reason}") from error
 
@@ -325,7 +327,7 @@ def post_once(url: str, content: object, max_seconds: float) -> None:
     Raises UnreadableInput, InvalidRequest or ServerUnavailable where it was not.
     """
     with Door(max_seconds, {}) as door:
-        _accepted(door, "POST", url, answer_deadline(max_seconds, url), content).close()
+        _send_accepted(door, "POST", url, answer_deadline(max_seconds, url), content).close()
 
 
 class PassedReply:
@@ -339,7 +341,7 @@ class PassedReply:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the body; raises ServerUnavailable where the server breaks off."""
-        with _translated(self._name):
+        with _translate_errors(self._name):
             async for piece in self._reply.aiter_raw():
                 yield piece
 
@@ -364,7 +366,7 @@ class Forwarder:
         self, method: str, target: bytes, headers: Sequence[tuple[str, str]], body: bytes
     ) -> PassedReply:
         """Send a request to a path and query, as bytes; raises ServerUnavailable."""
-        with _translated(self._name):
+        with _translate_errors(self._name):
             # The bytes as they came: a path such as //host/ must not name another server.
             url = self._http.base_url.copy_with(raw_path=target)
             request = self._http.build_request(method, url, headers=[*headers], content=body)

@@ -53,6 +53,6 @@ def shown_source(name: str) -> str:
     return shown_url(name) if is_url(name) else name
 
 
-def without_secrets(text: object) -> str:
+def hide_urls(text: object) -> str:
     """Return a text in which every URL is as `shown_url` renders it."""
     return _URL.sub(lambda found: shown_url(found.group()), str(text))

@@ -319,12 +319,14 @@ def as_messages(messages: object) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, Iterable):
         raise InvalidRequest(f"messages is {messages!r:.200}; it must be a text or a list")
-    given: list[object] = list(messages)
-    wrong = next((message for message in given if not isinstance(message, Mapping)), None)
-    if wrong is not None:
-        raise InvalidRequest(f'a message is {wrong!r:.200}; it needs a "role" and a "content"')
-    found = [dict(message) for message in given if isinstance(message, Mapping)]
-    return [message | {"content": text_of(message.get("content"))} for message in found]
+    found = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(
+                f'a message is {message!r:.200}; it needs a "role" and a "content"'
+            )
+        found.append({**message, "content": text_of(message.get("content"))})
+    return found
 
 
 def text_of(content: object) -> str:

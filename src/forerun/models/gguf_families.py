@@ -6,7 +6,7 @@ family say in a way of their own, or leave out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """What files of a family say beside the settings that all have.
+    """How GGUF files of one model family differ from those of others.
 
     Attributes:
         architecture: class in transformers.
@@ -35,8 +35,8 @@ class GGUFFamily:
         rotates_part: `rope.dimension_count` may be a part of a head.
         window_period: every layer but the last of so many has a window; 0: all layers have it.
         rope_by_kind: layers with and without a window have rotations of their own.
-        halved_scale: number of layers of the one model whose scores are divided by the root of
-            another width than that of its heads.
+        layers_scaled_by_hidden: number of layers of the model in which `query_pre_attn_scalar` is
+            the hidden size over the number of heads, and not the width of a head.
     """
 
     architecture: str
@@ -47,14 +47,14 @@ class GGUFFamily:
     rotates_part: bool = False
     window_period: int = 0
     rope_by_kind: bool = False
-    halved_scale: int = 0
+    layers_scaled_by_hidden: int = 0
 
     @property
     def variant(self) -> DecoderVariant:
         return VARIANTS[self.architecture]
 
     @property
-    def known(self) -> frozenset[str]:
+    def honoured(self) -> frozenset[str]:
         """Names of the settings that are honoured."""
         return frozenset(COMMON) | CHECKED | frozenset(self.settings)
 
@@ -123,7 +123,7 @@ FAMILIES: Mapping[str, GGUFFamily] = MappingProxyType(
             settings={**WINDOW, **CAPS, "attention.sliding_window_pattern": ""},
             fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None},
             window_period=2,
-            halved_scale=46,
+            layers_scaled_by_hidden=46,
         ),
         "gemma3": GGUFFamily(
             architecture="Gemma3ForCausalLM",
@@ -131,7 +131,7 @@ FAMILIES: Mapping[str, GGUFFamily] = MappingProxyType(
             settings={**BY_KIND, "final_logit_softcapping": "final_logit_softcapping"},
             window_period=6,
             rope_by_kind=True,
-            halved_scale=62,
+            layers_scaled_by_hidden=62,
         ),
         "phi3": GGUFFamily(
             architecture="Phi3ForCausalLM",
@@ -205,7 +205,7 @@ def setting_without_effect(family: GGUFFamily, settings: Metadata) -> tuple[str,
     """Return the first setting with its value that would change the output and is not honoured."""
     for name, value in settings.items():
         neutral = NEUTRAL.get(name, OFF)
-        if name not in family.known and not any(_equal(value, known) for known in neutral):
+        if name not in family.honoured and not any(_equal(value, known) for known in neutral):
             return name, value
     return None
 
@@ -215,8 +215,8 @@ def _equal(value: object, known: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the tensors of a file say about its settings.
+class TensorFacts:
+    """Settings that follow from the tensors of a file.
 
     Attributes:
         vocab_size: rows of the embedding.
@@ -231,7 +231,9 @@ class Facts:
     rope_factors: tuple[list[float], ...] = ()
 
 
-def transformers_settings(family: GGUFFamily, given: Metadata, facts: Facts) -> dict[str, Any]:
+def transformers_settings(
+    family: GGUFFamily, stored: Metadata, facts: TensorFacts
+) -> dict[str, Any]:
     """Return the settings of a file as transformers' configuration class takes them.
 
     Raises:
@@ -246,38 +248,38 @@ def transformers_settings(family: GGUFFamily, given: Metadata, facts: Facts) -> 
     if family.variant.qkv_bias == "attention_bias":
         settings["attention_bias"] = facts.has_biases
     for name, ours in {**COMMON, **family.settings}.items():
-        if ours and name in given:
-            settings[ours] = plain_number(given[name])
+        if ours and name in stored:
+            settings[ours] = undo_rounding(stored[name])
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         settings[name] = checked_size(settings.get(name), name)
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
-    width, rotated = head_widths(family, given, settings)
+    width, rotated = _head_widths(family, stored, settings)
     settings["head_dim"] = width
     if settings.get("sliding_window") == 0:
         settings["sliding_window"] = None
     if family.window_period:
-        settings["layer_types"] = _layer_types(family, given, settings)
+        settings["layer_types"] = _layer_types(family, stored, settings)
     if family.variant.query_scalar:
-        halved = settings["num_hidden_layers"] == family.halved_scale
+        by_hidden = settings["num_hidden_layers"] == family.layers_scaled_by_hidden
         settings["query_pre_attn_scalar"] = (
-            settings["hidden_size"] // settings["num_attention_heads"] if halved else width
+            settings["hidden_size"] // settings["num_attention_heads"] if by_hidden else width
         )
-    settings["rope_parameters"] = _rotations(family, given, facts, rotated / width)
+    settings["rope_parameters"] = _rotations(family, stored, facts, rotated / width)
     return settings
 
 
-def plain_number(value: Any) -> Any:
-    """Return the number that was rounded to the fp32 in a file: 1e-05 and not 9.9999997e-06."""
+def undo_rounding(value: Any) -> Any:
+    """Return the shortest number that rounds to an fp32 of a file: 1e-05, not 9.9999997e-06."""
     return float(str(np.float32(value))) if type(value) is float else value
 
 
-def head_widths(
-    family: GGUFFamily, given: Metadata, settings: Mapping[str, Any]
+def _head_widths(
+    family: GGUFFamily, stored: Metadata, settings: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Return the width of a head and how much of it is rotated; heads of two widths are refused."""
     usual = settings["hidden_size"] // settings["num_attention_heads"]
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-    key, value, rotated = (given.get(name) for name in names)
+    key, value, rotated = (stored.get(name) for name in names)
     width = checked_size(next((w for w in (key, value) if w is not None), None) or usual, names[0])
     if key is None and value is None and rotated is not None and not family.rotates_part:
         width = checked_size(rotated, names[2])
@@ -290,13 +292,13 @@ def head_widths(
 
 
 def _layer_types(
-    family: GGUFFamily, given: Metadata, settings: Mapping[str, Any]
+    family: GGUFFamily, stored: Metadata, settings: Mapping[str, Any]
 ) -> list[str] | None:
     """Return which layers have a window, by the file's pattern or the usual one of the family."""
     num_layers, period = settings["num_hidden_layers"], family.window_period
     if settings.get("sliding_window") is None:
         return ["full_attention"] * num_layers
-    pattern = given.get("attention.sliding_window_pattern", period)
+    pattern = stored.get("attention.sliding_window_pattern", period)
     if type(pattern) is int and pattern > 0:
         slides = [index % pattern < pattern - 1 for index in range(num_layers)]
     elif isinstance(pattern, tuple) and len(pattern) == num_layers:
@@ -306,16 +308,18 @@ def _layer_types(
     return ["sliding_attention" if slides_here else "full_attention" for slides_here in slides]
 
 
-def _rotations(family: GGUFFamily, given: Metadata, facts: Facts, share: float) -> dict[str, Any]:
+def _rotations(
+    family: GGUFFamily, stored: Metadata, facts: TensorFacts, share: float
+) -> dict[str, Any]:
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": plain_number(given.get("rope.freq_base", 10000.0)),
+        "rope_theta": undo_rounding(stored.get("rope.freq_base", 10000.0)),
     }
     if family.rotates_part:
         rope["partial_rotary_factor"] = share
-    kind = given.get("rope.scaling.type", "none")
-    factor = plain_number(given.get("rope.scaling.factor", 1.0))
-    original = given.get("rope.scaling.original_context_length")
+    kind = stored.get("rope.scaling.type", "none")
+    factor = undo_rounding(stored.get("rope.scaling.factor", 1.0))
+    original = stored.get("rope.scaling.original_context_length")
     if kind in ("linear", "yarn") and factor not in (0, 1.0):
         scaled = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
@@ -335,7 +339,7 @@ def _rotations(family: GGUFFamily, given: Metadata, facts: Facts, share: float) 
     if not family.rope_by_kind:
         return rope | scaled
     local = 10000.0 if family.model_type == "gemma3_text" else rope["rope_theta"]
-    sliding = rope | {"rope_theta": plain_number(given.get("rope.freq_base_swa", local))}
+    sliding = rope | {"rope_theta": undo_rounding(stored.get("rope.freq_base_swa", local))}
     return {"full_attention": rope | scaled, "sliding_attention": sliding}
 
 
@@ -385,16 +389,3 @@ def expert_parts(variant: DecoderVariant) -> dict[str, str]:
     if variant.experts is None:
         return {}
     return dict(zip(EXPERT_NAMES, variant.experts.parts, strict=True))
-
-
-def split_rows(
-    variant: DecoderVariant, short: str, sizes: Callable[[], list[int]]
-) -> list[tuple[str, int]]:
-    """Return the modules, with their rows, of a tensor that holds several of them; none of others.
-
-    Args:
-        sizes: returns the rows of queries, keys and values.
-    """
-    if short != "attn_qkv" or len(variant.parts[0]) == 1:
-        return []
-    return list(zip(variant.parts[0], sizes(), strict=True))

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,15 +34,14 @@ from forerun.models.gguf_families import (
     END_NAMES,
     FAMILIES,
     SINGLE_EXPERT_NAMES,
-    Facts,
     GGUFFamily,
+    TensorFacts,
     expert_parts,
     family_of,
     module_names,
-    plain_number,
     setting_without_effect,
-    split_rows,
     transformers_settings,
+    undo_rounding,
 )
 
 MAX_HEADER_BYTES = 256 << 20
@@ -60,9 +60,7 @@ SCALARS: Mapping[int, str] = MappingProxyType(
 )
 """Format for `struct` of a metadata type."""
 TEXT, ARRAY = 8, 9
-PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
+PLAIN = ("F32", "F16", "BF16")
 TYPES = (
     *PLAIN,
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
@@ -228,7 +226,7 @@ class GGUFFile:
         self._header = header
         architecture = self.metadata.get("general.architecture")
         prefix = f"{architecture}."
-        self.given: Mapping[str, Any] = {
+        self.stored_settings: Mapping[str, Any] = {
             key.removeprefix(prefix): value
             for key, value in self.metadata.items()
             if key.startswith(prefix)
@@ -291,13 +289,13 @@ class GGUFFile:
                 "`llama-gguf-split --merge FIRST_PART WHOLE.gguf` and give the whole file"
             )
         named = architecture if isinstance(architecture, str) else ""
-        if (family := family_of(named, self.given)) is None:
+        if (family := family_of(named, self.stored_settings)) is None:
             names = ", ".join(name for name in FAMILIES if " " not in name)
             raise InvalidModel(
                 f"{self.path} has the architecture {architecture!r:.60}; GGUF files are read of "
                 f"{names}: of others give the model in its original form, {self._origin}"
             )
-        if (found := setting_without_effect(family, self.given)) is not None:
+        if (found := setting_without_effect(family, self.stored_settings)) is not None:
             key, value = found
             shown = f"an array of {value.length}" if isinstance(value, StoredArray) else value
             raise InvalidModel(
@@ -328,17 +326,17 @@ class GGUFFile:
         if embedding is None:
             raise InvalidModel(f"{self.path} has no embedding (token_embd.weight); fetch it again")
         factors = [by_name[n] for n in (SHORT_FACTORS, LONG_FACTORS) if n in by_name]
-        listed = [self._dequantised(tensor).reshape(-1) for tensor in factors]
-        facts = Facts(
+        listed = [self._dequantise(tensor).reshape(-1) for tensor in factors]
+        facts = TensorFacts(
             vocab_size=embedding.shape[0],
             has_head="output.weight" in by_name,
             has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
-            rope_factors=tuple([plain_number(float(n)) for n in each] for each in listed),
+            rope_factors=tuple([undo_rounding(float(n)) for n in each] for each in listed),
         )
         special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
         special["pad_token_id"] = self.token_id("padding")
         try:
-            return transformers_settings(self.family, self.given, facts) | special
+            return transformers_settings(self.family, self.stored_settings, facts) | special
         except (InvalidModel, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidModel(f"the settings in {self.path} cannot be used: {error}") from error
 
@@ -398,40 +396,35 @@ class GGUFFile:
             return [(f"{prefix}{part}.{kind}", tensor)]
         if short in experts and expert is None and len(tensor.shape) == 3:
             return [
-                (f"{prefix}{experts[short].format(n)}.{kind}", self._without_first(tensor, n))
+                (
+                    f"{prefix}{experts[short].format(n)}.{kind}",
+                    replace(tensor.rows(n, n + 1), shape=tensor.shape[1:]),
+                )
                 for n in range(tensor.shape[0])
             ]
-        if parts := split_rows(self.family.variant, short, self._qkv_rows):
-            return [
-                (f"{prefix}{module}.{kind}", part) for module, part in self._split(tensor, parts)
-            ]
+        if short == "attn_qkv" and "attn_qkv" not in self._modules:
+            return [(f"{prefix}{module}.{kind}", part) for module, part in self._split_qkv(tensor)]
         if expert is not None or short not in self._modules:
             return [(tensor.name, tensor)]
         module = self._modules[short]
-        return [(f"{prefix}{module}.{kind}", self._with_pairs(tensor, module))]
+        return [(f"{prefix}{module}.{kind}", self._mark_pairs(tensor, module))]
 
-    def _without_first(self, tensor: StoredTensor, index: int) -> StoredTensor:
-        return replace(tensor.rows(index, index + 1), shape=tensor.shape[1:])
-
-    def _split(
-        self, tensor: StoredTensor, parts: list[tuple[str, int]]
-    ) -> list[tuple[str, StoredTensor]]:
-        if sum(rows for _, rows in parts) != tensor.shape[0]:
+    def _split_qkv(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
+        """Return the rows of queries, keys and values in one tensor, by their modules."""
+        width, modules = self.settings["head_dim"], self.family.variant.parts[0]
+        queries, keys = (self.settings[f"num_{n}_heads"] for n in ("attention", "key_value"))
+        ends = [width * num_heads for num_heads in (queries, queries + keys, queries + 2 * keys)]
+        if ends[-1] != tensor.shape[0]:
             raise InvalidModel(
-                f"{self.path} has {tensor.shape[0]} rows in {tensor.name:.60}, not {parts!r:.120}"
+                f"{self.path} has {tensor.shape[0]} rows in {tensor.name:.60}; {queries} heads of "
+                f"queries and {keys} of keys and values, of {width} rows each, need {ends[-1]}"
             )
-        found, first = [], 0
-        for module, rows in parts:
-            found.append((module, self._with_pairs(tensor.rows(first, first + rows), module)))
-            first += rows
-        return found
+        return [
+            (module, self._mark_pairs(tensor.rows(first, last), module))
+            for module, (first, last) in zip(modules, pairwise((0, *ends)), strict=True)
+        ]
 
-    def _qkv_rows(self) -> list[int]:
-        settings = self.settings
-        queries, keys = settings["num_attention_heads"], settings["num_key_value_heads"]
-        return [heads * settings["head_dim"] for heads in (queries, keys, keys)]
-
-    def _with_pairs(self, tensor: StoredTensor, module: str) -> StoredTensor:
+    def _mark_pairs(self, tensor: StoredTensor, module: str) -> StoredTensor:
         """Note where rows of heads lie in pairs, as files of some families have them."""
         heads = {
             "self_attn.q_proj": "num_attention_heads",
@@ -455,12 +448,12 @@ class GGUFFile:
     def rope_factors(self) -> Tensor | None:
         """Divisors of the rotation of every pair of a head, fp32; None without scaling."""
         found = [tensor for tensor in self._stored if tensor.name == ROPE_FACTORS]
-        return torch.from_numpy(self._dequantised(found[0])) if found else None
+        return torch.from_numpy(self._dequantise(found[0])) if found else None
 
     def read(self, name: str) -> Tensor:
         """Return a parameter in fp32, dequantised."""
         tensor = self.tensors[name]
-        values = torch.from_numpy(_in_order(tensor, self._dequantised(tensor)))
+        values = torch.from_numpy(_reorder_rows(tensor, self._dequantise(tensor)))
         return values - tensor.offset if tensor.offset else values
 
     def groups(self, name: str) -> BlockFormat | None:
@@ -470,7 +463,7 @@ class GGUFFile:
 
     @cached_property
     def notice(self) -> str | None:
-        """Say which types of matrices are not kept as they are stored; None if all are."""
+        """A line about types that are not kept as stored, and a tokenizer without a split rule."""
         packed: set[str] = set()
         dequantised: set[str] = set()
         for name, tensor in self.tensors.items():
@@ -499,15 +492,15 @@ class GGUFFile:
                 f"{self.path} has scales in {tensor.name:.60} that are NaN or infinite, or too "
                 "large for fp16; fetch it again, or give dtype float32"
             )
-        return QuantisedMatrix(*(torch.from_numpy(_in_order(tensor, part)) for part in parts))
+        return QuantisedMatrix(*(torch.from_numpy(_reorder_rows(tensor, part)) for part in parts))
 
-    def _dequantised(self, tensor: StoredTensor) -> np.ndarray:
+    def _dequantise(self, tensor: StoredTensor) -> np.ndarray:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-        kind = GGMLQuantizationType[tensor.type_name]
-        if tensor.type_name in PLAIN and tensor.type_name != "BF16":
-            stored = self._bytes(tensor).view(np.float32 if kind == 0 else np.float16)
+        if tensor.type_name in ("F32", "F16"):
+            stored = self._bytes(tensor).view(f"<f{2 if tensor.type_name == 'F16' else 4}")
             return stored.astype(np.float32).reshape(tensor.shape)
+        kind = GGMLQuantizationType[tensor.type_name]
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         row_bytes = tensor.shape[-1] // per_block * block_bytes
         with np.errstate(all="ignore"):  # scales that are no numbers are refused by a test pass
@@ -532,7 +525,7 @@ class GGUFFile:
         return self.header_hash.encode() + b"".join(middles)
 
 
-def _in_order(tensor: StoredTensor, rows: np.ndarray) -> np.ndarray:
+def _reorder_rows(tensor: StoredTensor, rows: np.ndarray) -> np.ndarray:
     """Return rows in the order of transformers, which rotates the halves of a head."""
     if not tensor.paired_heads:
         return np.ascontiguousarray(rows)
@@ -550,7 +543,7 @@ def _num_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: st
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, modified_ns: int, size_bytes: int) -> GGUFFile:
+def _open_unchanged(path: Path, modified_ns: int, size_bytes: int) -> GGUFFile:
     return GGUFFile(path)
 
 
@@ -562,4 +555,4 @@ def open_gguf(path: Path) -> GGUFFile:
         found = path.stat()
     except OSError as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
-    return _opened(path, found.st_mtime_ns, found.st_size)
+    return _open_unchanged(path, found.st_mtime_ns, found.st_size)

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forerun.bounded_read import first_line
 from forerun.cache import cache_folder, cached_json, hash_of
-from forerun.client.urls import without_secrets
+from forerun.client.urls import hide_urls
 from forerun.errors import InvalidModel, InvalidRequest, RunnerUnavailable
 from forerun.models.architecture import (
     QUANTISED,
@@ -513,7 +514,7 @@ def fetched(name: str) -> Path:
     except Exception as error:
         near = get_close_matches(name, (*KNOWN_NAMES, *(PREFIX + known for known in ZOO)), n=2)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        reason = without_secrets(next(iter(str(error).splitlines()), type(error).__name__))
+        reason = hide_urls(first_line(error))
         raise InvalidModel(
             f"{name!r} is neither a folder nor a model that can be fetched from the Hugging Face "
             f"hub.{hint} The hub's client says: {reason}"
@@ -534,7 +535,7 @@ def fetched_config(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json")).parent
     except Exception as error:
-        reason = without_secrets(next(iter(str(error).splitlines()), type(error).__name__))
+        reason = hide_urls(first_line(error))
         raise InvalidModel(
             f"config.json of {name!r} cannot be fetched from the Hugging Face hub: {reason}"
         ) from error

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import logging
 import math
 import re
 import time
@@ -236,8 +235,6 @@ class Keyring:
         self._allowances[key] = (left - 1, now_s)
 
 
-logger = logging.getLogger("forerun.requests")
-
 PAGE_FILES = frozenset(file.name for file in (files("forerun.server") / "page").iterdir())
 OPEN = frozenset(
     ("GET", path.encode())
@@ -288,7 +285,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        has_begun, began_s = False, time.monotonic()
+        has_begun = False
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if given.isascii() and 0 < len(given) <= 128 else uuid.uuid4().hex
 
@@ -299,10 +296,6 @@ class Guard:
                 self.count(message["status"])
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
-                passed_ms = 1000 * (time.monotonic() - began_s)
-                path = quote(scope["path"])  # a decoded path may hold line ends
-                shown = scope["method"], path, message["status"], passed_ms, request_id
-                logger.debug("%s %.200s %d after %.0f ms, request %s", *shown)
             await send(message)
 
         try:

@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 import forerun
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
+from forerun.diagnose.readers.prometheus import Metrics, metrics_of, read_page
 from forerun.diagnose.words import change_line, changes_of, headline
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
@@ -355,14 +355,12 @@ class LiveView:
             now_s = self.clock()
             if now_s - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
                 return
-            page = PrometheusText()
-            for line in self.metrics.text().decode().splitlines():
-                page.read(line)
-            growth = page.metrics.since(self._samples[0])
-            num_steps, num_new = map(_num_steps, (growth, page.metrics.since(self._samples[-1])))
+            metrics = read_page(self.metrics.text().decode()).metrics
+            growth = metrics.since(self._samples[0])
+            num_steps, num_new = map(_num_steps, (growth, metrics.since(self._samples[-1])))
             if num_new and num_steps >= MIN_DIAGNOSED:
                 self._diagnosed_s = now_s
-                self._samples.append(page.metrics)
+                self._samples.append(metrics)
                 self._diagnosis = live_diagnosis(diagnose(evidence_of(growth)), num_steps)
         finally:
             self._diagnosing.release()

@@ -455,7 +455,7 @@ class ChatRequest(GenerationRequest):
     def last_message(self) -> str | None:
         """The last message of the user of a conversation."""
         asked = [message for message in self.messages if message.role == "user"]
-        return asked[-1].for_template().get("content") if asked else None
+        return asked[-1].content if asked else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from forerun.bounded_read import ReadLimits, parse_json, read_bytes
 from forerun.client.door import Forwarder, PassedReply, fetch_page
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
+from forerun.diagnose.readers.prometheus import Metrics, metrics_of, read_page
 from forerun.drafters.config import parse_drafter
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.catalog import PREFIX, zoo_path
@@ -135,9 +135,7 @@ class VllmView:
             body = self.get("/metrics")
         except (InvalidRequest, ServerUnavailable):
             return
-        page = PrometheusText()
-        for line in body.decode(errors="replace").splitlines():
-            page.read(line)
+        page = read_page(body.decode(errors="replace"))
         if not self._samples:
             self._setup = replace(self._setup, version=_version(self.get))
         self._samples.append(MetricsSample(at_s=self.clock(), metrics=page.metrics))

@@ -17,7 +17,7 @@ from forerun import bounded_read
 from forerun.bounded_read import ReadLimits
 from forerun.client.connection import ClientConfig, Connection
 from forerun.client.door import fetch_page, post_once
-from forerun.client.urls import is_url, shown_url, without_secrets
+from forerun.client.urls import hide_urls, is_url, shown_url
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -73,7 +73,7 @@ def test_files_and_addresses_are_told_apart():
 
 def test_urls_within_a_text_are_shown_without_their_secrets():
     text = f"Client error '403' for url 'https://u:{SECRET}@host/a?b={SECRET}' (https://x/v1)"
-    assert without_secrets(text) == "Client error '403' for url 'https://host/…' (https://x/…"
+    assert hide_urls(text) == "Client error '403' for url 'https://host/…' (https://x/…"
 
 
 @pytest.fixture(autouse=True)

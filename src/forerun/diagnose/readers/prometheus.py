@@ -126,6 +126,14 @@ class PrometheusText(LineReader):
                 self.kind = NAMES[prefix]
 
 
+def read_page(text: str) -> PrometheusText:
+    """Read a whole page of metrics."""
+    page = PrometheusText()
+    for line in text.splitlines():
+        page.read(line)
+    return page
+
+
 OUTPUT_TOKENS = {"vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted"}
 
 

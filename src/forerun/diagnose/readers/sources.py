@@ -30,7 +30,7 @@ from forerun.bounded_read import (
     open_stdin,
     parse_json,
 )
-from forerun.client.urls import is_url, shown_url, without_secrets
+from forerun.client.urls import hide_urls, is_url, shown_url
 from forerun.diagnose.evidence import COUNTS, FOLDER, MAX_WORD, Evidence, Reading, shown
 from forerun.diagnose.readers.engine_logs import (
     NUMBER,
@@ -47,6 +47,7 @@ from forerun.diagnose.readers.prometheus import (
     PrometheusText,
     is_metric_line,
     metrics_of,
+    read_page,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.theory.intervals import Interval
@@ -611,9 +612,7 @@ def page_of(url: str, key_variable: str | None = None) -> PrometheusText:
         body = fetch_page(url, limits, authorization(key_variable))
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
-    page = PrometheusText()
-    for line in body.decode("utf-8", errors="replace").splitlines():
-        page.read(line)
+    page = read_page(body.decode("utf-8", errors="replace"))
     if not page.metrics.totals:
         hint = "" if url.endswith("/metrics") else "; try its path /metrics"
         raise InvalidRequest(f"{shown_url(url)} holds no metric of an engine that is known{hint}")
@@ -665,7 +664,7 @@ def read_source(
                 return read_trace(path)
             return _read_stream(file, path.name)
     except OSError as error:
-        shown = without_secrets(name[:300])
+        shown = hide_urls(name[:300])
         raise InvalidRequest(f"{shown} cannot be read: {error.strerror or error}") from error
     except UnreadableInput as error:
         raise InvalidRequest(str(error)) from error
@@ -719,7 +718,7 @@ def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
         evidence.add(name, value, "the complaint")
     if not evidence.facts and not is_asking:
         raise InvalidRequest(
-            f"{without_secrets(text)[:60]!r} is no file, and nothing in it is understood as a "
+            f"{hide_urls(text)[:60]!r} is no file, and nothing in it is understood as a "
             "complaint; say what is low, slow or wrong and what it depends on, or give --observed "
             "NAME"
         )
