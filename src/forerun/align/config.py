@@ -32,6 +32,8 @@ EAGLE3_ALONE = (
     "norm_before_residual",
 )
 """Settings of `AttachedConfig` that Medusa heads do not have."""
+OF_SERVERS = ("responses_model", "responses_key_env")
+"""Settings of `DataConfig` for `responses_from` alone."""
 LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")
 """Losses linear in the target's probabilities, which tokens sampled from it estimate unbiased."""
 _PARTIAL: Mapping[TeacherKind, str] = {
@@ -282,33 +284,30 @@ class AlignConfig:
 
     def _check_effect(self) -> None:
         """Refuse settings that would change nothing beside the others."""
-        heads = {"eagle3": EAGLE3_ALONE, "medusa": ("num_blocks",)}
-        every = tuple(item.name for item in fields(AttachedConfig))
-        theirs = heads if self.is_attached else {"eagle3 and medusa": every}
-        without: list[tuple[object, tuple[str, ...], str]] = [
-            (self.sampling, ("n", "logprobs", "prompt_logprobs"), "responses are single texts"),
-            *(
-                (self.attached, names, f"it is for --method {method}")
-                for method, names in theirs.items()
-                if method != self.method
+        data, attached, objective = self.data, self.attached, self.objective
+        of_attached = tuple(item.name for item in fields(AttachedConfig))
+        is_sampled = self.teacher.teacher in ("auto", "sampled")
+        for part, names, is_used, reason in (
+            (
+                self.sampling,
+                ("n", "logprobs", "prompt_logprobs"),
+                False,
+                "responses are single texts",
             ),
-        ]
-        if self.objective_name != "jsd":
-            without.append((self.objective, ("beta",), "it is for --objective jsd"))
-        if self.objective_name != "lk":
-            without.append((self.objective, ("eta",), "it is for --objective lk"))
-        if self.data.responses_from is None:
-            without.append((self.data, ("responses_model",), "it is for --responses-from"))
-        if self.data.held_out is not None:
-            without.append((self.data, ("held_out_share",), "--held-out names the prompts"))
-        if self.teacher.teacher not in ("auto", "sampled"):
-            without.append((self.teacher, ("num_sampled_ids",), "it is for --teacher sampled"))
-        for part, names, reason in without:
-            for item in fields(part):  # type: ignore[arg-type]
-                value = getattr(part, item.name)
-                if item.name in names and value != item.default:
+            (attached, of_attached, self.is_attached, "it is for --method eagle3 and medusa"),
+            (attached, EAGLE3_ALONE, self.method == "eagle3", "it is for --method eagle3"),
+            (attached, ("num_blocks",), self.method == "medusa", "it is for --method medusa"),
+            (objective, ("beta",), self.objective_name == "jsd", "it is for --objective jsd"),
+            (objective, ("eta",), self.objective_name == "lk", "it is for --objective lk"),
+            (data, OF_SERVERS, data.responses_from is not None, "it is for --responses-from"),
+            (data, ("held_out_share",), data.held_out is None, "--held-out names the prompts"),
+            (self.teacher, ("num_sampled_ids",), is_sampled, "it is for --teacher sampled"),
+        ):
+            defaults = {item.name: item.default for item in fields(part)}
+            for name in () if is_used else names:
+                if (value := getattr(part, name)) != defaults[name]:
                     raise InvalidRequest(
-                        f"{item.name} is {value!r}, which would change nothing here: {reason}; "
+                        f"{name} is {value!r}, which would change nothing here: {reason}; "
                         "leave it out"
                     )
 

@@ -240,7 +240,7 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
                 f"{type(target).__name__} cannot: choose another draft"
             )
         return SelfDraft(target.in_fewer_bits(weights), target.vocab_size, name)
-    first = num_layers(argument, target.num_layers)
+    first = parse_num_layers(argument, target.num_layers)
     if not isinstance(target, LayeredModel):
         raise InvalidRequest(
             f"{name} needs the target's first layers alone, which {type(target).__name__} "
@@ -249,7 +249,7 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
     return SelfDraft(target.first_layers(first), target.vocab_size, name)
 
 
-def num_layers(argument: str, num_target_layers: int) -> int:
+def parse_num_layers(argument: str, num_target_layers: int) -> int:
     """Return N of the draft `self:N`; raises InvalidRequest where the target has no more layers."""
     name = f"self:{argument}"
     if not argument.isdigit():

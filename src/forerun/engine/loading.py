@@ -22,7 +22,7 @@ from forerun.drafters.registry import (
     find_checkpoint,
     is_head,
     named_by_method,
-    num_layers,
+    parse_num_layers,
     tree_methods,
 )
 from forerun.engine.config import EngineConfig
@@ -398,7 +398,9 @@ def check_draft(draft: Source, target: Source) -> None:
     target_folder = model_folder(target)
     if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
         if named.name == "self" and named.argument not in QUANTISED:
-            num_layers(named.argument, read_config(read_checkpoint(target_folder))[1].num_layers)
+            parse_num_layers(
+                named.argument, read_config(read_checkpoint(target_folder))[1].num_layers
+            )
         return
     folder = model_folder(draft)
     try:

@@ -49,14 +49,14 @@ class RequestLog:
         state = scope.setdefault("state", {})
         state["is_draining"] = self.is_draining
 
-        async def noted(message: Message) -> None:
+        async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 found["status"] = message["status"]
                 found["id"] = Headers(raw=message.get("headers", [])).get("x-request-id", "")
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, note_status)
         except Exception:
             if "status" not in found:
                 raise

@@ -50,6 +50,7 @@ from forerun.server.live_page import (
     LiveTotals,
     page_router,
 )
+from forerun.server.request_log import CLIENT_LEFT
 
 _PREFIX = "vllm:spec_decode_num_"
 HISTORY = 120
@@ -344,7 +345,7 @@ class VllmProcess:
     def stop(self) -> None:
         """End it, and what it has started."""
         self._is_stopping = True
-        with _signals_held():
+        with _defer_signals():
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_TIMEOUT_S)
@@ -354,20 +355,20 @@ class VllmProcess:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Handle signals after the block, which no exception of a handler must interrupt."""
-    held: list[int] = []
+def _defer_signals() -> Iterator[None]:
+    """Let signals wait for the end of the block, so that no handler interrupts it."""
+    waiting: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():  # where handlers run
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            before[number] = signal.signal(number, lambda number, _: held.append(number))
+            before[number] = signal.signal(number, lambda number, _: waiting.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for held_number in held:
-            signal.raise_signal(held_number)
+        for waiting_number in waiting:
+            signal.raise_signal(waiting_number)
 
 
 @contextmanager
@@ -393,7 +394,7 @@ def vllm_running(
         command += ["--speculative-config", json.dumps(dict(speculative))]
     vllm = None
     try:
-        with _signals_held():
+        with _defer_signals():
             # In a session of its own, so that a key press in the terminal reaches it through us.
             process = subprocess.Popen([*command, *arguments], start_new_session=True)
             vllm = VllmProcess(process, f"http://127.0.0.1:{port}", timeout_s)
@@ -448,9 +449,9 @@ def create_proxy(
         if request.method == "POST" and key.sha256 is not None:
             await run_in_threadpool(check_limits, key, request.scope["path"], body)
         try:
-            reply = await while_connected(request.receive, _forwarded(forwarder, request, body))
+            reply = await while_connected(request.receive, _forward(forwarder, request, body))
         except Disconnected:
-            return Response(status_code=499)
+            return Response(status_code=CLIENT_LEFT)
         except ServerUnavailable as error:
             raise ServerUnavailable(f"vLLM does not answer: {error}") from error
         return PassedResponse(reply, config.write_timeout_s)
@@ -539,7 +540,7 @@ def _num_prompts(prompt: object) -> int:
     return 1 if type(prompt[0]) is int else len(prompt)
 
 
-async def _forwarded(forwarder: Forwarder, request: Request, body: bytes) -> PassedReply:
+async def _forward(forwarder: Forwarder, request: Request, body: bytes) -> PassedReply:
     """Forward a request to vLLM without retries; the key and the origin are not passed on."""
     query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
     kept = [(name, value) for name, value in request.headers.items() if name not in _HOP_HEADERS]
