@@ -7,12 +7,17 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PACKAGE = Path(__file__).parents[1] / "src" / "forerun"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -93,7 +98,10 @@ def test_functions_are_short(path: Path) -> None:
     assert not long
 
 
-NETWORK = {"aiohttp", "http", "httpcore", "httpx", "requests", "urllib3", "websockets"}
+NETWORK = {
+    *("aiohttp", "http", "httpcore", "httpcore2", "httpx", "httpx2"),
+    *("requests", "urllib3", "websockets"),
+}
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -116,6 +124,39 @@ def test_the_client_is_the_one_door_to_the_network() -> None:
         if module.split(".")[0] in NETWORK or module == "urllib.request"
     }
     assert using == {"client/door.py"}
+
+
+def installed_with(distributions: set[str]) -> set[str]:
+    """Return the distributions and all that they require, without extras."""
+    found: set[str] = set()
+    while distributions:
+        found |= distributions
+        needed = set()
+        for name in distributions:
+            try:
+                needed |= set(metadata.requires(name) or ())
+            except metadata.PackageNotFoundError:
+                continue  # of another platform
+        required = [Requirement(line) for line in needed if "extra ==" not in line]
+        distributions = {canonicalize_name(need.name) for need in required} - found
+    return found
+
+
+def test_every_imported_package_comes_with_a_declared_dependency() -> None:
+    """What another package brings in one version, it may drop in the next."""
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = chain(project["dependencies"], *(extras[name] for name in extras if name != "dev"))
+    declared = {canonicalize_name(Requirement(line).name) for line in lines} - {"forerun"}
+    provided = installed_with(declared)
+    owners = metadata.packages_distributions()
+    imported = {m.split(".")[0] for path in MODULES for m in imported_modules(path)}
+    missing = {
+        module
+        for module in imported & owners.keys() - {"forerun"}
+        if not {canonicalize_name(owner) for owner in owners[module]} & provided
+    }
+    assert not missing
 
 
 def defined(node: ast.stmt) -> list[str]:

@@ -120,6 +120,16 @@ def test_the_steps_of_a_stream_are_kept():
     assert (answer.num_charged, answer.num_requests, answer.problem) == (6, 1, None)
 
 
+def test_texts_without_ids_are_told_apart_beyond_their_beginning():
+    """Two alternatives that were one lost the probability of the first: a false alarm."""
+    top = {" function": -0.1, " functions": -3.0, " functional": -4.0}
+    logprobs = {"tokens": [" function"], "token_logprobs": [-0.1], "top_logprobs": [top]}
+    choice = {"text": " function", "logprobs": logprobs, "finish_reason": "length"}
+    ((*row,),) = asked(lambda _: stream({"choices": [choice]})).top
+    assert [value for _, value in row] == [-0.1, -3.0, -4.0]
+    assert len({token for token, _ in row}) == 3
+
+
 @pytest.mark.parametrize("number", [2**70, 2**31, -1])
 def test_ids_that_cannot_be_are_not_judged(number):
     assert asked(lambda _: stream(chunk(1, number, finish="length"))).token_ids is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -220,4 +221,5 @@ def _clamp(logprob: float) -> float:
 def _id_of(text: str, token_id: int | None) -> int:
     if token_id is not None:
         return token_id
-    return int.from_bytes(text.encode("utf-8", "replace")[:7].ljust(7, b"\0"), "big") + (1 << 40)
+    name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=7).digest()
+    return int.from_bytes(name, "big") + (1 << 40)

@@ -35,7 +35,7 @@ _PACKED = ("gzip", "x-gzip", "deflate")
 API_KEY = "OPENAI_API_KEY"
 
 # Below this level they log the whole URL of every request.
-for _name in ("httpx", "httpcore"):
+for _name in ("httpx", "httpcore", "httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 

@@ -123,6 +123,29 @@ def test_pages_that_are_none_end_with_a_clear_message(name: str, message: str):
     assert message in served()[name]["error"]
 
 
+@pytest.mark.parametrize(
+    ("url", "read"),
+    [
+        ("http://h:1", "http://h:1/metrics"),
+        ("http://h:1/", "http://h:1/metrics"),
+        ("http://h:1/metrics", "http://h:1/metrics"),
+        ("http://h:1/a", "http://h:1/a"),
+        ("http://h:1?a=/", "http://h:1?a=/"),
+        ("http://h:1/?a", "http://h:1/?a"),
+    ],
+)
+def test_a_server_without_a_path_is_read_at_its_metrics(url, read, monkeypatch):
+    fetched = []
+
+    def fetch(address, *_):
+        fetched.append(address)
+        return b"vllm:num_requests_running 1\nvllm:spec_decode_num_drafts_total 2\n"
+
+    monkeypatch.setattr("forerun.client.door.fetch_page", fetch)
+    sources.page_of(url)
+    assert fetched == [read]
+
+
 OK = b"HTTP/1.1 200 OK\r\n"
 PAGE = OK + b"\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n"

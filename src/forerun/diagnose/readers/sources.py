@@ -603,10 +603,13 @@ def read_live(
 def page_of(url: str, key_variable: str | None = None) -> PrometheusText:
     """Read a live page of metrics once; raises InvalidRequest where it cannot be read.
 
+    A URL of a server, without a path, is read at /metrics.
     `key_variable` is the environment variable of the API key; None takes OPENAI_API_KEY.
     """
     from forerun.client.door import authorization, fetch_page
 
+    if url.count("/") == 2 + url.endswith("/") and not set("?#") & set(url):
+        url = f"{url.rstrip('/')}/metrics"
     limits = ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S)
     try:
         body = fetch_page(url, limits, authorization(key_variable))
