@@ -254,3 +254,10 @@ def test_without_max_tokens_a_text_goes_on_to_the_end_of_the_context(client):
     body = {"prompt": PROMPT, "ignore_eos": True, "seed": 1}
     usage = client.post("/v1/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == tiny.MAX_CONTEXT
+
+
+@pytest.mark.parametrize("changes", [{"speculation": "x" * 9000}, {"logit_bias": {"9" * 9000: 1}}])
+def test_an_error_does_not_repeat_a_long_value_whole(client, changes):
+    reply = client.post("/v1/completions", json={"prompt": "x"} | changes)
+    assert reply.status_code == 400
+    assert len(reply.content) < 3000

@@ -255,7 +255,7 @@ def _number(value: Any) -> float:
 
 SEED_MASK = (1 << 31) - 1
 """Seeds that every server takes."""
-_LISTING_TIMEOUT_S = 30.0
+_LISTING_TIMEOUT_S = 20.0
 
 
 class Client:

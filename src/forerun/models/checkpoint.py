@@ -34,6 +34,9 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, 
 FLOATS = frozenset(ITEM_BYTES)
 MAX_HEADER_BYTES = 32 << 20
 """Most bytes of a safetensors header; those of the largest published models have a few MB."""
+MAX_TENSORS = 1 << 16
+"""Most tensors of one safetensors file; those of the largest published models have some thousand.
+More would take longer to describe than a user waits."""
 HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
@@ -328,6 +331,10 @@ def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> C
     size_bytes = path.stat().st_size
     header, header_bytes = _read_header(path, size_bytes, max_header_bytes)
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise InvalidModel(
+            f"{path} has {len(header)} tensors; at most {MAX_TENSORS} of one file are read"
+        )
     elements: Counter[str] = Counter()
     ranges = []
     for name, entry in header.items():

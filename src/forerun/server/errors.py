@@ -30,6 +30,8 @@ from forerun.server.protocol import Body
 
 logger = logging.getLogger("forerun.server")
 
+MAX_CHARACTERS = 2000
+"""Most characters of a message, which may quote a request."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -57,9 +59,14 @@ def error_body(
 ) -> bytes:
     """Return the JSON of an error."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    found = {"message": readable(message), "type": kind, "param": param, "code": code}
+    found = {
+        "message": readable(message[:MAX_CHARACTERS]),
+        "type": kind,
+        "param": param,
+        "code": code,
+    }
     if param is not None:
-        found["param"] = readable(param)
+        found["param"] = readable(param[:MAX_CHARACTERS])
     return msgspec.json.encode({"error": found})
 
 

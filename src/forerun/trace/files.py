@@ -193,7 +193,7 @@ def item_of(line: bytes, where: str) -> Item:
         return Damage(where=where, what="nests lists and objects too deep")
     except ValueError as error:
         if (version := version_of(line)) != SCHEMA_VERSION:
-            what = f"schema version {version}; this forerun reads {SCHEMA_VERSION}"
+            what = f"schema version {version!s:.60}; this forerun reads {SCHEMA_VERSION}"
             return Damage(where=where, what=what)
         cut_off = not line.endswith(b"\n") and not isinstance(error, msgspec.ValidationError)
         what = "cut off in the middle" if cut_off else f"{first_line(error):.300}"

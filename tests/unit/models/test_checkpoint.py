@@ -294,3 +294,12 @@ def test_heads_of_another_architecture_are_named(folder, architecture):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
     with pytest.raises(InvalidModel, match=f"a head of the architecture {architecture}"):
         read_checkpoint(folder)
+
+
+def test_a_file_of_very_many_tensors_is_refused(tmp_path):
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"x.{n}": empty for n in range(70_000)}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidModel, match="has 70000 tensors; at most 65536"):
+        count_elements(path)

@@ -320,3 +320,12 @@ print(*sorted({"torch", "pyarrow", "matplotlib"} & sys.modules.keys()))
 """
     run = child(code, str(tmp_path / "t.jsonl"))
     assert run.stdout == "\n", run.stderr
+
+
+def test_a_long_schema_version_is_not_repeated_whole(path):
+    write(path, [HEADER, STEP])
+    newer = json.dumps(HEADER.to_dict() | {"schema_version": "x" * 100_000})
+    path.write_text(newer + "\n" + path.read_text())
+    (damage,) = damage_in(path)
+    assert "schema version xxx" in damage
+    assert len(damage) < 500
