@@ -325,6 +325,14 @@ def test_a_server_without_memory_for_the_copy_decodes_plainly(unshipped, monkeyp
     assert "decoding is plain: too large" in caplog.text
 
 
+def test_a_server_that_drafts_nothing_says_so(unshipped, monkeypatch, caplog):
+    monkeypatch.setattr(auto_drafts, "LEAST_READ_BYTES", 1 << 40)
+    for draft, says in (((), 1), (("none",), 0), (("suffix",), 0)):
+        caplog.clear()
+        load_engine(replace(unshipped, draft=draft), max_batch=1, uses_advice=True)
+        assert caplog.text.count("decodes plainly, because no draft is named") == says
+
+
 def test_generate_proposes_the_target_in_4_bits(unshipped, caplog):
     engine = load_engine(unshipped, max_batch=1)
     assert engine.capabilities().methods == ()

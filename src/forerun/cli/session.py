@@ -252,6 +252,12 @@ def load_engine(
         return _with_advised_draft(engine, num_bytes)
     if num_bytes:
         logger.warning("%s", draft_advice(num_bytes))
+    elif uses_advice and engine.drafter is None and not pair.draft:
+        logger.warning(
+            "%s decodes plainly, because no draft is named: --draft auto tries what is there, "
+            "--draft none leaves out this line",
+            pair.target,
+        )
     return engine
 
 
