@@ -261,3 +261,17 @@ def test_an_error_does_not_repeat_a_long_value_whole(client, changes):
     reply = client.post("/v1/completions", json={"prompt": "x"} | changes)
     assert reply.status_code == 400
     assert len(reply.content) < 3000
+
+
+def test_log_probabilities_name_tokens_by_id_where_asked(client):
+    body = {"prompt": "ab", "max_tokens": 3, "temperature": 0, "logprobs": 2, "seed": 1}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    choice = client.post("/v1/completions", json=body | {"return_tokens_as_token_ids": True})
+    choice = choice.json()["choices"][0]
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True):
+        assert name in top
+        assert all(other.startswith("token_id:") for other in top)
+    by_text = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert not any(name.startswith("token_id:") for name in by_text["logprobs"]["tokens"])

@@ -13,6 +13,7 @@ from numpy import ndarray
 from forerun.audit.config import Kind
 from forerun.audit.readings import ExpectedRows
 from forerun.audit.records import AuditAnswer
+from forerun.client.client import MAX_ID
 from forerun.sampling.config import SamplingParams, draft_params
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class ReportedLogprobs:
             return None
         ordered = [sorted(row, key=lambda item: -item[1])[:width] for row in tops]
         listed = np.array([[token for token, _ in row] for row in ordered], dtype=np.int64)
+        if (listed > MAX_ID).any() and max(ids) <= MAX_ID:
+            self.problems.append("alternatives come without ids: give a --reference model")
+            return None
         logs = np.array([[value for _, value in row] for row in ordered])
         probs = np.exp(logs)
         probs = np.concatenate([probs, np.maximum(1.0 - probs.sum(-1, keepdims=True), 0.0)], 1)

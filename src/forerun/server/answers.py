@@ -227,7 +227,7 @@ class Answer:
         }
 
     def _token(self, token: int, logprob: float) -> Json:
-        found = {"token": self._text(token), "logprob": logprob}
+        found = {"token": self._name(token), "logprob": logprob}
         return found | {"bytes": list(self.tokenizer.token_bytes(token))}
 
     def _flat_logprobs(
@@ -243,14 +243,19 @@ class Answer:
         for token in tokens:
             offsets.append(len(so_far.text))
             so_far.append(token)
-        texts = [self._text(token) for token in tokens]
-        tops = [{self._text(token): value for token, value in entry.top} for entry in entries]
+        texts = [self._name(token) for token in tokens]
+        tops = [{self._name(token): value for token, value in entry.top} for entry in entries]
         return {
             "tokens": texts,
             "token_logprobs": [*before, *(entry.logprob for entry in entries)],
             "top_logprobs": [*before, *tops],
             "text_offset": offsets,
         }
+
+    def _name(self, token: int) -> str:
+        """Return how log-probabilities name a token: by its text, or as vLLM does by its id."""
+        by_id = self.body.return_tokens_as_token_ids
+        return f"token_id:{token}" if by_id else self._text(token)
 
     def _text(self, token: int) -> str:
         """Return the text of one token; a special token by its name."""

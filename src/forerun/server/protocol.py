@@ -175,6 +175,7 @@ class GenerationRequest(Body):
     deadline_s: float | None = None
     priority: int = 0
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_token_sources: bool = False
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tests.lab.audited import VOCAB_SIZE, pair, reference_of
@@ -462,3 +463,19 @@ def test_first_tokens_are_the_control_of_a_server_that_cannot_switch_speculation
     assert len(asked) == 600
     assert {question.num_tokens for question in asked} == {1}
     assert len({len(question.prompt) for question in asked}) > 10  # at many places of the answers
+
+
+def test_alternatives_without_ids_are_not_compared_with_tokens_that_have_them():
+    """Of such an answer no token is among its alternatives: a sound server was accused."""
+    reference = ReportedLogprobs()
+    name = (1 << 40) + 7
+    answer = AuditAnswer(
+        token_ids=(3, 4),
+        top=(((name, -0.1), (name + 1, -2.5)), ((name, -0.2), (name + 1, -2.0))),
+        logprobs=(-0.1, -2.0),
+        num_charged=2,
+    )
+    assert reference.rows([1], answer, SAMPLED[0]) is None
+    assert "without ids" in reference.problems[0]
+    named = msgspec.structs.replace(answer, token_ids=(name, name + 1))
+    assert reference.rows([1], named, SAMPLED[0]) is not None
