@@ -644,3 +644,13 @@ def test_a_head_that_reads_other_layers_than_the_store_keeps(taken):
 
     same_under(controller, target, drafter, four_requests("walk"), taken)
     assert len(taken) > 5
+
+
+def test_more_cycles_than_the_chains_of_one_buffer(target, taken):
+    """Requests of one shape come one after another, so the buffer is filled to its end and renewed.
+
+    Calls of several lengths meet that end in the middle.
+    """
+    requests = four_requests("block", 60) * 2
+    same(target, model(jitter=0.3), requests, taken, k=2, max_batch=1, sharing="none")
+    assert len(taken) > 2 * cycles._Chains.num_cycles

@@ -268,7 +268,7 @@ def _print_error(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    line = Text.assemble(("forerun: ", "bold red"), printable(message, keep="\n"))
+    line = Text.assemble(("forerun: ", "bold red"), printable(message, keep="\n", max_length=4000))
     Console(stderr=True, soft_wrap=True).print(line)
 
 

@@ -11,6 +11,7 @@ import os
 import ssl
 import threading
 import zlib
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -283,10 +284,14 @@ class Door:
         name = shown_url(url)
         with self._clock.until(deadline), _translate_errors(name):
             request = self._http.build_request(method, url, json=body)
+            if (password := request.url.password) and password not in self._secrets:
+                packed = b64encode(request.url.userinfo).decode()  # in the header of httpx
+                self._secrets += [password, packed]
             return Reply(self._http.send(request, stream=True), name, self._clock)
 
     def hide_key(self, text: str) -> str:
-        """Return words of a server without the key, which it may repeat."""
+        """Return words of a server without keys, passwords and URLs, which it may repeat."""
+        text = hide_urls(text)
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         return text

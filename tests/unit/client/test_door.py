@@ -16,7 +16,7 @@ from tests.replayed import Replayed
 from forerun import bounded_read
 from forerun.bounded_read import ReadLimits
 from forerun.client.connection import ClientConfig, Connection
-from forerun.client.door import fetch_page, post_once
+from forerun.client.door import Door, answer_deadline, fetch_page, post_once
 from forerun.client.urls import hide_urls, is_url, shown_url
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 
@@ -228,3 +228,15 @@ def test_a_key_that_cannot_be_sent_is_not_shown(key, monkeypatch):
     monkeypatch.setattr("os.environ", {"KEY": key})
     with pytest.raises(InvalidRequest, match=r"^KEY is no API key: it has special characters$"):
         Connection(ClientConfig(url="http://h", key_variable="KEY"))
+
+
+def test_a_server_that_repeats_the_password_of_its_url_does_not_show_it():
+    def repeat(request):
+        sent = request.headers["authorization"]
+        return httpx.Response(200, text=f"{sent} swordfish http://a:b@other/token")
+
+    url = "http://user:swordfish@127.0.0.1:1/v1"
+    with Door(1.0, {}, transport=httpx.MockTransport(repeat)) as one:
+        text = one.send("GET", url, answer_deadline(1.0, url)).body(answer_deadline(1.0, url), 1000)
+        hidden = one.hide_key(text.decode())
+    assert not any(secret in hidden for secret in ("swordfish", "dXNlcjpzd29yZGZpc2g", "token"))
