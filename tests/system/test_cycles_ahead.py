@@ -24,6 +24,7 @@ from forerun.engine.cycles import CycleRunner
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
+from forerun.errors import NumericalError
 from forerun.sampling.config import SamplingParams
 from forerun.theory.stop_rule import StopRule
 
@@ -624,6 +625,34 @@ def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):
     _, records = run(target, draft, requests, ahead=True, k=k, sharing="none")
     ends = {record["stop_reason"] for record in records}
     assert "invalid_probs" in ends or k == 1 or rule == "coupled"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("rule", ["greedy", "walk", "block"])
+def test_a_target_that_is_nan_behind_some_token_emits_nothing_there(target, taken, rule, drafts):
+    """A cycle without a distribution is none: the step that Python takes says what is wrong."""
+    prompt, params = four_requests(rule)[0]
+
+    def engine_of(target, cycles_per_call):
+        drafter = tiny.drafting(model(jitter=0.02)) if drafts else None
+        return tiny.engine_over(target, drafter, cycles_per_call=cycles_per_call)
+
+    ids = engine_of(target, 1).generate([prompt], params)[0].token_ids
+    read = {*tiny.tokenizer().encode(prompt)}
+    place = next(n for n, token in enumerate(ids) if n > 12 and token not in read | {*ids[:n]})
+    network = tiny.network()
+    network.model.embed_tokens.weight[ids[place]] = float("nan")
+    sick = native_model(network, dtype=torch.bfloat16, max_context=tiny.MAX_CONTEXT)
+    engine = engine_of(sick, 8)
+    engine.add_request(prompt, params)
+    emitted = []
+    with pytest.raises(NumericalError):
+        while engine.has_unfinished:
+            for chunk in engine.step():
+                emitted += chunk.token_ids
+    assert tuple(emitted) == ids[: len(emitted)]
+    assert len(emitted) <= place + 1
+    assert taken
 
 
 def test_a_head_that_reads_other_layers_than_the_store_keeps(taken):
