@@ -21,6 +21,7 @@ from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
+from forerun.engine.step import StepClock
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
@@ -172,7 +173,8 @@ def test_a_controller_that_rests_is_neither_asked_nor_told(target, num_rest, num
     assert len(records) == 13
     # A rest is reported before the next decision, with the seconds of its steps.
     assert [count for count, _ in controller.rests] == [3, 3] * (num_rest == 3)
-    assert all(seconds > 0.0 for _, seconds in controller.rests)
+    of_three = pytest.approx(3 * sum(StepClock.durations(None)))
+    assert all(seconds == of_three for _, seconds in controller.rests)
 
 
 def test_a_rest_ends_where_other_requests_run(target):
