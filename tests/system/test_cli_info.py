@@ -110,13 +110,13 @@ def test_an_aligned_draft_shows_its_figures_and_whether_its_target_has_changed(
     _, captured = info(tiny_pair.target, "--draft", draft)
     assert "to my/target (0123) by lk for T=1" in captured.out
     assert "T=1, K=4: tau 1.50 -> 2.50 (2.00 to 3.00)" in captured.out
-    assert "any more" not in captured.out
+    assert "has other" not in captured.out
     write_card(replace(card, made_for=replace(made_for, template="another")), draft)
     code, captured = info(tiny_pair.target, "--draft", draft, "--json")
     content = json.loads(captured.out)
     assert code == 0
     assert content["draft"]["card"]["objective"] == "lk"
-    assert any("any more (chat template)" in warning for warning in content["fit"]["warnings"])
+    assert any("has other chat template" in warning for warning in content["fit"]["warnings"])
 
 
 def test_a_folder_without_a_model_is_an_error(info, tmp_path):

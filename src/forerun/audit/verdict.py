@@ -98,7 +98,7 @@ def _notes(audit: Audit) -> tuple[str, ...]:
         )
     reported = getattr(audit.ledger.reference, "problems", ())
     if reported:
-        found.append(f"{len(reported)} answers report unusable probabilities: {reported[0]}")
+        found.append(f"{len(reported)} answers report impossible probabilities: {reported[0]}")
     if audit.ledger.reference is None:
         found.append("there is no reference: only grammars are checked")
     return tuple(found)

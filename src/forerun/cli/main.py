@@ -190,7 +190,9 @@ def answered(arguments: Sequence[str]) -> int:
 
 
 EXTRAS = {
-    **dict.fromkeys(["fastapi", "llguidance", "prometheus_client", "pydantic", "uvicorn"], "serve"),
+    **dict.fromkeys(
+        "fastapi llguidance prometheus_client pydantic starlette uvicorn".split(), "serve"
+    ),
     **dict.fromkeys(["accelerate", "filelock", "tensorboard"], "align"),
     **dict.fromkeys(["matplotlib", "scipy"], "plot"),
     "pyarrow": "trace",

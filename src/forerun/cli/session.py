@@ -190,6 +190,10 @@ def pair_of(
 
 
 NOTHING: Mapping[str, Json] = {}
+PLAIN_NOTICE = (
+    "%s decodes plainly, because no draft is named: --draft auto tries what is there, "
+    "--draft none leaves out this line"
+)
 logger = logging.getLogger("forerun.cli")
 
 
@@ -253,11 +257,7 @@ def load_engine(
     if num_bytes:
         logger.warning("%s", draft_advice(num_bytes))
     elif uses_advice and engine.drafter is None and not pair.draft:
-        logger.warning(
-            "%s decodes plainly, because no draft is named: --draft auto tries what is there, "
-            "--draft none leaves out this line",
-            pair.target,
-        )
+        logger.warning(PLAIN_NOTICE, pair.target)
     return engine
 
 

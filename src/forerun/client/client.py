@@ -242,7 +242,7 @@ def _named(entry: Mapping[str, Any]) -> tuple[str, int | None]:
     else:
         return name, None
     if not 0 <= token_id <= MAX_ID:
-        raise BrokenReply(f"a token with the id {token_id}, which is in no vocabulary")
+        raise ValueError(f"a token has the id {token_id}")
     return name, token_id
 
 

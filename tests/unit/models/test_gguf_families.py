@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.gguf_families import FAMILIES, Facts, transformers_settings
+from forerun.models.gguf_families import FAMILIES, TensorFacts, transformers_settings
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.huggingface import read_weights
 from forerun.models.load import load_model
@@ -268,7 +268,7 @@ def test_the_largest_gemma_2_divides_scores_by_another_width(layers, scalar):
         "attention.key_length": 128,
         "attention.value_length": 128,
     }
-    facts = Facts(vocab_size=256, has_head=False, has_biases=False)
+    facts = TensorFacts(vocab_size=256, has_head=False, has_biases=False)
     settings = transformers_settings(FAMILIES["gemma2"], given, facts)
     assert settings["query_pre_attn_scalar"] == scalar
 

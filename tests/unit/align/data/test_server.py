@@ -387,8 +387,9 @@ def test_ids_outside_the_vocabulary_are_refused(plain, ids):
     with pytest.raises(InvalidRequest, match="not in the target's vocabulary"):
         respond(Server(told(token_ids=ids)), plain)
     content = [{"id": ids[-1], "logprob": -0.5, "top_logprobs": [{"id": ids[-1], "logprob": -1}]}]
-    with pytest.raises((InvalidRequest, ServerUnavailable), match="vocabulary"):
-        respond(Server(told(logprobs={"content": content})), plain)
+    if 0 <= ids[-1] < 2**31:  # otherwise the client leaves the log-probabilities out
+        with pytest.raises(InvalidRequest, match="not in the target's vocabulary"):
+            respond(Server(told(logprobs={"content": content})), plain)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"x"', "1e999"])
