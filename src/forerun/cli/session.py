@@ -254,9 +254,14 @@ def load_engine(
         return engine.with_draft(engine.drafter, costs=costs_of(engine, pair))
     if num_bytes and uses_advice:
         return _with_advised_draft(engine, num_bytes)
+    return _with_notice(engine, pair, num_bytes, is_server=uses_advice)
+
+
+def _with_notice(engine: Engine, pair: PairFlags, num_bytes: int, *, is_server: bool) -> Engine:
+    """Return the engine after a notice of the draft that it could have, if there is one."""
     if num_bytes:
         logger.warning("%s", draft_advice(num_bytes))
-    elif uses_advice and engine.drafter is None and not pair.draft:
+    elif is_server and engine.drafter is None and not pair.draft:
         logger.warning(PLAIN_NOTICE, pair.target)
     return engine
 
