@@ -255,3 +255,15 @@ def test_rows_written_again_need_their_features_again():
     with pytest.raises(ValueError, match="committed without features"):
         context.commit(range(3))
     context.commit(range(1))
+
+
+def test_rows_behind_others_without_features_do_not_make_up_for_them():
+    """Features written in place need those of every row before them."""
+    store = tabular().store
+    store.keep_features(LAYERS)
+    slot = store.reserve()
+    store.claim(slot, 0, 2)
+    with pytest.raises(ValueError, match="cannot be stored"):
+        store.claim(slot, 2, 2, writes_features=True)
+    with pytest.raises(ValueError, match="committed without features"):
+        store.commit(slot, range(4))

@@ -398,6 +398,7 @@ def test_a_request_joins_although_the_plans_change_at_every_step(target, taken):
     for _ in range(3):
         engine.step()
     assert taken
+    assert engine.has_unfinished  # which one call after another would have brought to its end
     second = engine.add_request(tiny.PROMPTS[1], replace(BASE, max_tokens=1))
     emitted = [chunk.request_id for _ in range(4) for chunk in engine.step()]
     assert second in emitted
@@ -678,8 +679,42 @@ def test_a_head_that_reads_other_layers_than_the_store_keeps(taken):
 def test_more_cycles_than_the_chains_of_one_buffer(target, taken):
     """Requests of one shape come one after another, so the buffer is filled to its end and renewed.
 
-    Calls of several lengths meet that end in the middle.
+    Calls of several lengths meet that end in the middle. K is 1, because another K at the end of a
+    text would renew the buffer before it is full.
     """
     requests = four_requests("block", 60) * 2
-    same(target, model(jitter=0.3), requests, taken, k=2, max_batch=1, sharing="none")
+    same(target, model(jitter=0.3), requests, taken, k=1, max_batch=1, sharing="none")
     assert len(taken) > 2 * cycles._Chains.num_cycles
+
+
+class ReadsLogits:
+    """An observer for which steps are taken one by one."""
+
+    wants_logits = True
+    is_required = True
+
+    def observe(self, step):
+        pass
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block"])
+def test_cycles_computed_before_other_steps_are_not_taken_after_them(target, monkeypatch, rule):
+    """While an observer reads logits no cycles are taken; those computed before are out of date."""
+    monkeypatch.setattr(CycleRunner, "is_ahead_of", lambda self, running: False)
+
+    def text(ahead):
+        drafter = tiny.drafting(model(jitter=0.02))
+        engine = tiny.engine_over(target, drafter, cycles_per_call=8 if ahead else 1)
+        name = engine.add_request(*four_requests(rule)[0])
+        for at in range(7):
+            if at == 3:
+                assert engine.stepper.cycles._num_left > 0 if ahead else True
+                engine.observers.append(ReadsLogits())
+            if at == 5:
+                engine.observers.pop()
+            engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        return engine.take_output(name).token_ids
+
+    assert text(ahead=True) == text(ahead=False)

@@ -203,6 +203,19 @@ def test_a_rest_ends_where_one_request_takes_the_place_of_another(target):
     assert {state.request_id for state in controller.states} == {first, second}
 
 
+def test_a_rest_that_ended_does_not_go_on_where_the_other_request_has_gone(target):
+    controller = Resting(100)
+    engine = tiny.engine_over(target, Bushy(), controller=controller)
+    engine.add_request([1, 2], replace(PARAMS, max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    engine.add_request([3, 4], replace(PARAMS, max_tokens=1))
+    for _ in range(4):
+        engine.step()
+    # Once at the beginning, once beside the other request, and once without it.
+    assert len(controller.states) == 3
+
+
 class Reading(Bushy):
     """Keeps what it is told, and drafts when its controller says so."""
 
