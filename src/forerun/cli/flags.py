@@ -134,7 +134,7 @@ class TargetFlags:
     def resolved(self, draft: str) -> str | None:
         """Return the draft that "auto" stands for; None for plain decoding."""
         if draft == "auto":
-            shipped = self.target.removeprefix(PREFIX) in ZOO and self.target.startswith(PREFIX)
+            shipped = self.target in [PREFIX + name for name in ZOO]
             return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
         return None if draft == "none" else draft
 

@@ -15,6 +15,7 @@ from forerun.cli.command import Command, Exit
 from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags, read_template
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
+from forerun.measure.prompt_files import PromptEntry, prompt_ids
 from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -158,11 +159,10 @@ def _read_prompt(prompt: str) -> str:
 
 def encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None) -> list[int]:
     """Return the ids of a prompt: a user's message where there is a chat template, unless `raw`."""
-    if raw or (not tokenizer.has_chat_template and system is None):
-        return tokenizer.encode(prompt)
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": prompt})
-    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    turns = {} if system is None else {"system": system, "user": prompt}
+    messages = tuple({"role": role, "content": content} for role, content in turns.items())
+    entry = PromptEntry(where="--system", text=None if messages else prompt, messages=messages)
+    return prompt_ids(entry, tokenizer, raw=raw)
 
 
 COMMAND = Command(

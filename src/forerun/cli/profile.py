@@ -21,7 +21,7 @@ from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.measure.profile import ProfileConfig, Quantity, not_profiled
+from forerun.measure.profile import ProfileConfig, Quantity, describe_unprofiled
 
 if TYPE_CHECKING:
     from forerun.measure.profile import Profile
@@ -72,7 +72,7 @@ def run(options: ProfileOptions) -> int:
     if draft is None:
         raise InvalidRequest(f"a profile is of a pair: name a --draft for {options.models.target}")
     if parse_drafter(draft) is not None:
-        raise InvalidRequest(not_profiled(draft, EngineConfig().num_speculative_tokens))
+        raise InvalidRequest(describe_unprofiled(draft, EngineConfig().num_speculative_tokens))
     check_writable("--out", options.out)
     check_plot(options.plot)
     show(measured(options.models, draft, config), options)

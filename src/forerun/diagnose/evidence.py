@@ -427,7 +427,7 @@ def _add_conditional(evidence: Evidence) -> None:
         ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
         evidence.note(name, ratios, "beta over that of the position before")
     conditional = evidence.numbers(name)
-    reached = _num_reached(evidence, rates)
+    reached = _count_reached(evidence, rates)
     later = [
         value
         for position, value in enumerate(conditional[1:], start=1)
@@ -438,7 +438,7 @@ def _add_conditional(evidence: Evidence) -> None:
         evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
 
 
-def _num_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
+def _count_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
     """Return most steps that can have reached each position after the first; none if not known.
 
     Where K varies, a position may be drafted in far fewer steps than accept the one before it.

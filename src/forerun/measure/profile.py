@@ -73,7 +73,7 @@ class ProfileConfig:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
-def not_profiled(draft: str, num_speculative_tokens: int) -> str:
+def describe_unprofiled(draft: str, num_speculative_tokens: int) -> str:
     """Return the message for a draft of which there is no profile, whatever its kind."""
     command = shell_command(f"forerun bench --arms {{draft}}@{num_speculative_tokens}", draft=draft)
     return (

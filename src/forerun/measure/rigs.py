@@ -38,7 +38,7 @@ from forerun.measure.profile import (
     Quantity,
     ReadLimit,
     chain_cells,
-    not_profiled,
+    describe_unprofiled,
     pass_cells,
     read_cells,
     sizes,
@@ -346,7 +346,7 @@ def load_pair(
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
     if not isinstance(drafter, DraftModel):
-        raise InvalidRequest(not_profiled(draft, engine.num_speculative_tokens))
+        raise InvalidRequest(describe_unprofiled(draft, engine.num_speculative_tokens))
     return LoadedPair(target=model, drafter=drafter, tokenizer=tokenizer, engine=room), config
 
 

@@ -35,7 +35,7 @@ class BlockFormat(NamedTuple):
         """Bits with the fp16 scales, and minima, of the groups."""
         return self.bits + 16 * (1 + self.has_minima) / self.group
 
-    def joined(self, other: BlockFormat) -> BlockFormat:
+    def join(self, other: BlockFormat) -> BlockFormat:
         """Return the format that holds what each of two holds."""
         return BlockFormat(
             max(self.bits, other.bits),
@@ -55,7 +55,7 @@ class QuantisedMatrix(NamedTuple):
     minima: Float16[Tensor, "outputs groups"] | None = None
 
     def widened(self, given: BlockFormat, wanted: BlockFormat) -> QuantisedMatrix:
-        """Return the same weights in a format that holds theirs, see `BlockFormat.joined`."""
+        """Return the same weights in a format that holds theirs, see `BlockFormat.join`."""
         values, (scales, minima) = self.values, (self.scales, self.minima)
         if wanted.has_minima and minima is None:
             minima = torch.zeros_like(scales)
@@ -98,11 +98,11 @@ def fused_with(name: str) -> tuple[str, ...]:
     return (name,) if fused is None else tuple(f"{prefix}.{part}.weight" for part in fused)
 
 
-def joined_format(stored: StoredBlocks, names: Sequence[str]) -> BlockFormat | None:
+def join_formats(stored: StoredBlocks, names: Sequence[str]) -> BlockFormat | None:
     """Return the format that holds all parts of a matrix; None where one is in floating point."""
     found = [stored.groups(name) for name in names]
     formats = [groups for groups in found if groups is not None]
-    return reduce(BlockFormat.joined, formats) if formats and len(formats) == len(found) else None
+    return reduce(BlockFormat.join, formats) if formats and len(formats) == len(found) else None
 
 
 FUSED_QKV = ("self_attn.qkv_proj",)

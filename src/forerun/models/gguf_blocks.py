@@ -34,7 +34,7 @@ ROUNDED = ("Q4_K", "Q5_K", "Q6_K")
 """Types whose scales are rounded to fp16."""
 
 
-def integers_of(rows: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Parts:
+def unpack_integers(rows: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Parts:
     """Return the integers, scales and minima in rows of bytes of one of `FORMATS`.
 
     Scales that fp16 cannot hold become infinite.

@@ -191,7 +191,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 OFF = (0, False, "none")
 
 
-def family_of(architecture: str, settings: Metadata) -> GGUFFamily | None:
+def find_family(architecture: str, settings: Metadata) -> GGUFFamily | None:
     """Return the family of a file; None where it is not supported."""
     name = architecture
     if name == "llama" and settings.get("expert_count", 0) != 0:

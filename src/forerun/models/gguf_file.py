@@ -28,8 +28,8 @@ from torch import Tensor
 from forerun.cache import hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import MAX_LAYERS, checked_size
-from forerun.models.decoder import BlockFormat, QuantisedMatrix, fused_with, joined_format
-from forerun.models.gguf_blocks import FORMATS, ROUNDED, integers_of
+from forerun.models.decoder import BlockFormat, QuantisedMatrix, fused_with, join_formats
+from forerun.models.gguf_blocks import FORMATS, ROUNDED, unpack_integers
 from forerun.models.gguf_families import (
     END_NAMES,
     FAMILIES,
@@ -37,7 +37,7 @@ from forerun.models.gguf_families import (
     GGUFFamily,
     TensorFacts,
     expert_parts,
-    family_of,
+    find_family,
     module_names,
     setting_without_effect,
     transformers_settings,
@@ -289,7 +289,7 @@ class GGUFFile:
                 "`llama-gguf-split --merge FIRST_PART WHOLE.gguf` and give the whole file"
             )
         named = architecture if isinstance(architecture, str) else ""
-        if (family := family_of(named, self.stored_settings)) is None:
+        if (family := find_family(named, self.stored_settings)) is None:
             names = ", ".join(name for name in FAMILIES if " " not in name)
             raise InvalidModel(
                 f"{self.path} has the architecture {architecture!r:.60}; GGUF files are read of "
@@ -469,7 +469,7 @@ class GGUFFile:
         for name, tensor in self.tensors.items():
             if len(tensor.shape) != 2 or tensor.type_name in PLAIN:
                 continue
-            is_kept = joined_format(self, fused_with(name)) is not None
+            is_kept = join_formats(self, fused_with(name)) is not None
             (packed if is_kept else dequantised).add(tensor.type_name)
         rounded = ", ".join(sorted(packed & {*ROUNDED}))
         wider = [name for name in sorted(packed) if FORMATS[name].bits == 8 and name != "Q8_0"]
@@ -486,7 +486,7 @@ class GGUFFile:
         """Return the integers, scales and minima of a matrix that has `groups`."""
         tensor = self.tensors[name]
         blocks = self._bytes(tensor).reshape(tensor.shape[0], -1)
-        parts = integers_of(blocks, tensor.type_name, tensor.shape)
+        parts = unpack_integers(blocks, tensor.type_name, tensor.shape)
         if not all(np.isfinite(part).all() for part in parts[1:]):
             raise InvalidModel(
                 f"{self.path} has scales in {tensor.name:.60} that are NaN or infinite, or too "

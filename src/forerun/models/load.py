@@ -51,7 +51,7 @@ from forerun.models.checkpoint import (
 from forerun.models.decoder import (
     Decoder,
     fused_with,
-    joined_format,
+    join_formats,
     parameter_shapes,
     read_decoder,
     unsupported,
@@ -293,7 +293,7 @@ def kept_bytes(packed: GGUFFile | QuantisedFolder, element_bytes: int, *, is_tie
     """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():
-        groups, num_weights = joined_format(packed, fused_with(name)), math.prod(shape)
+        groups, num_weights = join_formats(packed, fused_with(name)), math.prod(shape)
         is_embedding = name == "model.embed_tokens.weight"
         if groups is None or is_embedding:
             total += num_weights * element_bytes

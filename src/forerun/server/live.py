@@ -361,13 +361,13 @@ class LiveView:
             if num_new and num_steps >= MIN_DIAGNOSED:
                 self._diagnosed_s = now_s
                 self._samples.append(metrics)
-                self._diagnosis = live_diagnosis(diagnose(evidence_of(growth)), num_steps)
+                self._diagnosis = live_diagnosis(diagnose(collect_evidence(growth)), num_steps)
         finally:
             self._diagnosing.release()
 
 
-def evidence_of(metrics: Metrics) -> Evidence:
-    """Return the evidence that a file of these metrics gives."""
+def collect_evidence(metrics: Metrics) -> Evidence:
+    """Return the evidence that a file of our own metrics gives."""
     source = "metrics of this server"
     evidence = Evidence(readings=[Reading(source=source, kinds={"forerun metrics"})])
     evidence.add("engine", "forerun", source)

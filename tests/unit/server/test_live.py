@@ -162,7 +162,9 @@ def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
     assert found == live.live_diagnosis(expected, found.num_steps)
     page = PrometheusText()
     assert all([page.read(line) for line in lines])
-    facts = {fact.name: fact.value for fact in diagnose(live.evidence_of(page.metrics)).evidence}
+    facts = {
+        fact.name: fact.value for fact in diagnose(live.collect_evidence(page.metrics)).evidence
+    }
     assert facts == {fact.name: fact.value for fact in expected.evidence}
 
 

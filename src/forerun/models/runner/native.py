@@ -30,7 +30,7 @@ from forerun.models.decoder import (
     QuantisedMatrix,
     ReadTensor,
     StoredBlocks,
-    joined_format,
+    join_formats,
     parameter_shapes,
     read_ends,
     read_layer,
@@ -269,7 +269,7 @@ class _Blocks:
     def __init__(self, decoder: Decoder, stored: StoredBlocks | None) -> None:
         self.stored = stored
         self.names = matrix_names(decoder)
-        self.groups = [None if stored is None else joined_format(stored, n) for n in self.names]
+        self.groups = [None if stored is None else join_formats(stored, n) for n in self.names]
         self.num_experts = 1 if decoder.experts is None else decoder.experts.num_experts
         kept = [names for names, groups in zip(self.names, self.groups, strict=True) if groups]
         self.unread = {name for names in kept for name in names} - {EMBEDDING}
