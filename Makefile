@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+BASE   := $(VENV)/.base
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 PAIRS  := build/pairs/.made
@@ -17,14 +18,18 @@ help:  ## list the recipes
 
 install: $(STAMP)  ## create the environment and install the package with its development tools
 
-$(STAMP): pyproject.toml
+$(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "forerun needs Python >= 3.11; name one with PYTHON=/path/to/python3.x"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e .
+	touch $@
+
+$(STAMP): $(BASE)
 	$(BIN)/python -m pip install -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## compare plain and speculative decoding on the shipped pair
+demo: $(BASE)  ## a chat with and without a draft, and the speed of both
 	$(BIN)/forerun demo $(ARGS)
 
 test: check  ## static checks, then every test

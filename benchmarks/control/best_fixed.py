@@ -35,7 +35,7 @@ from rich.progress import Progress
 from forerun import Engine, EngineConfig, SamplingParams
 from forerun.measure.prompt_files import PromptEntry
 from forerun.measure.recommend import RecommendConfig, recommend
-from forerun.models.catalog import edit_prompts, held_out_prompts
+from forerun.models.catalog import held_out_prompts, prompts_of
 from forerun.provenance import collect
 from forerun.theory.intervals import bootstrap_ratio
 
@@ -50,6 +50,8 @@ if PAIR.exists():
     DRAFTS[f"{PAIR}/target"] = (f"{PAIR}/draft", "suffix")
 USELESS = "zoo:books-1m"
 SMALL = "one layer of books-1m"
+EDITS = Path(__file__).parent / "edits.jsonl"
+"""Prompts that begin a function of CPython again with a name changed (PSF licence)."""
 KEPT = "auto kept"
 AUTO = ("auto", KEPT)
 WHOSE = ("best", "plain")
@@ -125,7 +127,7 @@ class Arms:
         params = SamplingParams(
             temperature=cell.temperature, max_tokens=num_tokens, ignore_eos=True
         )
-        code, edits = held_out_prompts(), edit_prompts()
+        code, edits = held_out_prompts(), prompts_of(EDITS)
         sources = [edits, code] if cell.workload == "edits then code" else [code]
         started_s, first_s = time.perf_counter(), 0.0
         for source in sources:

@@ -2,7 +2,7 @@
 
 What such a text continues with can be copied from its first half, which is where a drafter that
 copies gains most. A model of this size copies only if it has been shown edits, so training mixes
-them in; the prompts of the demonstration are made from held-out modules.
+them in.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 import numpy as np
-from corpus import HELD_OUT_MODULES, stdlib_files, stdlib_root
+from corpus import stdlib_files, stdlib_root
 from transformers import PreTrainedTokenizerFast
 
 FUNCTION_LINES = (6, 20)
-PROMPT_LINES = (10, 18)
 MAX_PAIR_TOKENS = 512
 PER_FUNCTION = 2
 NEW_NAMES = (
@@ -69,19 +68,6 @@ def names_in(
 def edit(piece: str, old: str, new: str) -> tuple[str, str]:
     """A function with the request to change a name, and the function with the name changed."""
     return f"{piece}\n# The same, with {old} called {new}:\n", re.sub(rf"\b{old}\b", new, piece)
-
-
-def held_out_edits(seed: int) -> Iterator[dict[str, str]]:
-    """One prompt per held-out module, seeded; it ends after two lines of the changed function."""
-    rng = np.random.default_rng(seed)
-    for module in sorted(HELD_OUT_MODULES):
-        source = module_path(module).read_text("utf-8")
-        pieces = [piece for piece in functions(source, PROMPT_LINES) if names_in(piece)]
-        if pieces:
-            piece = pieces[int(rng.integers(len(pieces)))]
-            asked, result = edit(piece, names_in(piece)[0], str(rng.choice(NEW_NAMES)))
-            begun = "".join(result.splitlines(keepends=True)[:2])
-            yield {"name": f"{module}:{piece.split('(')[0].split()[-1]}", "text": asked + begun}
 
 
 def build_edits(tokenizer: PreTrainedTokenizerFast, out: Path, window: int, seed: int = 4) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from corpus import HELD_OUT_MODULES
-from edits import held_out_edits, module_path
+from edits import module_path
 
 PROMPT_CHARS = 700
 PER_MODULE = 2
@@ -42,7 +42,6 @@ def prompts(seed: int) -> Iterator[dict[str, str]]:
 
 
 def write(zoo: Path, seed: int = 0) -> None:
-    """Write prompts.jsonl and edits.jsonl, an object per line; the texts have the PSF licence."""
-    for name, found in (("prompts", prompts(seed)), ("edits", held_out_edits(seed))):
-        lines = "".join(json.dumps(prompt) + "\n" for prompt in found)
-        (zoo / f"{name}.jsonl").write_text(lines, "utf-8")
+    """Write prompts.jsonl, an object per line; the texts have the PSF licence."""
+    lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts(seed))
+    (zoo / "prompts.jsonl").write_text(lines, "utf-8")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 import pytest
 
 from forerun.cli import demo as command
 from forerun.cli.main import main
-from forerun.measure.bench.comparison import Demo
-from forerun.measure.bench.config import DemoConfig, DraftArms
-from forerun.measure.bench.report import Mismatch
+from forerun.errors import InvalidModel
+from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, DraftArms
+from forerun.measure.bench.demo import Demo, TextComparison
+from forerun.measure.prompt_files import PromptEntry
 
 ROW_KEYS = {
     "name",
@@ -26,141 +26,150 @@ ROW_KEYS = {
     "acceptance_rate_per_position",
     "verdict",
 }
+ARGUMENTS = ["demo", "--model", "zoo:code-40m"]
 
 
-NUM_PROMPTS = 8
-
-
-@pytest.fixture(scope="module")
-def small(tiny_pair):
-    """A demonstration of few and short completions."""
-    return partial(
-        DemoConfig,
-        target=str(tiny_pair.target),
-        general=DraftArms(name="off-the-shelf", draft=str(tiny_pair.small), ks=(2,)),
-        max_tokens=18,
-        num_calibration=2,
-        num_exact=1,
-        exact_tokens=8,
-        max_context=128,
-        copied_k=4,
-    )
-
-
-@pytest.fixture(scope="module")
-def drafts(tiny_pair):
-    """The drafts of which the best K is shown."""
-    return (DraftArms(name="domain draft", draft=str(tiny_pair.draft), ks=(1, 3)),)
-
-
-def demo_of(config):
+def demo_of(tiny_pair, seconds=10.0):
     ticks = count()
-    prompts = [f"def f{i}({'x' * i}):" for i in range(NUM_PROMPTS)]
-    edits = [f"def g{i}({'y' * i}):" for i in range(NUM_PROMPTS)]
-    return Demo(
-        config,
-        prompts,
-        edits,
-        clock=lambda: next(ticks) / 1000,
-        started_s=0.0,
-        notify=lambda stage: None,
+    bench = BenchConfig(
+        target=str(tiny_pair.target),
+        arms=(DraftArms(name="draft", draft=str(tiny_pair.draft), ks=(2,)),),
+        controllers=("auto",),
+        num_blocks=4,
+        max_tokens=20,
+        max_context=512,
+        num_threads=1,
     )
+    shown = []
+    demo = Demo(
+        {"bf16": bench, "4 bits": replace(bench, weights="int4")},
+        [PromptEntry(where="", text=f"def f{i}({'x' * i}):") for i in range(6)],
+        end_s=seconds,
+        clock=lambda: next(ticks) / 1000,
+        notify=lambda stage: None,
+        show_example=shown.append,
+    )
+    return demo, shown
 
 
 @pytest.fixture(scope="module")
-def finished(small, drafts):
-    """A demonstration with time for everything, run once."""
-    demo = demo_of(small(seconds=10.0, drafts=drafts))
+def finished(tiny_pair):
+    """A demonstration with time for everything, run once, and the example it showed."""
+    demo, shown = demo_of(tiny_pair)
     demo.run()
-    return demo
+    return demo, shown
 
 
 @pytest.fixture
-def replay(small, drafts, finished, monkeypatch):
+def replay(finished, monkeypatch):
     """Let the command find what `finished` found, with changes, or an interruption."""
 
     def prepare(interrupted=False, **changes):
+        found, shown = finished
+
         def run(self):
-            for name in vars(finished):
-                setattr(self, name, changes.get(name, getattr(finished, name)))
+            self.comparisons = changes.get("comparisons", found.comparisons)
+            for example in shown:
+                self.show_example(example)
             if interrupted:
                 raise KeyboardInterrupt
 
-        def configured(**options):
-            given = {name: options[name] for name in ("seconds", "runner", "num_threads")}
-            return small(drafts=drafts, **given)
-
-        monkeypatch.setattr(command, "DemoConfig", configured)
         monkeypatch.setattr(Demo, "run", run)
 
     return prepare
 
 
-def test_every_stage_measures_what_it_should(finished):
-    report = finished.report()
-    assert report.exactness.passed
-    assert report.exactness.num_accepted > 0
-    assert [row.arm.num_speculative_tokens for row in report.rows][:2] == [0, 2]
-    assert report.rows[2].arm.num_speculative_tokens in (1, 3)
-    assert report.rows[2].acceptance_length > report.rows[1].acceptance_length
-    assert 0 < report.rows[0].num_blocks <= NUM_PROMPTS - 2
-    assert [row.arm.method for row in report.sampled_rows] == ["plain", "draft_model"]
-    assert report.sampled_rows[0].num_blocks == NUM_PROMPTS - 2
-    assert [row.arm.method for row in report.edit_rows] == ["plain", "suffix"]
-    assert len(finished.example.completion.token_ids) > 8
+def test_both_formats_are_compared_at_both_temperatures(finished):
+    demo, (example,) = finished
+    report = demo.report()
+    assert list(report.reports) == ["bf16", "4 bits"]
+    for bench in report.reports.values():
+        assert [cell.temperature for cell in bench.cells] == [0.0, 1.0]
+        for cell in bench.cells:
+            assert [row.arm.name for row in cell.rows] == ["plain", "draft K=2", "draft auto"]
+    assert example.arm == "draft auto"
+    assert example.plain.token_ids == example.speculative.token_ids
+
+
+def test_greedy_texts_are_compared_with_those_of_plain_decoding(finished):
+    demo, _ = finished
+    texts = demo.report().texts
+    assert texts.num_texts > 2 and texts.num_tokens > 20
+    assert texts.num_different == 0
+
+
+def test_a_greedy_text_that_differs_is_counted(finished):
+    demo, _ = finished
+    (bench, *_) = demo.report().reports.values()
+    cell = bench.cells[0]
+    plain, fixed, adaptive = cell.blocks[0]
+    ((*tokens, last),) = fixed.token_ids
+    off = (plain, replace(fixed, token_ids=((*tokens, last + 1),)), adaptive)
+    changed = replace(bench, cells=(replace(cell, blocks=(off, *cell.blocks[1:])),))
+    assert TextComparison.of([changed]).num_different == 1
+
+
+def test_a_short_time_leaves_the_fewest_blocks(tiny_pair):
+    demo, _ = demo_of(tiny_pair, seconds=0.0)
+    demo.run()
+    for bench in demo.report().reports.values():
+        assert {len(cell.blocks) for cell in bench.cells} == {LEAST_BLOCKS}
 
 
 def test_json_and_files(replay, tmp_path, capsys):
     replay()
     folder = tmp_path / "new" / "folder"
-    assert main(["demo", "--json", "--out", str(folder)]) == 0
+    assert main([*ARGUMENTS, "--json", "--out", str(folder)]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert all(row.keys() >= ROW_KEYS for row in content["rows"] + content["sampled_rows"])
-    assert [row["method"] for row in content["rows"]] == ["plain", "draft_model", "draft_model"]
-    assert content["rows"][0]["speedup_ci"] == [1.0, 1.0]
-    assert content["exactness"]["passed"] is True
-    assert len(content["provenance"]["models"]) == 3
+    cell = content["weights"]["bf16"]["cells"][0]
+    assert all(row.keys() >= ROW_KEYS for row in cell["rows"])
+    assert content["greedy_texts"]["num_different"] == 0
     written = json.loads((folder / "demo.json").read_text())
-    assert written["rows"] == content["rows"]
+    assert written["greedy_texts"] == content["greedy_texts"]
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "demo.svg").read_text()
 
 
-def test_tables_verdicts_and_exactness_for_people(replay, capsys):
+def test_text_and_table_for_people(replay, capsys):
     replay()
-    assert main(["demo"]) == 0
+    assert main(ARGUMENTS) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "off-the-shelf K=2",
-        "the baseline, one pass of the target per token",
-        "a step emits",
-        "prompts that ask for an edit",
-        "where every token came from",
-        "identical to plain decoding in fp32",
-        "Sampled (T=1)",
-    ):
+    for words in ("plain decoding", "draft auto", "draft K=2", "4 bits", "token for token"):
         assert words in out
 
 
-def test_text_that_differs_fails_the_command(replay, finished, capsys):
-    off = Mismatch(case="greedy", prompt=0, position=2, plain=5, speculative=6)
-    replay(exactness=replace(finished.exactness, mismatches=(off,)))
-    assert main(["demo"]) == 1
-    assert "plain 5, speculative 6" in " ".join(capsys.readouterr().out.split())
+def test_text_that_differs_fails_the_command(replay, monkeypatch, capsys):
+    replay()
+    off = TextComparison(num_texts=5, num_tokens=50, num_different=1)
+    monkeypatch.setattr(TextComparison, "of", lambda reports: off)
+    assert main(ARGUMENTS) == 1
+    assert "1 of 5 greedy texts differ" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ctrl_c_shows_what_was_measured(replay, capsys):
-    replay(interrupted=True, sampled_blocks=[], example=None)
-    assert main(["demo"]) == 130
+    replay(interrupted=True)
+    assert main(ARGUMENTS) == 130
     captured = capsys.readouterr()
-    assert "off-the-shelf K=2" in captured.out
+    assert "draft K=2" in captured.out
     assert captured.err.rstrip().endswith("forerun: interrupted")
 
 
 def test_ctrl_c_before_anything_was_measured(replay, capsys):
-    replay(interrupted=True, blocks=[])
-    assert main(["demo"]) == 130
-    assert capsys.readouterr().out == ""
+    replay(interrupted=True, comparisons={})
+    assert main(ARGUMENTS) == 130
+    assert "tokens/s (95%)" not in capsys.readouterr().out
+
+
+def test_without_a_package_index_the_shipped_target_is_shown(monkeypatch, capsys):
+    def missing(name):
+        if name == "zoo:smollm2-135m":
+            raise InvalidModel("it could not be downloaded")
+
+    monkeypatch.setattr("forerun.models.catalog.zoo_path", missing)
+    assert command.reachable_model("zoo:smollm2-135m") == "zoo:code-40m"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "could not be downloaded" in line and "zoo:code-40m" in line
+    assert command.reachable_model("zoo:code-40m") == "zoo:code-40m"
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_slow(tmp_path, capsys):

@@ -74,15 +74,14 @@ def test_demo(monkeypatch, capsys):
         pass
 
     class Demo:
-        def __init__(self, config, *_, **__):
-            configs.append(config)
+        def __init__(self, benches, **_):
+            configs.extend(benches.values())
             raise Stop
 
-    monkeypatch.setattr("forerun.measure.bench.comparison.Demo", Demo)
+    monkeypatch.setattr("forerun.measure.bench.demo.Demo", Demo)
     with pytest.raises(Stop):
-        main(["demo", "--runner", "graphs", "--threads", "3"])
-    (config,) = configs
-    assert (config.engine.runner, config.num_threads) == ("graphs", 3)
+        main(["demo", "--model", "zoo:code-40m", "--runner", "graphs", "--threads", "3"])
+    assert {(config.runner, config.num_threads) for config in configs} == {("graphs", 3)}
     assert demo_command.DemoOptions().runner == "auto"
 
 
@@ -92,7 +91,7 @@ def test_no_threads_are_refused(name, tiny_pair, tmp_path, capsys):
         "generate": ["x"],
         "bench": ["--target", str(tiny_pair.target), "--arms", f"{tiny_pair.draft}@2"],
         "profile": ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)],
-        "demo": [],
+        "demo": ["--model", "zoo:code-40m"],
     }
     assert main([name, *given[name], "--threads", "0"]) == 2
     assert "threads is 0; it must be" in capsys.readouterr().err

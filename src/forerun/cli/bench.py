@@ -382,7 +382,8 @@ def run(options: BenchOptions) -> int:
             trace = opened.enter_context(options.tracing.opened())
             if trace is not None:
                 comparison.trace = _begin_trace(trace, options, comparison)
-            comparison.run(costs_of(options, comparison, status_text(status)))
+            comparison.add_controllers(costs_of(options, comparison, status_text(status)))
+            comparison.run()
         finally:
             status.stop()
             if any(comparison.blocks.values()):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.markup import escape
-from rich.panel import Panel
 from rich.table import Column
 from rich.text import Text
 
-from forerun.cli.session import ColouredText, legend
-from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
-from forerun.measure.bench.comparison import Example
+from forerun.cli.tables import SafeConsole, table_of, with_ends
 from forerun.measure.bench.report import (
     ArmSummary,
     BenchReport,
     BestOfSeveral,
     CellReport,
-    DemoReport,
     faster_chain,
     outcome,
     verdict,
@@ -84,84 +78,3 @@ def _best_sentence(best: BestOfSeveral) -> str:
         f"{best.summary.arm.name} of {best.num_candidates}, chosen on {best.num_chosen_on} blocks; "
         f"on the other {best.summary.num_blocks}: {outcome(best.summary)}"
     )
-
-
-PROMPT_LINES = 6
-SMALL_TARGET = "zoo:code-11m"
-SMALL_TARGET_NOTE = (
-    "Why drafts hardly pay here: the 21 MB of this target stay in the processor's cache, so a "
-    "plain step is short and each row that is verified adds to it. The weights of zoo:code-40m "
-    "(forerun demo without --model) are read from memory in every step; more rows cost little."
-)
-DEMO_HEADINGS = (
-    "tokens/s\n(95%)",
-    "speedup\n(95%)",
-    "tokens\nper\nstep",
-    "accepted by\nposition",
-    "accepted\nof drafted\n(even at)",
-)
-"""Of the columns after the arm's name; narrow enough for 80 characters."""
-
-
-def print_report(report: DemoReport, example: Example | None) -> None:
-    """Print the demonstration: tables, verdicts, a coloured completion, the exactness check."""
-    console = SafeConsole()
-    _print_rows(console, report.rows, "Greedy (T=0), completions cut before they loop")
-    if report.config.target == SMALL_TARGET:
-        console.print(escape(SMALL_TARGET_NOTE), "")
-    if report.edit_rows:
-        _print_rows(console, report.edit_rows, "Greedy, prompts that ask for an edit")
-    if report.sampled_rows:
-        _print_rows(console, report.sampled_rows, "Sampled (T=1)")
-    if example is not None:
-        console.print(Panel(coloured(example), title="where every token came from"))
-        console.print(legend(), "", sep="\n")
-    if report.exactness is not None:
-        style = "green" if report.exactness.passed else "bold red"
-        console.print(f"[bold]exactness[/] [{style}]{escape(report.exactness.sentence)}[/]")
-    console.print(f"[dim]{escape(report.provenance.line)}[/]")
-
-
-def coloured(example: Example) -> Text:
-    """Return the end of the prompt, dim, and the completion coloured by token source."""
-    tail = "\n".join(example.prompt.splitlines()[-PROMPT_LINES:])
-    lead = Text(tail + "\n" * example.prompt.endswith("\n"), style="dim")
-    found = example.completion
-    take = ColouredText(example.tokenizer).take
-    return lead.append_text(take(found.text, found.token_ids, found.sources))
-
-
-def _print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> None:
-    table = table_of(
-        Column("arm", no_wrap=True), *DEMO_HEADINGS, title=f"{title}, {rows[0].num_blocks} prompts"
-    )
-    for row in rows:
-        table.add_row(
-            row.arm.name,
-            with_ends(row.tokens_per_s, ".0f"),
-            with_ends(row.speedup, ".2f"),
-            f"{row.acceptance_length:.2f}",
-            rates(row.acceptance.acceptance_rate_per_position, most=3),
-            _rate_and_break_even(row),
-        )
-    console.print(table, "")
-    for row in rows:
-        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), _plain_verdict(row)))
-    shares = ", ".join(f"{row.distinct_4gram_share:.2f}" for row in rows)
-    console.print(f"[dim]distinct 4-grams of the texts: {shares}[/]")
-    console.print()
-
-
-def _plain_verdict(row: ArmSummary) -> str:
-    """Return a sentence on whether an arm is faster, with tokens per step and cost per step."""
-    if row.arm.num_speculative_tokens == 0:
-        return f"the baseline, one pass of the target per token, {1000.0 * row.step_s:.1f} ms each"
-    costs = f"takes as long as {row.cycle_cost:.1f} plain steps"
-    return f"{outcome(row)}: a step emits {row.acceptance_length:.1f} tokens and {costs}"
-
-
-def _rate_and_break_even(row: ArmSummary) -> str:
-    rate = row.acceptance.draft_acceptance_rate
-    if rate is None or row.break_even is None:
-        return ""
-    return f"{rate:.2f}\n({max(0.0, row.break_even):.2f})"

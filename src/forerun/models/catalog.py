@@ -69,11 +69,6 @@ def held_out_prompts() -> tuple[HeldOutPrompt, ...]:
     return prompts_of(FOLDER / "prompts.jsonl")
 
 
-def edit_prompts() -> tuple[HeldOutPrompt, ...]:
-    """Prompts that show a function of a held-out module and begin it again with a name changed."""
-    return prompts_of(FOLDER / "edits.jsonl")
-
-
 def chat_prompts() -> tuple[HeldOutPrompt, ...]:
     """Messages of a user, for models with a chat template."""
     return prompts_of(FOLDER / "chats.jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from types import MappingProxyType
 
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
@@ -14,6 +15,8 @@ from forerun.errors import InvalidRequest
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX
 
+MOST_BLOCKS = 40
+"""Blocks of the demonstration, which ends by its time."""
 LEAST_BLOCKS = 2
 """Blocks without which there is no interval."""
 SCOUT_BATCH = 8
@@ -151,81 +154,32 @@ class BenchConfig:
         )
 
 
-DEMO_DRAFTS: Mapping[str, tuple[DraftArms, ...]] = {
-    "zoo:code-40m": (
-        DraftArms(
-            name="domain draft",
-            draft="zoo:code-2m-for-40m",
-            ks=(2, 3, 4, 6),
-            trees=(Tree(num_nodes=5, depth=3, width=2), Tree(num_nodes=8, depth=4, width=3)),
-        ),
-        DraftArms(
-            name="attached head",
-            draft="zoo:eagle3-for-40m",
-            ks=(3, 4, 5, 6),
-            trees=(Tree(num_nodes=6, depth=4, width=2),),
-        ),
-    ),
-    "zoo:code-11m": (DraftArms(name="domain draft", draft="zoo:code-2m", ks=(1, 2, 3, 4)),),
-}
-"""Drafts that the demonstration compares on each shipped target.
-
-Of each draft, the best K and the best tree are shown.
-"""
+SMALL_CHAT_MODEL = PREFIX + "smollm2-135m"
+"""The target of the demonstration, from the package index."""
+SHIPPED_TARGET = PREFIX + "code-40m"
+"""The target of the demonstration where no package index is reachable."""
+DEMO_ARMS: Mapping[str, DraftArms] = MappingProxyType(
+    {
+        SMALL_CHAT_MODEL: DraftArms(name="4-bit copy", draft="self:int4", ks=(3,)),
+        SHIPPED_TARGET: DraftArms(name="EAGLE-3 head", draft="zoo:eagle3-for-40m", ks=(4,)),
+    }
+)
+"""The draft that the demonstration uses for each target, with the fixed K that is compared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoConfig:
-    """Settings of the demonstration: the drafts to compare, and the time budget.
-
-    Attributes:
-        seconds: from the start of the command to the end of the last measurement, as far as the
-            least number of prompts allows.
-        min_tokens: shortest `max_tokens` a slow machine is given.
-        general: a draft trained on other text than the target, with its K.
-        drafts: drafts made for the target, each with the K and the trees to choose from; the text
-            of the first is checked, at its largest K.
-        copied_k: tokens copied from the prompt per step where the prompt asks for an edit.
-        num_calibration: prompts set aside for the choice of K.
-        max_batch: sequences decoded at once where nothing is timed.
-        num_threads: carry the passes; None takes the number plain decoding is fastest with.
-    """
-
-    seconds: float = 80.0
-    max_tokens: int = 96
-    min_tokens: int = 24
-    target: str = "zoo:code-40m"
-    general: DraftArms = DraftArms(name="off-the-shelf", draft="zoo:books-1m", ks=(10,))
-    drafts: tuple[DraftArms, ...] = DEMO_DRAFTS["zoo:code-40m"]
-    copied_k: int = 16
-    num_calibration: int = 12
-    num_exact: int = 3
-    exact_tokens: int = 32
-    max_batch: int = SCOUT_BATCH
-    max_context: int = 1024
-    runner: Runner = "auto"
-    num_threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.drafts:
-            raise InvalidRequest("drafts is empty; the demonstration needs a draft to compare")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise InvalidRequest(f"num_threads is {self.num_threads}; it must be at least 1")
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return (self.target, self.general.draft, *(arm.draft for arm in self.drafts))
-
-    @property
-    def engine(self) -> EngineConfig:
-        """Engine settings with room for the largest K."""
-        nodes = (arm.max_nodes for arm in (self.general, *self.drafts))
-        most = max(self.copied_k, *nodes)
-        return EngineConfig(
-            num_speculative_tokens=most,
-            controller="fixed",
-            max_batch=self.max_batch,
-            max_context=self.max_context,
-            runner=self.runner,
-            sharing="none",  # every arm reads its prompts
-        )
+def demo_benches(
+    target: str, *, runner: Runner = "auto", num_threads: int | None = None
+) -> dict[str, BenchConfig]:
+    """Return the comparisons of the demonstration, by the name of their format of the weights."""
+    bench = BenchConfig(
+        target=target,
+        arms=(DEMO_ARMS[target],),
+        controllers=("auto",),
+        num_blocks=MOST_BLOCKS,
+        max_tokens=96,
+        runner=runner,
+        num_threads=num_threads,
+    )
+    if target == SMALL_CHAT_MODEL:  # whose file has 4 bits
+        return {"bf16": replace(bench, dtype="bfloat16"), "4 bits": bench}
+    return {"bf16": bench, "4 bits": replace(bench, weights="int4")}

@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from forerun.measure.bench.compare import BenchArm, Block, Generator, Measurement
-from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
+from forerun.measure.bench.compare import BenchArm, Block, Measurement
+from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
 from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import Provenance
-from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
@@ -318,96 +317,6 @@ def colour(row: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """First position at which two outputs differ; a token is None after the end of an output."""
-
-    case: str
-    prompt: int
-    position: int
-    plain: int | None
-    speculative: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactnessReport:
-    """Number of outputs that an exactness check compared, and the mismatches.
-
-    Attributes:
-        num_accepted: draft tokens accepted on the way; without any, nothing was put to the test.
-    """
-
-    num_tokens: dict[str, int]
-    num_prompts: int
-    num_accepted: int
-    mismatches: tuple[Mismatch, ...]
-
-    @property
-    def passed(self) -> bool:
-        return not self.mismatches
-
-    @property
-    def sentence(self) -> str:
-        if self.mismatches:
-            first = self.mismatches[0]
-            return (
-                f"{len(self.mismatches)} outputs differ from plain decoding; the first "
-                f"({first.case}, prompt {first.prompt}) at token {first.position}: "
-                f"plain {first.plain}, speculative {first.speculative}"
-            )
-        cases = " and ".join(f"{n} tokens {case}" for case, n in self.num_tokens.items())
-        return (
-            f"identical to plain decoding in fp32: {cases}, over {self.num_prompts} prompts, "
-            f"{self.num_accepted} of them drafted and accepted"
-        )
-
-    def to_dict(self) -> dict[str, object]:
-        return {"passed": self.passed, "sentence": self.sentence, **asdict(self)}
-
-
-def check_exactness(
-    plain: Generator,
-    speculative: Generator,
-    prompts: Sequence[str],
-    cases: Mapping[str, SamplingParams],
-) -> ExactnessReport:
-    """Compare two engines whose outputs must be identical."""
-    num_tokens: dict[str, int] = {}
-    mismatches: list[Mismatch] = []
-    num_accepted = 0
-    for case, params in cases.items():
-        num_tokens[case] = 0
-        # Plain decoding takes the prompts one by one: batches must not change a text either.
-        references = [plain.generate([prompt], params)[0].token_ids for prompt in prompts]
-        outputs = speculative.generate(prompts, params)
-        for index, (reference, output) in enumerate(zip(references, outputs, strict=True)):
-            num_tokens[case] += len(reference)
-            num_accepted += output.completions[0].acceptance.num_accepted
-            place = first_difference(reference, output.token_ids)
-            if place is not None:
-                tokens = {"plain": _token_at(reference, place)}
-                tokens["speculative"] = _token_at(output.token_ids, place)
-                mismatches.append(Mismatch(case=case, prompt=index, position=place, **tokens))
-    return ExactnessReport(
-        num_tokens=num_tokens,
-        num_prompts=len(prompts),
-        num_accepted=num_accepted,
-        mismatches=tuple(mismatches),
-    )
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first difference; None if both sequences are equal."""
-    for index in range(max(len(one), len(other))):
-        if _token_at(one, index) != _token_at(other, index):
-            return index
-    return None
-
-
-def _token_at(tokens: Sequence[int], index: int) -> int | None:
-    return tokens[index] if index < len(tokens) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrediction:
     """Speedup that the cost table predicts from the measured acceptance.
 
@@ -445,37 +354,6 @@ def predict(
             high=tau / (kappa.low + per_cycle),
         ),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoReport:
-    """Results of the demonstration.
-
-    Attributes:
-        rows: arms at T=0; the first is plain decoding.
-        edit_rows: plain decoding and copying where prompts ask for an edit; empty where no two
-            prompts could be measured.
-        sampled_rows: plain decoding and the drafts made for the target at T=1; likewise.
-        exactness: None where the run was interrupted before.
-    """
-
-    rows: tuple[ArmSummary, ...]
-    edit_rows: tuple[ArmSummary, ...]
-    sampled_rows: tuple[ArmSummary, ...]
-    exactness: ExactnessReport | None
-    provenance: Provenance
-    config: DemoConfig
-    num_calibration: int
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "rows": [_as_row(summary) for summary in self.rows],
-            "edit_rows": [_as_row(summary) for summary in self.edit_rows],
-            "sampled_rows": [_as_row(summary) for summary in self.sampled_rows],
-            "exactness": self.exactness.to_dict() if self.exactness else None,
-            "provenance": self.provenance.to_dict(),
-            "config": asdict(self.config) | {"num_calibrated": self.num_calibration},
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def blocks_of(arms, clock, count):
 
 
 def test_every_cell_is_measured_as_far_as_prompts_and_blocks_go(comparison):
-    comparison.run({})
+    comparison.run()
     assert {(c.temperature, c.batch): len(b) for c, b in comparison.blocks.items()} == {
         (0.0, 1): 5,
         (1.0, 1): 5,
@@ -72,7 +72,7 @@ def test_an_interruption_leaves_the_cells_level_and_loses_no_block(comparison, c
 
     monkeypatch.setattr(engine, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        comparison.run({})
+        comparison.run()
     assert [len(blocks) for blocks in comparison.blocks.values()] == [3, 3, 3, 2]
     report = comparison.report()
     assert all(len(cell.rows) == 3 for cell in report.cells)
@@ -80,7 +80,7 @@ def test_an_interruption_leaves_the_cells_level_and_loses_no_block(comparison, c
 
 
 def test_a_cell_of_one_block_has_no_table_but_keeps_its_measurements(comparison):
-    comparison.run({})
+    comparison.run()
     cell = BenchCell(temperature=0.0, batch=1)
     del comparison.blocks[cell][1:]
     first = comparison.report().cells[0]
@@ -90,7 +90,7 @@ def test_a_cell_of_one_block_has_no_table_but_keeps_its_measurements(comparison)
 
 
 def test_a_report_is_json(comparison):
-    comparison.run({})
+    comparison.run()
     content = comparison.report().to_dict()
     assert json.loads(json.dumps(content))["cells"][0]["rows"][2]["name"] == "d K=2"
     assert content["cells"][0]["rows"][2]["predicted"] is None
