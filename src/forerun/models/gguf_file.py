@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -549,8 +548,6 @@ def _open_unchanged(path: Path, modified_ns: int, size_bytes: int) -> GGUFFile:
 
 def open_gguf(path: Path) -> GGUFFile:
     """Return a checked GGUF file; one that has not changed is checked once."""
-    if find_spec("gguf") is None:
-        raise InvalidModel(f"{path} needs the package gguf: pip install 'forerun[gguf]'")
     try:
         found = path.stat()
     except OSError as error:
