@@ -128,6 +128,7 @@ def test_json_and_files(replay, tmp_path, capsys):
     assert written["greedy_texts"] == content["greedy_texts"]
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "demo.svg").read_text()
+    assert "draft&#160;auto" in (folder / "text.svg").read_text()
 
 
 def test_text_and_table_for_people(replay, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Column, Table
@@ -47,7 +48,7 @@ class DemoOptions:
     threads: int | None = None
     """Threads of the passes. Default: the number with which plain decoding is fastest."""
     out: Path | None = None
-    """Write demo.json, demo.png and demo.svg into this folder."""
+    """Write demo.json, demo.png, demo.svg and text.svg into this folder."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -68,7 +69,7 @@ def run(options: DemoOptions) -> int:
             clock=time.perf_counter,
             end_s=end_s,
             notify=status_text(status),
-            show_example=lambda example: None if options.json else print_example(example),
+            show_example=lambda example: show_example(example, options),
         )
         try:
             demo.run()
@@ -118,8 +119,19 @@ def show(demo: Demo, options: DemoOptions) -> int:
     return 1 if report.texts.num_different else 0
 
 
-def print_example(example: ExampleText) -> None:
-    """Print one text side by side: from plain decoding, and coloured by the origin of tokens."""
+def show_example(example: ExampleText, options: DemoOptions) -> None:
+    """Print a text from both ways of decoding, side by side, and draw it into the folder."""
+    both = side_by_side(example)
+    if not options.json:
+        Console(highlight=False).print(both)
+    if options.out is not None:
+        picture = Console(record=True, width=100, file=io.StringIO(), highlight=False)
+        picture.print(both)
+        picture.save_svg(str(options.out / "text.svg"), title="forerun demo")
+
+
+def side_by_side(example: ExampleText) -> Group:
+    """Return the text of plain decoding, beside it the same coloured by the origin of tokens."""
     from forerun.cli.session import ColouredText, legend
 
     def panel(name: str, completion: Completion) -> Panel:
@@ -129,13 +141,12 @@ def print_example(example: ExampleText) -> None:
         rate = len(completion.token_ids) / completion.total_s
         return Panel(coloured, title=escape(name), subtitle=f"{rate:.0f} tokens/s")
 
-    console = Console(highlight=False)
-    console.print(Text(printable(example.prompt.rstrip(), keep="\n\t"), style="bold"), "")
     both = Table.grid(expand=True, padding=(0, 1))
     both.add_column(ratio=1)
     both.add_column(ratio=1)
     both.add_row(panel("plain decoding", example.plain), panel(example.arm, example.speculative))
-    console.print(both, legend(), "", sep="\n")
+    prompt = Text(printable(example.prompt.rstrip(), keep="\n\t"), style="bold")
+    return Group(prompt, "", both, legend(), "")
 
 
 def print_report(report: DemoReport) -> None:
