@@ -211,6 +211,8 @@ def test_an_answer_has_a_limit_of_log_probabilities(target, monkeypatch, prompts
             running.submit_all(prompts, SamplingParams(seed=1, **changes))
         assert not engine.has_unfinished
         running.submit_all(prompts[:10], SamplingParams(seed=1, **changes | {"n": 1}))
+        # No more tokens are counted than the context has room for.
+        running.submit([1], SamplingParams(seed=1, logprobs=7, max_tokens=10_000))
 
 
 def test_a_deadline(engine):
