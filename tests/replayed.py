@@ -21,6 +21,7 @@ class Replayed(httpcore.NetworkStream):
         self.start = start
         self.num_connections = 0
         self.now_s = 0.0
+        self.timeouts: list[float | None] = []
         monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", self.connect)
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         monkeypatch.setattr(bounded_read, "time", clock)
@@ -31,6 +32,7 @@ class Replayed(httpcore.NetworkStream):
         return self
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        self.timeouts.append(timeout)
         self.now_s += 1.0
         return next(self.pieces)
 

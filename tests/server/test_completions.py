@@ -220,6 +220,8 @@ def test_a_prompt_may_be_scored_alone_and_echoed_in_a_stream(client):
     assert choice["prompt_logprobs"][0] is None
     pairs = zip(choice["prompt_logprobs"][1:], choice["logprobs"]["tokens"][1:], strict=True)
     assert all(any(e["decoded_token"] == token for e in row.values()) for row, token in pairs)
+    for row in choice["prompt_logprobs"][1:]:
+        assert max(row.values(), key=lambda entry: entry["logprob"])["rank"] == 1
     streamed_body = {"prompt": [PROMPT, "x"], "echo": True, **SEEDED, "n": 2}
     texts = [""] * 4
     for event in streamed(client, "/v1/completions", streamed_body):

@@ -124,6 +124,13 @@ def test_bodies_are_limited(guarded):
     )
 
 
+def test_a_body_of_the_largest_size_is_read(guarded):
+    body = b'{"prompt": "%b"}' % (b"x" * (2000 - 14))
+    for content in (body, iter([body[:1500], body[1500:]])):
+        found = guarded.post("/v1/completions", content=content, headers=bearer(KEY) | JSON)
+        assert is_error(found, 400, "the context holds")
+
+
 def test_a_body_must_be_declared_to_be_json(guarded):
     """A page of another site may send other types to this machine without asking first."""
     body = b'{"prompt": "x", "max_tokens": 1}'
@@ -266,6 +273,13 @@ def test_fields_that_clients_send_are_accepted(guarded):
     assert len(streamed.headers["x-request-id"]) == 32
 
 
+@pytest.mark.parametrize(("length", "length_used"), [(128, 128), (129, 32)])
+def test_a_name_of_a_request_that_is_too_long_is_replaced(guarded, length, length_used):
+    headers = bearer(KEY) | {"x-request-id": "x" * length}
+    found = guarded.get("/v1/models", headers=headers)
+    assert len(found.headers["x-request-id"]) == length_used
+
+
 def test_a_path_cannot_forge_a_line_of_the_log(guarded, caplog):
     caplog.set_level("INFO", logger="forerun.requests")
     guarded.get("/a%0Aforged%1b[31m", headers=bearer(KEY))
@@ -360,6 +374,18 @@ def test_an_allowance_does_not_grow_beyond_a_minute():
         for _ in range(2):
             with ring.admitted(key):
                 pass
+        with pytest.raises(LimitReached), ring.admitted(key):
+            pass
+
+
+def test_a_key_of_less_than_one_request_a_minute_may_send_one():
+    now = [0.0]
+    key = ApiKey(tenant="a", requests_per_minute=0.5)
+    ring = Keyring([key], clock=lambda: now[0])
+    for at_s in (0.0, 120.0):
+        now[0] = at_s
+        with ring.admitted(key):
+            pass
         with pytest.raises(LimitReached), ring.admitted(key):
             pass
 

@@ -94,6 +94,12 @@ def test_a_call_in_the_text_is_found(tools):
     assert json.loads(call["function"]["arguments"]) == {"q": "a"}
 
 
+def test_a_text_that_is_cut_behind_a_call_ended_by_its_length(tools):
+    (choice,) = asked(tools, **written(CALL + "x" * 300), max_tokens=100)
+    assert choice["finish_reason"] == "length"
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [

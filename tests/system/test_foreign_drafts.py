@@ -148,6 +148,15 @@ def test_tokens_to_which_a_request_is_restricted(target, way):
     assert [o.token_ids for o in engine.generate(PROMPTS, params)] == [o.token_ids for o in plain]
 
 
+def test_shared_tokens_that_a_model_has_no_logit_for_are_not_drafted():
+    """A tokenizer may have more tokens than its model: here the draft's and the target's have."""
+    tokenizer, order = foreign.permuted()
+    vocabulary = map_vocabularies(tiny.tokenizer(), tokenizer)
+    model = tiny.adapted(tiny.network(num_layers=1, vocab_size=200))
+    logits = tiny.logits_of(SharedTokenModel(model, vocabulary, 250), [3, 5])
+    assert logits.isneginf().tolist() == [(order[:250] >= 200).tolist()] * 2
+
+
 def test_a_text_longer_than_the_drafts_context_goes_on_plainly(target):
     letters = tiny.tokenizer().encode("QZXJVBKWQ")
     params = replace(GREEDY, allowed_token_ids=tuple({*letters}))

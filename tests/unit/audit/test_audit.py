@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.lab.audited import VOCAB_SIZE, pair, reference_of
 from tests.lab.dice import Dice
+from tests.tabular import TabularModel
 
 from forerun.audit.config import KINDS, AuditConfig, Kind
 from forerun.audit.ledger import Deviation, Ledger
@@ -162,6 +163,22 @@ def test_a_deviation_of_the_served_arm_alone_is_one_of_speculation():
     assert "is not shown" not in verdict.sentence
 
 
+def test_a_deviation_downwards_is_one():
+    """The likeliest token never comes, so there are fewer of them than expected."""
+    table = pair(1)[0]
+    log_probs = table.log_probs.scatter(-1, table.log_probs.argmax(-1, keepdim=True), -30.0)
+    log_probs = log_probs.log_softmax(-1)
+    other = Stream(TabularModel(log_probs=log_probs, order=table.order, store=table.store))
+
+    def change(number, question, answer):
+        return answer if question.arm == "control" else other.one(question)
+
+    audit = audit_of(Stream(change=change), tokens=8000)
+    audit.run(silent)
+    assert audit.ledger.deviations("served")[0].mean < 0
+    assert judge(audit).status == "deviates"
+
+
 class Moved(Ledger):
     """A ledger in which all that is known is how far the values of both arms moved."""
 
@@ -184,6 +201,7 @@ class Moved(Ledger):
         ([0.2] * 900, [-0.1999] * 900, "shown"),
         ([0.2] * 900, [0.2] * 900, "denied"),
         ([0.2] * 900, [0.2], "open"),
+        ([1.0] * 900, [-0.9], "open"),
         ([], [0.2] * 900, "open"),
         ([0.01, -0.008] * 450, [0.008, -0.01] * 450, "open"),
     ],

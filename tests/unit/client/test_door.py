@@ -115,8 +115,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, *pieces: bytes) -> Replayed:
     return Replayed(monkeypatch, lambda: itertools.chain(pieces, itertools.repeat(b"")))
 
 
-def test_a_redirect_is_not_followed_and_its_secrets_are_not_shown(monkeypatch):
-    head = f"HTTP/1.1 302 Found\r\nLocation: http://user:{SECRET}@other/{SECRET}\r\n\r\n"
+@pytest.mark.parametrize("status", [300, 302, 399])
+def test_a_redirect_is_not_followed_and_its_secrets_are_not_shown(status, monkeypatch):
+    head = f"HTTP/1.1 {status} Found\r\nLocation: http://user:{SECRET}@other/{SECRET}\r\n\r\n"
     server = answered(monkeypatch, head.encode())
     for ask in (lambda: fetch_page("http://h/", LIMITS), lambda: post_once("http://h/", {}, 5.0)):
         with pytest.raises(UnreadableInput, match="redirects to http://other/…, which is not"):
@@ -143,6 +144,19 @@ def test_a_body_is_decompressed_within_its_limit(monkeypatch):
     answered(monkeypatch, packed(b"", b"br"))
     with pytest.raises(UnreadableInput, match="encoding 'br'"):
         fetch_page("http://h/", LIMITS)
+
+
+def test_a_body_may_have_as_many_bytes_as_the_limit(monkeypatch):
+    content = bytes(LIMITS.max_bytes)
+    answered(monkeypatch, packed(gzip.compress(content)))
+    assert fetch_page("http://h/", LIMITS) == content
+
+
+def test_no_read_waits_longer_than_the_time_that_is_left(monkeypatch):
+    pieces = [OK, b"Content-Length: 2\r\n\r\n", b"a", b"b"]
+    server = Replayed(monkeypatch, lambda: pieces)
+    assert fetch_page("http://h/", LIMITS) == b"ab"
+    assert server.timeouts == [30.0, 29.0, 28.0, 27.0]
 
 
 def test_answers_to_posts_are_not_read(monkeypatch):

@@ -211,6 +211,31 @@ def test_requests_without_features_are_decoded_plainly(target, caplog):
     assert len(caplog.messages) == 1
 
 
+def test_a_request_that_lacked_features_once_decodes_plainly_to_its_end(target, caplog):
+    class LosingOnce(Watching):
+        num_observed = num_plain = 0
+
+        def observe(self, outcomes: list[StepOutcome]):
+            self.num_observed += 1
+            if self.num_observed == 3:
+                outcomes = [replace(outcome, features=None) for outcome in outcomes]
+            self.drafter.observe(outcomes)
+
+        def propose(self, requests, plans):
+            proposals = self.drafter.propose(requests, plans)
+            self.num_plain += proposals == [None]
+            return proposals
+
+    drafter = heads.eagle3_drafter(target, heads.eagle3_head(target))
+    losing = LosingOnce(drafter, None, target, None)
+    with caplog.at_level(logging.WARNING, logger="forerun.drafting"):
+        (output,) = tiny.engine_over(target, losing, k=3).generate(PROMPTS[:1], GREEDY)
+    (plain,) = tiny.engine_over(target).generate(PROMPTS[:1], GREEDY)
+    assert output.token_ids == plain.token_ids
+    assert losing.num_plain == losing.num_observed - 3 > 2
+    assert len(caplog.messages) == 1
+
+
 def test_a_saved_head_is_loaded(tmp_path, target):
     head = heads.eagle3_head(target)
     write_eagle3_head(head, tmp_path, target="t")

@@ -226,6 +226,10 @@ def wrong_marks(tensors):
     tensors["t2d"] = ~tensors["t2d"]
 
 
+def as_many_other_marks(tensors):
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -238,6 +242,7 @@ def wrong_marks(tensors):
         (repeated, "two draft tokens"),
         (no_map, "no d2t"),
         (wrong_marks, "t2d .* marks 38 tokens"),
+        (as_many_other_marks, "t2d .* marks 12 tokens .* not the 12 tokens of d2t"),
     ],
 )
 def test_damaged_tensors_are_named(tmp_path, damage, message):

@@ -177,6 +177,14 @@ def test_a_guess_that_changes_committed_tokens_is_cut_where_they_end():
     assert b"".join(map(found.target.token_bytes, guess)) == b"turn x"
 
 
+def test_a_guess_behind_a_special_token_does_not_continue_the_text_before_it():
+    found = mapped("tiny", "characters")
+    before, end = found.target.encode(" "), found.target.eos_token_id
+    drafted = found.draft.encode("   return")
+    assert found.continuation([*before, end], drafted) == found.target.encode("   return")
+    assert found.continuation(before, drafted) != found.target.encode("   return")
+
+
 def test_bytes_of_an_unfinished_character_are_no_guess():
     found = mapped("tiny", "byte-level")
     drafted = [found.draft_ids[bytes([byte])] for byte in "x\u4e2d".encode()]

@@ -133,6 +133,18 @@ def test_a_name_that_is_another_requests_sample(target):
             ticket.result(TIMEOUT_S)
 
 
+def test_calling_off_what_has_ended_does_not_end_a_request_of_the_same_name(target):
+    gated = Gated(target)
+    with EngineThread(tiny.engine_over(gated)) as running:
+        gated.let(PARAMS.max_tokens)
+        first = running.submit([1], PARAMS, "mine")
+        first.result(TIMEOUT_S)
+        second = running.submit([2], PARAMS, "mine")
+        first.abort()
+        gated.let()
+        assert second.result(TIMEOUT_S).token_ids == alone([2], PARAMS)
+
+
 def test_a_full_queue_refuses_and_has_room_again(target):
     gated = Gated(target)
     engine = tiny.engine_over(gated, max_batch=1, max_waiting=1)
@@ -199,6 +211,8 @@ def test_an_answer_has_a_limit_of_log_probabilities(target, monkeypatch, prompts
             running.submit_all(prompts, SamplingParams(seed=1, **changes))
         assert not engine.has_unfinished
         running.submit_all(prompts[:10], SamplingParams(seed=1, **changes | {"n": 1}))
+        # No more tokens are counted than the context has room for.
+        running.submit([1], SamplingParams(seed=1, logprobs=7, max_tokens=10_000))
 
 
 def test_a_deadline(engine):

