@@ -46,13 +46,19 @@ def test_text_goes_to_stdout_and_figures_to_stderr(run):
     assert code == 0
     assert out.endswith("\n")
     assert "24 tokens in" in err
+    assert "a second, with draft_model: " in err
+    assert "per position" not in err
+
+
+def test_verbose_says_what_was_accepted(run):
+    _, _, err = run("def f", *GREEDY, "--verbose")
     assert "tokens per step, accepted per position" in err
 
 
-def test_quiet_says_nothing_on_stderr(run):
+def test_quiet_prints_no_figures_and_no_notices(run):
     _, out, err = run("def f", *GREEDY, "--quiet")
     assert out
-    assert "tokens" not in err.replace("parameters", "")
+    assert "tokens" not in err and "forerun:" not in err
 
 
 def test_a_warning_comes_after_the_text_that_is_streamed(run, monkeypatch):
@@ -100,7 +106,7 @@ def test_json_is_one_object_alone_on_stdout(run):
 
 def test_auto_reports_what_was_chosen_and_changes_no_text(run):
     _, plain, _ = run("def f", *GREEDY)
-    code, out, err = run("def f", *GREEDY, "--draft", "auto")
+    code, out, err = run("def f", *GREEDY, "--draft", "auto", "--verbose")
     assert code == 0
     assert out == plain
     assert "chosen: suffix" in err

@@ -248,8 +248,10 @@ class OutputFlags:
     """Colour every token by its source; a legend goes to stderr."""
     json: bool = False
     """Print one JSON object (text, token_ids, finish_reason, figures) instead of streaming."""
+    verbose: bool = False
+    """Also say how much was accepted at every position, and which drafts were chosen."""
     quiet: bool = False
-    """Print no line of figures to stderr."""
+    """Print the text alone: no figures and no notices. Errors are still printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -78,6 +79,13 @@ def run(options: GenerateOptions) -> int:
     options.check()
     prompt, template = _read_prompt(options.prompt), read_template(options.chat_template)
 
+    from forerun.cli.main import notices_dropped
+
+    with notices_dropped() if options.output.quiet else nullcontext():
+        return _generate(options, prompt, template)
+
+
+def _generate(options: GenerateOptions, prompt: str, template: str | None) -> int:
     from forerun.cli.main import notices_held
     from forerun.cli.session import Session, choose_writer, load_engine, print_figures
     from forerun.cli.tables import SafeConsole
@@ -114,7 +122,7 @@ def run(options: GenerateOptions) -> int:
             if options.show_tree:
                 SafeConsole(stderr=True).print(view.rendered(engine.tokenizer))
             if not output.quiet and session.records:
-                print_figures(session.figures)
+                print_figures(session.figures, is_verbose=output.verbose)
     return Exit.FAILED if trace is not None and trace.failed else Exit.GOOD
 
 

@@ -151,6 +151,20 @@ def notices_held() -> Iterator[None]:
             package.addHandler(handler)
 
 
+@contextmanager
+def notices_dropped() -> Iterator[None]:
+    """Print no warnings and no progress messages while the block runs; errors are raised."""
+    package = logging.getLogger("forerun")
+    shown = [handler for handler in package.handlers if isinstance(handler, Notices)]
+    for handler in shown:
+        package.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in shown:
+            package.addHandler(handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `forerun` with `argv` (default: the process's arguments)."""
     _open_standard_streams()

@@ -6,8 +6,10 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -52,6 +54,7 @@ from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import Interval, student_quantile
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter
 
@@ -62,6 +65,10 @@ class Figures:
 
     Attributes:
         ttft_s: from the request to the first token; None where there was none.
+        speedup: of the steps after the prefill over plain steps of this request; None where too few
+            of its steps were plain.
+        methods: drafters that proposed a token, the most used first.
+        choices: of a controller that has several drafters.
     """
 
     num_prompt_tokens: int
@@ -69,7 +76,9 @@ class Figures:
     total_s: float
     ttft_s: float | None
     acceptance: AcceptanceCounts
-    choices: Sequence[MethodChoice] = ()  # of a controller that has several drafters
+    speedup: Interval | None = None
+    methods: Sequence[str] = ()
+    choices: Sequence[MethodChoice] = ()
 
     @classmethod
     def of(
@@ -81,12 +90,15 @@ class Figures:
         ttft_s: float | None,
     ) -> Figures:
         """Compute the figures of all steps until now, even if the request was interrupted."""
+        drafting = Counter(record.method for record in records if record.num_drafted)
         return cls(
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=sum(record.num_emitted for record in records),
             total_s=total_s,
             ttft_s=ttft_s,
             acceptance=AcceptanceCounts.from_records(records).drafting,
+            speedup=measured_speedup(records),
+            methods=tuple(method for method, _ in drafting.most_common()),
         )
 
     @property
@@ -94,7 +106,22 @@ class Figures:
         return self.num_tokens / self.total_s if self.total_s > 0 else 0.0
 
     @property
-    def line(self) -> str:
+    def sentence(self) -> str:
+        """Say how fast the text was, with which drafts, and how much faster than plain steps."""
+        text = f"{self.num_tokens} tokens in {self.total_s:.1f} s, {self.tokens_per_s:.0f} a second"
+        if not self.methods:
+            return f"{text}, by plain decoding"
+        text += f", with {' and '.join(self.methods)}: "
+        if self.speedup is None:
+            return f"{text}too few steps were plain to say how much faster that is"
+        ratio = self.speedup
+        interval = f"95% between {ratio.low:.2f} and {ratio.high:.2f}"
+        if ratio.is_above(1.0) or ratio.is_below(1.0):
+            return f"{text}{ratio.estimate:.2f} times as fast as plain decoding ({interval})"
+        return f"{text}about as fast as plain decoding ({interval})"
+
+    @property
+    def details(self) -> str:
         parts = [f"{self.num_tokens} tokens in {self.total_s:.2f} s ({self.tokens_per_s:.1f}/s)"]
         if self.ttft_s is not None:
             parts.append(f"first after {self.ttft_s:.2f} s")
@@ -115,6 +142,7 @@ class Figures:
             "total_s": self.total_s,
             "ttft_s": self.ttft_s,
             "tokens_per_s": self.tokens_per_s,
+            "speedup": self.speedup and asdict(self.speedup),
             "num_steps": counts.num_steps,
             "num_drafted": counts.num_drafted,
             "num_accepted": counts.num_accepted,
@@ -124,6 +152,31 @@ class Figures:
             "drafted_per_position": list(counts.drafted_per_position),
             **({"choices": [choice.to_dict() for choice in self.choices]} if self.choices else {}),
         }
+
+
+MIN_PLAIN_STEPS = 8
+"""Plain steps without which their time is not known."""
+
+
+def measured_speedup(records: Sequence[StepRecord]) -> Interval | None:
+    """Compare the time of decode steps with that of plain steps for as many tokens.
+
+    Steps that read the prompt are left out. A plain step after a draft is not measured, because
+    drafting leaves the target's weights uncached. The interval is of the mean plain step, at 95%.
+    """
+    decoding = [record for record in records if not record.num_prefill_rows]
+    times = [record.draft_s + record.verify_s + record.other_s for record in decoding]
+    plain = [
+        seconds
+        for seconds, before, record in zip(times[1:], decoding, decoding[1:], strict=False)
+        if not record.k_budget and not before.k_budget
+    ]
+    if len(plain) < MIN_PLAIN_STEPS or len(plain) == len(times) - 1:
+        return None
+    plain_s = fmean(plain)
+    ratio = plain_s * sum(record.num_emitted for record in decoding) / sum(times)
+    error = student_quantile(0.975, len(plain) - 1) * stdev(plain) / len(plain) ** 0.5 / plain_s
+    return Interval(estimate=ratio, low=max(0.0, ratio * (1.0 - error)), high=ratio * (1.0 + error))
 
 
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
@@ -564,7 +617,9 @@ def as_json(completion: Completion) -> dict[str, object]:
     return content
 
 
-def print_figures(figures: Figures) -> None:
+def print_figures(figures: Figures, *, is_verbose: bool) -> None:
+    """Print how fast a text was on stderr, and what its drafts did if `is_verbose`."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    for line in (figures.line, *described(figures.choices)):
+    details = (figures.details, *described(figures.choices)) if is_verbose else ()
+    for line in (figures.sentence, *details):
         console.print(Text(line, style="dim"))

@@ -513,7 +513,7 @@ class GoodputController:
         if self._is_logged:
             return
         self._is_logged, self._num_resumed = True, 0
-        logger.warning(
+        logger.info(
             "drafting with %s is slower than plain decoding at present, so decoding goes on "
             "plainly; a short draft checks now and then whether it pays again",
             " or ".join(self.methods),

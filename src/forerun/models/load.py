@@ -112,7 +112,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 preparation = logging.getLogger("forerun.preparation")
 logger = logging.getLogger("forerun.runner")
 
-LARGE_BYTES = 1 << 28
+LARGE_BYTES = 1 << 30
 """Bytes of weights from which on loading is announced, because it takes seconds."""
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -111,6 +111,15 @@ def bootstrap_mean(
     )
 
 
+def student_quantile(probability: float, freedom: float) -> float:
+    """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees."""
+    z = _normal_quantile(probability)
+    first = (z**3 + z) / (4.0 * freedom)
+    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
+    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / (384.0 * freedom**3)
+    return z + first + second + third
+
+
 def bootstrap_ratio(
     numerators: Sequence[float],
     denominators: Sequence[float],

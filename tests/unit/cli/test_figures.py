@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 
-from forerun.cli.session import Figures
+from forerun.cli.session import Figures, measured_speedup
 from forerun.cli.tables import rates
 from forerun.theory.record import StepRecord
 
@@ -41,8 +42,8 @@ def test_steps_that_drafted_nothing_do_not_dilute_acceptance():
     assert found.num_tokens == 5
     assert found.acceptance.num_steps == 2
     assert found.acceptance.acceptance_length == 2.0
-    assert "2.00 tokens per step, accepted per position .50 .50" in found.line
-    assert found.line.endswith(".50 .50 where drafted in 2 2 steps")
+    assert "2.00 tokens per step, accepted per position .50 .50" in found.details
+    assert found.details.endswith(".50 .50 where drafted in 2 2 steps")
 
 
 def test_a_stop_inside_a_step_counts_what_was_emitted():
@@ -51,13 +52,57 @@ def test_a_stop_inside_a_step_counts_what_was_emitted():
 
 def test_plain_decoding_says_nothing_of_drafts():
     found = figures(step(0, 0), step(0, 0))
-    assert found.line == "2 tokens in 2.00 s (1.0/s), first after 0.50 s"
+    assert found.details == "2 tokens in 2.00 s (1.0/s), first after 0.50 s"
+    assert found.sentence == "2 tokens in 2.0 s, 1 a second, by plain decoding"
     assert found.to_dict()["acceptance_length"] is None
 
 
 def test_nothing_yet():
     found = figures(total_s=0.0, ttft_s=None)
-    assert found.line == "0 tokens in 0.00 s (0.0/s)"
+    assert found.details == "0 tokens in 0.00 s (0.0/s)"
+
+
+def request(plain_s, drafting_s):
+    """A prompt, plain steps of these times, then steps that draft 3 tokens and accept 2."""
+    prompt = replace(step(0, 0), num_prefill_rows=9, verify_s=1.0)
+    plain = [replace(step(0, 0), verify_s=seconds) for seconds in plain_s]
+    return [prompt, *plain, *(replace(step(3, 2), verify_s=seconds) for seconds in drafting_s)]
+
+
+def test_decode_steps_are_compared_with_plain_steps_for_as_many_tokens():
+    found = figures(*request([0.1] * 12, [0.15] * 20))
+    # 12 plain steps and 20 that emit 3 tokens: 72 tokens in 4.2 s, plain they would take 7.2 s.
+    assert found.speedup.estimate == pytest.approx(7.2 / 4.2)
+    assert found.speedup.low == pytest.approx(found.speedup.high)
+    assert "with draft_model: 1.71 times as fast as plain decoding" in found.sentence
+
+
+def test_plain_steps_of_uneven_time_widen_the_interval():
+    found = figures(*request([0.05, 0.15] * 6, [0.15] * 20))
+    assert found.speedup.low < 1.4 < 2.0 < found.speedup.high
+
+
+def test_a_small_difference_is_not_called_one():
+    found = figures(*request([0.05, 0.15] * 6, [0.28] * 20))
+    assert found.speedup.low < 1.0 < found.speedup.high
+    assert "about as fast as plain decoding" in found.sentence
+
+
+@pytest.mark.parametrize("num_plain", [0, 8])
+def test_few_plain_steps_say_nothing_of_the_speedup(num_plain):
+    found = figures(*request([0.1] * num_plain, [0.15] * 20))
+    assert found.speedup is None
+    assert found.sentence.endswith("too few steps were plain to say how much faster that is")
+
+
+def test_plain_steps_right_after_a_draft_are_not_measured():
+    records = request([0.1] * 12, [0.15, 0.15])
+    slow = replace(step(0, 0), verify_s=9.0)
+    before = measured_speedup(records)
+    after = measured_speedup([*records, slow])
+    tokens, seconds = 18, 1.5
+    assert before.estimate == pytest.approx(0.1 * tokens / seconds)
+    assert after.estimate == pytest.approx(0.1 * (tokens + 1) / (seconds + 9.0))
 
 
 def test_json():

@@ -12,9 +12,9 @@ from forerun.diagnose.readers.trace_totals import (
     StretchCounts,
     Stretches,
     compare,
-    student_quantile,
     with_previous,
 )
+from forerun.theory.intervals import student_quantile
 from forerun.trace.columns import Columns
 
 K = 4

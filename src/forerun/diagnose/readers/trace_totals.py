@@ -10,10 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 
 import numpy as np
 
+from forerun.theory.intervals import student_quantile
 from forerun.theory.record import StepRecord
 from forerun.trace.columns import (
     DRAFTING,
@@ -264,15 +264,6 @@ def _side_of(places: StretchCounts, mask: Mask) -> Side:
         mean=float(places.total[mask].sum()) / max(1, num_steps),
         num_first=int(places.num_first[mask].sum()),
     )
-
-
-def student_quantile(probability: float, freedom: float) -> float:
-    """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees."""
-    z = NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / (4.0 * freedom)
-    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
-    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / (384.0 * freedom**3)
-    return z + first + second + third
 
 
 SOON, LONG = 2, 5
