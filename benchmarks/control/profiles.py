@@ -55,8 +55,8 @@ def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
             config=CONFIG,
         )
         facts = (
-            facts_of(place.target, pair.target, "auto"),
-            facts_of(place.drafts[name], pair.draft, "auto"),
+            facts_of(place.target, pair.target),
+            facts_of(place.drafts[name], pair.draft),
         )
         profile = measure_pair(
             pair, facts, config, clock=time.perf_counter, notify=lambda rounds, error: None

@@ -132,3 +132,23 @@ def test_without_flags_the_shipped_pair_is_compared():
     assert [(arm.draft, arm.ks) for arm in config.arms] == [("zoo:code-2m-for-40m", (1, 2, 3, 4))]
     with pytest.raises(InvalidRequest, match="name the --arms to compare on zoo:books-1m"):
         BenchOptions(model="zoo:books-1m").config  # noqa: B018
+
+
+def test_auto_is_an_arm_beside_plain_and_fixed_k(tiny_pair, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(6)))
+    small = ["--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
+    common = ["bench", "--target", str(tiny_pair.target), "--prompts", str(prompts), *small]
+    common += ["--temperature", "1", "--json", "--no-prediction"]
+    trace = tmp_path / "t.jsonl"
+    arms = ["--arms", "auto", "suffix@2", "--trace", str(trace)]
+    assert main([*common, *arms]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert [row["name"] for row in cell["rows"]] == ["plain", "auto", "suffix K=2"]
+    assert '"suffix"' in trace.read_text().splitlines()[0]
+    for named in ("none", "plain"):
+        assert main([*common, "--arms", named]) == 0
+        (cell,) = json.loads(capsys.readouterr().out)["cells"]
+        assert [row["name"] for row in cell["rows"]] == ["plain"]
+    assert main([*common, "--arms", "auto@2,4"]) == 2
+    assert "auto chooses K by itself" in capsys.readouterr().err

@@ -125,11 +125,16 @@ def test_a_profile_of_a_head_plans_and_controls_it(capsys, folder, tmp_path):
     assert main(["generate", "x =", *pair, *controlled]) == 0
 
 
-def test_a_profile_of_medusa_heads_is_refused_with_advice(capsys, tmp_path):
+def test_a_profile_of_medusa_heads_has_the_costs_of_whole_steps(tmp_path):
     heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
     write_medusa(heads, tmp_path, target=TARGET)
-    assert main(["profile", "--target", TARGET, "--draft", str(tmp_path)]) == Exit.BAD_INPUT
-    assert "forerun bench --arms" in " ".join(capsys.readouterr().err.split())
+    out = tmp_path / "profile.json"
+    sizes = ("--rows", "1,2,3,5", "--batch", "1", "--context", "32", "--budget-s", "0.1")
+    pair = ("--target", TARGET, "--draft", str(tmp_path))
+    assert main(["profile", *pair, *sizes, "--out", str(out)]) == 0
+    profile = load_profile(out)
+    assert profile.setup.draft_runner == "MedusaDrafter"
+    assert profile.greedy.lines[0].overhead_ks == (1, 4)
 
 
 def test_traces_name_medusa_heads_by_their_hash(capsys, tmp_path):

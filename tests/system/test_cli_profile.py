@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.profiles import exact_times
 
 from forerun.cli.main import main
-from forerun.measure.profile import load_profile
+from forerun.errors import InvalidProfile
+from forerun.measure.profile import load_profile, load_profiles
 
 FEW = ["--rows", "1,2,5", "--batches", "1,2", "--contexts", "8", "--budget-s", "0.001"]
 
@@ -54,6 +56,75 @@ def test_a_draft_that_shares_tokens_can_be_profiled(tiny_pair, capsys):
     assert "draft chain of 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("draft", ["suffix", "recycling", "self:1", "self:int4"])
+def test_every_kind_of_draft_is_profiled_and_planned(tiny_pair, draft, tmp_path, capsys):
+    out, target = tmp_path / "profile.json", str(tiny_pair.target)
+    few = ["--batch", "1", "--rows", "1,2,5", "--context", "8", "--budget-s", "0.001"]
+    assert main(["profile", "--target", target, "--draft", draft, *few, "--out", str(out)]) == 0
+    [profile] = load_profiles(out)
+    assert (profile.draft, profile.setup.draft_hash) == (draft, draft)
+    assert profile.reading.draft_s == (0.0,) * len(profile.reading.tokens)
+    [line] = profile.greedy.lines
+    assert line.overhead_ks == (1, 4)
+    assert line.draft_s + max(line.overhead_s) > 0
+    capsys.readouterr()
+    assert main(["plan", "--profile", str(out), "--draft", draft, "--acceptance", "0.5"]) == 0
+    exact_times(out)
+    used = ["--target", target, "--draft", draft, "--profile", str(out), "--max-tokens", "6"]
+    assert main(["generate", "x =", *used]) == 0
+
+
+def test_a_draft_with_another_tokenizer_drafts_in_every_step(tmp_path):
+    """Its steps are measured on text: arbitrary ids are no text that it could read."""
+    out = tmp_path / "profile.json"
+    pair = ["--target", "zoo:code-2m", "--draft", "zoo:books-1m", "--batch", "1"]
+    few = ["--context", "16", "--rows", "1,2,5", "--budget-s", "0.01"]
+    assert main(["profile", *pair, *few, "--out", str(out)]) == 0
+    assert load_profile(out).greedy.lines[0].overhead_ks == (1, 4)
+
+
+def test_plain_decoding_is_profiled_planned_and_simulated(tiny_pair, tmp_path, capsys):
+    out, workload = tmp_path / "profile.json", tmp_path / "w.toml"
+    few = ["--batch", "1", "--rows", "1,2,5", "--context", "8", "--budget-s", "0.001"]
+    target = ["--target", str(tiny_pair.target), "--draft", "none"]
+    assert main(["profile", *target, *few, "--out", str(out)]) == 0
+    assert load_profile(out).draft == "none"
+    assert main(["plan", "--profile", str(out)]) == 0
+    assert "decode plainly" in capsys.readouterr().out
+    workload.write_text("requests = 3\nprompt_tokens = 9\noutput_tokens = 9\nacceptance = 0.5\n")
+    simulated = ["simulate", "--workload", str(workload), "--profile", str(out)]
+    assert main([*simulated, "--json"]) == 0
+    assert [r["controller"] for r in json.loads(capsys.readouterr().out)["results"]] == ["plain"]
+    assert main([*simulated, "--controller", "auto"]) == 2
+    assert "a profile of plain decoding" in capsys.readouterr().err
+
+
+def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
+    """What "auto" stands for, too, of which there is only one for a tiny target."""
+    out, workload = tmp_path / "profile.json", tmp_path / "w.toml"
+    few = ["--batch", "1", "--rows", "1,2,5", "--context", "8", "--budget-s", "0.001"]
+    drafts = ["--draft", "auto", str(tiny_pair.draft)]
+    command = ["profile", "--target", str(tiny_pair.target), *drafts, *few]
+    assert main([*command, "--out", str(out)]) == 0
+    names = [profile.draft for profile in load_profiles(out)]
+    assert names == ["suffix", str(tiny_pair.draft)]
+    with pytest.raises(InvalidProfile, match="has profiles of suffix"):
+        load_profile(out)
+    given = [f"{name}=0.5" for name in names]
+    for chosen in ([], ["--draft", "auto"]):
+        capsys.readouterr()
+        assert main(["plan", "--profile", str(out), "--json", *chosen, "--acceptance", *given]) == 0
+        assert list(json.loads(capsys.readouterr().out)["curves"]) == names
+    workload.write_text("requests = 3\nprompt_tokens = 9\noutput_tokens = 9\nacceptance = 0.5\n")
+    simulated = ["simulate", "--workload", str(workload), "--profile", str(out), "--no-oracle"]
+    assert main([*simulated, "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["drafts"]) == names
+    assert main([*simulated, "--json", "--draft", "suffix"]) == 0
+    assert "results" in json.loads(capsys.readouterr().out)
+    assert main([*simulated, "--draft", "recycling"]) == 2
+    assert "--draft recycling has no profile" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--out", "--plot"])
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(flag, tmp_path, capsys):
     path = str(tmp_path / "missing" / "p.svg")
@@ -79,7 +150,8 @@ def test_a_file_that_is_there_survives_a_failed_run(tmp_path, capsys):
         (["--budget-s", "0"], "budget_s is 0"),
         (["--batches", "1,64"], "max_pass_rows is 128, below 64 sequences"),
         (["--threads", "0"], "--threads is 0"),
-        (["--draft", "none"], "name a --draft"),
+        (["--draft", "none"], "leave the other drafts out"),
+        (["--draft", "suffix", "--draft", "suffix"], "--draft suffix is given twice"),
         (["--plot", "v.txt"], "must end in"),
     ],
 )

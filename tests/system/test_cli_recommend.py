@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -11,17 +12,24 @@ from tests.records import STEP
 from forerun.cli.main import main
 from forerun.cli.recommend import RecommendOptions, show
 from forerun.control.base import Capacity, RequestState
+from forerun.measure.bench.compare import BenchArm, run_blocks
+from forerun.measure.bench.report import ArmSummary
+from forerun.measure.prompt_files import PromptEntry
 from forerun.measure.recommend import (
     DEPTHS,
     NUM_HELD,
     DepthFigures,
     DraftTrial,
     Recommendation,
+    RecommendConfig,
     _DepthsInTurn,
     _figures,
     _gain_of_training,
+    _usable,
     drafts_at_hand,
+    recommend,
 )
+from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 
 STATE = RequestState(request_id="r", num_committed=9, max_new=9, temperature=0.0)
@@ -62,10 +70,11 @@ def test_every_depth_comes_for_some_steps_before_any_comes_again():
     assert len({tuple(found) for found in rounds}) > 1  # in another order each time
 
 
-def test_the_steps_that_read_a_prompt_are_left_out():
+def test_only_the_steps_that_read_a_prompt_are_left_out():
+    """Steps before the first draft count: there a drafter found nothing to propose."""
     controller = _DepthsInTurn(DEPTHS)
-    first, later = step(0, prefill=9), [step(0), step(2, accepted=1)]
-    controller.observe([first, step(3), *later])
+    first, later = step(0, prefill=9), [step(4, drafted=0), step(0), step(2, accepted=1)]
+    controller.observe([first, *later])
     assert controller.taken() == later
     assert controller.taken() == []
 
@@ -74,11 +83,10 @@ def test_figures_follow_from_the_steps():
     """A step with K=2 takes 15 ms and accepts both tokens every second time: 2 tokens."""
     steps = [step(0) for _ in range(20)]
     steps += [step(2, accepted=2 * (i % 2), seconds=0.015) for i in range(20)]
-    [found] = _figures([steps] * 3)
+    [found] = _figures(steps)
     assert found.num_speculative_tokens == 2
     assert found.acceptance_length == pytest.approx(2.0)
-    assert found.speedup.estimate == pytest.approx(2.0 / 1.5)
-    assert found.speedup.low == pytest.approx(found.speedup.high)  # all prompts are alike
+    assert found.speedup == pytest.approx(2.0 / 1.5)
 
 
 def test_a_drafter_without_a_match_counts_as_a_rejection_and_a_cheap_step():
@@ -86,10 +94,10 @@ def test_a_drafter_without_a_match_counts_as_a_rejection_and_a_cheap_step():
     steps = [step(0) for _ in range(20)]
     steps += [step(4, drafted=0, seconds=0.011) for _ in range(16)]
     steps += [step(4, accepted=4, seconds=0.02) for _ in range(4)]
-    [found] = _figures([steps] * 2)
+    [found] = _figures(steps)
     assert found.acceptance_length == pytest.approx(1.8)
     assert found.step_s == pytest.approx(0.0128)
-    assert found.speedup.estimate == pytest.approx(1.8 / 1.28)
+    assert found.speedup == pytest.approx(1.8 / 1.28)
 
 
 def test_the_gain_of_a_draft_to_be_trained_uses_the_measured_passes():
@@ -102,45 +110,94 @@ def test_the_gain_of_a_draft_to_be_trained_uses_the_measured_passes():
     assert _gain_of_training(steps[:12]) == {}  # too few passes with drafts
 
 
-def figures(k, estimate, low):
+def measured(k, estimate, low, disturbance=None):
     interval = Interval(estimate=estimate, low=low, high=2 * estimate - low)
+    engine = SimpleNamespace(generate=None)
+    arm = BenchArm(name="a", method="draft_model", num_speculative_tokens=k, engine=engine)
+    return ArmSummary(
+        arm=arm,
+        num_blocks=8,
+        num_tokens=800,
+        tokens_per_s=interval,
+        decode_tokens_per_s=interval,
+        speedup=interval,
+        decode_speedup=interval,
+        acceptance=AcceptanceCounts(),
+        step_s=0.01,
+        cycle_cost=1.5,
+        break_even=None,
+        mean_context=50.0,
+        mean_prompt=20.0,
+        decode_steps=50.0,
+        distinct_4gram_share=1.0,
+        disturbance=disturbance,
+    )
+
+
+def chosen_on(speedup):
     return DepthFigures(
-        num_speculative_tokens=k, acceptance_length=2.0, step_s=0.01, speedup=interval
+        num_speculative_tokens=4, acceptance_length=2.0, step_s=0.01, speedup=speedup
     )
 
 
 @pytest.mark.parametrize(
-    ("low", "said"),
+    ("found", "said"),
     [
-        (1.1, "recommended: a, which is expected to decode 1.30 times as fast with K=4"),
-        (0.9, "recommended: plain decoding"),
+        (measured(4, 1.3, 1.1), "recommended: a, which is 1.30 times as fast with K=4"),
+        (measured(4, 1.3, 0.9), "recommended: plain decoding"),
+        (measured(4, 9.3, 8.1, "a pause"), "a: the measurement was disturbed: a pause"),
     ],
 )
-def test_only_a_draft_that_is_surely_faster_is_recommended(low, said, capsys):
+def test_only_a_draft_that_is_surely_faster_is_recommended(found, said, capsys):
     trials = (
-        DraftTrial(
-            draft="a", method="draft_model", depths=(figures(2, 1.2, 1.1), figures(4, 1.3, low))
-        ),
+        DraftTrial(draft="a", method="draft_model", depths=(chosen_on(1.6),), measured=found),
         DraftTrial(draft="b", failure="there is no such folder"),
     )
-    found = Recommendation(
+    result = Recommendation(
         target="t",
         temperature=0.0,
-        num_prompts=4,
+        num_prompts=8,
         plain_step_s=0.01,
         trials=trials,
         trained={0.6: 1.2},
     )
-    show(found, RecommendOptions(target="t"))
+    show(result, RecommendOptions(target="t"))
     printed = capsys.readouterr().out
     assert said in printed
     assert "b cannot be used: there is no such folder" in printed
-    assert ("forerun align --target t" in printed) == (low < 1.0)
+    assert ("forerun align --target t" in printed) == (result.chosen is None)
+    json.dumps(result.to_dict())
+
+
+def test_the_choice_is_made_on_prompts_that_are_not_reported(monkeypatch, tiny_pair):
+    """Every other prompt is measured beside plain decoding, with an end of text as in use."""
+    usable, measured_on = [], []
+
+    def tasks_of(*arguments):
+        usable.extend(_usable(*arguments))
+        return usable
+
+    def blocks_of(arms, batches, clock):
+        measured_on.extend(batches)
+        return run_blocks(arms, measured_on, clock)
+
+    monkeypatch.setattr("forerun.measure.recommend._usable", tasks_of)
+    monkeypatch.setattr("forerun.measure.recommend.run_blocks", blocks_of)
+    config = RecommendConfig(
+        target=str(tiny_pair.target), drafts=("suffix",), temperature=1.0, max_tokens=96
+    )
+    prompts = [PromptEntry(where="here", text=f"def f{n}(x):") for n in range(8)]
+    found = recommend(config, prompts, notify=lambda text, share: None)
+    assert [prompt for (prompt,) in measured_on] == usable[1::2]
+    assert not any(task.params.ignore_eos for task in usable)
+    assert found.trials[0].measured.num_blocks == found.num_prompts // 2
 
 
 def test_drafts_of_a_tiny_pair_are_tried(tiny_pair, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def f(x):\n---\nimport os\n---\nfor i in\n---\nclass A:")
+    prompts.write_text(
+        "def f(x):\n---\nimport os\n---\nfor i in\n---\nclass A:\n---\nx =\n---\ny =\n---\nz ="
+    )
     arguments = [
         "recommend",
         str(tiny_pair.target),

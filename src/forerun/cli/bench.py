@@ -461,7 +461,8 @@ def _begin_trace(
     from forerun.provenance import trace_header
 
     device = str(comparison.device)
-    headers = [trace_header(options.target, arm.draft, device) for arm in comparison.config.arms]
+    drafts = dict.fromkeys(name for names in comparison.drafts.values() for name in names)
+    headers = [trace_header(options.target, draft, device) for draft in drafts]
     for header in headers:
         trace.add(header)
     hashes = {h.draft: h.draft_hash for h in headers if h.draft is not None and h.draft_hash}

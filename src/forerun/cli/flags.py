@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -138,6 +138,26 @@ class TargetFlags:
             return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
         return None if draft == "none" else draft
 
+    def drafts_of(self, named: Sequence[str], weights: WeightFormat = "auto") -> tuple[str, ...]:
+        """Return the drafts that --draft names; empty for plain decoding.
+
+        "auto" stands for all drafts at hand, and no --draft for the shipped one.
+        """
+        listed: Sequence[object] = named
+        if "auto" in named:
+            from forerun.engine.auto_drafts import with_auto
+
+            config = EngineConfig(runner=self.runner, weights=weights)
+            listed, _ = with_auto(named, self.target, self.device, self.dtype, config)
+        names = [self.resolved(str(name)) for name in listed or ("auto",)]
+        found = tuple(name for name in names if name is not None)
+        for name in found:
+            if found.count(name) > 1:
+                raise InvalidRequest(f"--draft {name} is given twice")
+        if len(names) > 1 and len(found) < len(names):
+            raise InvalidRequest("--draft none decodes plainly; leave the other drafts out")
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags(TargetFlags):
@@ -193,16 +213,9 @@ class PairFlags(TargetFlags):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Return the drafts; empty for plain decoding."""
-        names = [self.resolved("auto")] if not self.draft else list(self._named())
-        found = tuple(name for name in names if name is not None)
-        for name in found:
-            if found.count(name) > 1:
-                raise InvalidRequest(f"--draft {name} is given twice")
-        if len(names) > 1:
-            if len(found) < len(names):
-                raise InvalidRequest("--draft none decodes plainly; leave the other drafts out")
-            if self.tree is None:
-                self._check_choice()
+        found = self.drafts_of(self.draft, self.weights)
+        if len(found) > 1 and self.tree is None:
+            self._check_choice()
         return found
 
     @property
@@ -217,18 +230,6 @@ class PairFlags(TargetFlags):
                 "one of the two out"
             )
         return Tree.parse(self.tree)
-
-    def _named(self) -> Iterator[str | None]:
-        """Yield the drafts that were named, and those that "auto" stands for."""
-        for draft in self.draft:
-            if draft == "auto":
-                from forerun.engine.auto_drafts import auto_drafts
-
-                others = [name for name in self.draft if name != "auto"]
-                found = auto_drafts(self.target, self.device, self.runner, self.dtype, self.weights)
-                yield from (name for name in found if name not in others)
-            else:
-                yield self.resolved(draft)
 
     def _check_choice(self) -> None:
         """Refuse several drafts if the controller would use only the first."""

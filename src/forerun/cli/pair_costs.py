@@ -12,14 +12,13 @@ import torch
 from forerun.align.config import AlignConfig
 from forerun.cli.session import pair_of
 from forerun.cli.tables import SafeConsole
-from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.compare import BenchArm, on_best_threads
 from forerun.measure.bench.comparison import BenchComparison
-from forerun.measure.profile import Profile, ProfileConfig, check_setup, load_profile
+from forerun.measure.profile import Profile, ProfileConfig, check_setup, load_profiles
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, load_pair, measure_pair, setup_of
 from forerun.plan.costs import DraftCosts
 from forerun.theory.cost import CostTable
@@ -35,6 +34,8 @@ def measured_costs(
     found = {}
     for draft, arm in _by_draft(comparison).items():
         pair, facts = _pair_of(comparison, arm)
+        if not isinstance(pair.drafter, DraftModel):
+            continue  # it drafts as many tokens as it finds, so K says little of a step
 
         def say(num_rounds: int, error: float, draft: str = draft) -> None:
             notify(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
@@ -52,25 +53,23 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
     setups = {draft: setup_of(pair, *facts) for draft, (pair, facts) in pairs.items()}
     found = {}
     for path in paths:
-        profile = load_profile(path)
-        draft = next(
-            (d for d, setup in setups.items() if setup.draft_hash == profile.setup.draft_hash), None
-        )
-        if draft is None:
-            raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
-        check_setup(profile, setups[draft])
-        found[draft] = profile.costs
+        profiles = load_profiles(path)
+        for profile in profiles:
+            drawn = profile.setup.draft_hash
+            draft = next((d for d, setup in setups.items() if setup.draft_hash == drawn), None)
+            if draft is not None:
+                check_setup(profile, setups[draft])
+                found[draft] = profile.costs
+            elif len(profiles) == 1:
+                raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
     return found
 
 
 def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
-    """Return the first arm of every draft that is a model or an EAGLE-3 head."""
+    """Return the first arm of every draft whose arms have a fixed K."""
     arms: dict[str, BenchArm] = {}
     for arm in comparison.arms:
-        if arm.draft is None or parse_drafter(arm.draft) is not None:
-            continue
-        assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
-        if isinstance(arm.engine.drafter, DraftModel):
+        if arm.draft is not None and not arm.adaptive:
             arms.setdefault(arm.draft, arm)
     return arms
 
@@ -78,10 +77,9 @@ def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
 def _pair_of(
     comparison: BenchComparison, arm: BenchArm
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    engine, config = arm.engine, comparison.config
-    assert isinstance(engine, Engine) and arm.draft is not None
-    assert isinstance(engine.drafter, DraftModel)
-    return pair_of(engine, engine.drafter, config.target, arm.draft, config.dtype)
+    assert isinstance(arm.engine, Engine) and arm.draft is not None
+    assert arm.engine.drafter is not None
+    return pair_of(arm.engine, arm.engine.drafter, comparison.config.target, arm.draft)
 
 
 def _probe_for(comparison: BenchComparison) -> ProfileConfig:
@@ -145,8 +143,8 @@ class PairCosts:
             ),
         )
         facts = (
-            facts_of(config.target, pair.target, config.dtype, known_hash=target_hash),
-            facts_of(str(draft), pair.draft, config.dtype),
+            facts_of(config.target, pair.target, known_hash=target_hash),
+            facts_of(str(draft), pair.draft),
         )
         if self.profile is not None:
             # The weights are about to change; what a pass over them takes is not.

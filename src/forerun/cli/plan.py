@@ -17,7 +17,7 @@ from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
-from forerun.measure.profile import Profile, load_profile
+from forerun.measure.profile import Profile, load_profiles
 from forerun.plan.acceptance import Acceptance, TracedDrafts, counted, drafts_in, given
 from forerun.plan.advice import DraftCandidate, PlanConfig
 from forerun.plan.costs import PRESETS, Machine, ModelSize, cost_table, preset, with_draft_cost
@@ -106,6 +106,8 @@ class MachineFlags:
 
 logger = logging.getLogger(__name__)
 
+NONE = "none"
+"""Draft of a profile of plain decoding."""
 DRAFT = "draft"
 """Name of the draft of a roofline without --draft."""
 ROOFLINE_BATCHES: tuple[int, ...] = (1, 8, 32, 128)
@@ -118,11 +120,11 @@ class PlanOptions:
     """Options of `forerun plan`."""
 
     profile: UseAppendAction[tuple[Path, ...]] = ()
-    """What `forerun profile` wrote; one per draft model.
+    """What `forerun profile` wrote, of one draft or several.
     It may be of another machine: the plan holds for the machine of the profile."""
     draft: UseAppendAction[tuple[str, ...]] = ()
-    """Drafters to compare, by the names in profiles and trace; "suffix" needs no profile.
-    Default: every draft of the profiles."""
+    """Drafters to compare, by the names in profiles and trace; "none" is plain decoding.
+    "auto", the default: every draft of the profiles."""
     acceptance: UseAppendAction[tuple[str, ...]] = ()
     """[DRAFT=]ALPHA, the same at every position, or [DRAFT=]BETA1,BETA2,... by position."""
     conditional: bool = False
@@ -159,7 +161,8 @@ def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfi
         tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
     else:
         tables = rooflines(machine, options, profiles, config)
-    names = options.draft or tuple(tables)
+    named = [tuple(tables) if name == "auto" else (name,) for name in options.draft or ("auto",)]
+    names = tuple(name for each in named for name in each)
     figures = _given_by(options, names)
     candidates = [
         DraftCandidate(
@@ -205,8 +208,8 @@ def config_of(
 def _read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
     """Read profiles and return them by the draft that each was measured with."""
     found: dict[str, Profile] = {}
-    for path in paths:
-        profile = load_profile(path)
+    read = [(path, profile) for path in paths for profile in load_profiles(path)]
+    for path, profile in read:
         if profile.draft in found:
             raise InvalidRequest(f"{path} is a second profile with draft {profile.draft}")
         for other in found.values():
@@ -245,7 +248,8 @@ def _check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | Non
             differences = []
             if header.target_hash != setup.target_hash:
                 differences.append(f"target_hash {header.target_hash} ({header.target})")
-            if profile.draft == name and header.draft_hash != setup.draft_hash:
+            is_other = header.draft_hash not in (None, setup.draft_hash)  # None: it has no files
+            if profile.draft == name and is_other:
                 differences.append(f"draft_hash {header.draft_hash} ({name})")
             if differences:
                 raise InvalidProfile(
@@ -295,6 +299,8 @@ def _table_for(
     if name in tables:
         return tables[name]
     beside = next(iter(tables.values()))
+    if name == NONE:
+        return beside
     named = parse_drafter(name)
     own = None if traced is None else traced.drafts.get(name)
     measured = None if own is None else own.draft_token_s
@@ -346,6 +352,8 @@ def _acceptance_for(
     options: PlanOptions,
     temperature: float,
 ) -> Acceptance:
+    if name == NONE:
+        return given([0.0], conditional=False, max_k=1)
     if name in figures:
         return given(figures[name], conditional=options.conditional, max_k=options.max_k)
     if traced is not None and name in traced.drafts:

@@ -16,12 +16,10 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import ModelFlags, check_plot, check_writable, use_threads
+from forerun.cli.flags import TargetFlags, check_plot, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
-from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
-from forerun.errors import InvalidRequest
-from forerun.measure.profile import ProfileConfig, Quantity, describe_unprofiled
+from forerun.measure.profile import ProfileConfig, Quantity
 
 if TYPE_CHECKING:
     from forerun.measure.profile import Profile
@@ -33,9 +31,12 @@ if TYPE_CHECKING:
 class ProfileOptions:
     """Options of `forerun profile`."""
 
-    models: ModelFlags = field(default_factory=ModelFlags)
+    models: TargetFlags = field(default_factory=TargetFlags)
+    draft: UseAppendAction[tuple[str, ...]] = ()
+    """Drafts, as for `forerun generate`; "auto" profiles all that it would try, "none" the target
+    alone. Default: the shipped draft of a shipped target."""
     out: Path | None = None
-    """Write the profile, samples included, to this JSON file."""
+    """Write the profile, or that of every draft, samples included, to this JSON file."""
     plot: Path | None = None
     """Draw v(n) into this .png, .svg or .pdf file."""
     json: bool = False
@@ -66,20 +67,16 @@ class ProfileOptions:
 
 
 def run(options: ProfileOptions) -> int:
-    """Measure the pair, show the profile and write it."""
+    """Measure the target with every draft in turn, show the profiles and write them."""
     config = options.config
-    draft = options.models.draft_name
-    if draft is None:
-        raise InvalidRequest(f"a profile is of a pair: name a --draft for {options.models.target}")
-    if parse_drafter(draft) is not None:
-        raise InvalidRequest(describe_unprofiled(draft, EngineConfig().num_speculative_tokens))
     check_writable("--out", options.out)
     check_plot(options.plot)
-    show(measured(options.models, draft, config), options)
+    drafts = options.models.drafts_of(options.draft) or (None,)
+    show([measured(options.models, draft, config) for draft in drafts], options)
     return 0
 
 
-def measured(models: ModelFlags, draft: str, config: ProfileConfig) -> Profile:
+def measured(models: TargetFlags, draft: str | None, config: ProfileConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
     from forerun.measure.rigs import facts_of, load_pair, measure_pair
 
@@ -94,8 +91,8 @@ def measured(models: ModelFlags, draft: str, config: ProfileConfig) -> Profile:
             config=config,
         )
         facts = (
-            facts_of(models.target, pair.target, models.dtype),
-            facts_of(draft, pair.draft, models.dtype),
+            facts_of(models.target, pair.target),
+            facts_of(draft, pair.draft),
         )
     with progress(config) as notify:
         return measure_pair(pair, facts, config, clock=time.perf_counter, notify=notify)
@@ -117,20 +114,21 @@ def progress(config: ProfileConfig) -> Iterator[Callable[[int, float], None]]:
         yield notify
 
 
-def show(profile: Profile, options: ProfileOptions) -> None:
-    from forerun.measure.profile import plot, write_profile
+def show(profiles: Sequence[Profile], options: ProfileOptions) -> None:
+    from forerun.measure.profile import content_of, plot, write_profiles
 
     if options.json:
-        print(json.dumps(profile.to_dict()))
+        print(json.dumps(content_of(profiles)))
     else:
-        _print_profile(profile)
+        for profile in profiles:
+            _print_profile(profile)
     if options.out is not None:
-        write_profile(profile, options.out)
+        write_profiles(profiles, options.out)
     if options.plot is not None:
-        plot([profile], [options.plot])
+        plot(profiles[:1], [options.plot])  # v(n) is of the target alone
 
 
-LIST_FLAGS = ("--rows", "--batch", "--batches", "--context", "--contexts")
+LIST_FLAGS = ("--draft", "--rows", "--batch", "--batches", "--context", "--contexts")
 SHOWN_K = (1, 2, 4, 8)
 
 
@@ -139,7 +137,8 @@ def _print_profile(profile: Profile) -> None:
     console = SafeConsole()
     console.print(parts(profile), "")
     console.print(verify_costs(profile.greedy), "")
-    console.print(_cycle_costs(profile), "")
+    if profile.draft != "none":
+        console.print(_cycle_costs(profile), "")
     for sentence in remarks(profile):
         console.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
 
@@ -259,6 +258,7 @@ COMMAND = Command(
     "on this machine, beside the cost of reading the weights alone.",
     examples=(
         "forerun profile --model zoo:code-40m --draft zoo:code-2m-for-40m --out profile.json",
+        "forerun profile --model zoo:code-40m --draft self:int4 suffix --batch 1 --out drafts.json",
         "forerun profile --batch 1,8 --threads 2 --out profile.json --plot profile.svg",
         "forerun profile --json | jq '.greedy.lines[0]'",
     ),

@@ -45,7 +45,7 @@ class RecommendOptions:
     max_tokens: int = 128
     """Longest text."""
     budget_s: float = 10.0
-    """About so many seconds of decoding per draft, loading not counted."""
+    """About twice so many seconds of decoding per draft, loading not counted."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
@@ -94,6 +94,8 @@ def run(options: RecommendOptions) -> int:
 
 def show(found: Recommendation, options: RecommendOptions) -> None:
     """Print the table of drafts, and what to do."""
+    from forerun.measure.bench.report import outcome
+
     console = SafeConsole()
     table = table_of(
         Column("draft", overflow="fold"),
@@ -102,7 +104,8 @@ def show(found: Recommendation, options: RecommendOptions) -> None:
         "tokens\nper step",
         "ms per\nstep",
         "speedup\n(95%)",
-        title=f"{found.target}, T={found.temperature:g}, batch 1, {found.num_prompts} prompts; "
+        title=f"{found.target}, T={found.temperature:g}, batch 1; K chosen on "
+        f"{(found.num_prompts + 1) // 2} prompts, measured on {found.num_prompts // 2} others; "
         f"a plain step takes {1e3 * found.plain_step_s:.2f} ms",
     )
     for trial in found.trials:
@@ -111,19 +114,21 @@ def show(found: Recommendation, options: RecommendOptions) -> None:
     for trial in found.trials:
         if trial.failure is not None:
             console.print(f"{trial.draft} cannot be used: {trial.failure}", markup=False)
+        elif trial.measured is not None and trial.measured.disturbance is not None:
+            console.print(f"{trial.draft}: {outcome(trial.measured)}", markup=False)
     console.print(_advice(found, options), markup=False)
 
 
 def _cells(trial: DraftTrial) -> tuple[str, ...]:
     size = "" if trial.num_parameters is None else f"{trial.num_parameters / 1e6:,.1f}M"
-    best = trial.best
+    best = trial.measured
     if best is None:
         return trial.draft, size, "", "", "", "" if trial.failure is None else "cannot be used"
     return (
         trial.draft,
         size,
-        str(best.num_speculative_tokens),
-        f"{best.acceptance_length:.2f}",
+        str(best.arm.num_speculative_tokens),
+        f"{best.decode_tokens_per_s.estimate * best.step_s:.2f}",
         f"{1e3 * best.step_s:.2f}",
         with_ends(best.speedup, ".2f"),
     )
@@ -131,14 +136,15 @@ def _cells(trial: DraftTrial) -> tuple[str, ...]:
 
 def _advice(found: Recommendation, options: RecommendOptions) -> str:
     chosen = found.chosen
-    if chosen is not None and chosen.best is not None:
-        best, words = chosen.best, {"target": found.target, "draft": chosen.draft}
-        arms = f"{{draft}}@{best.num_speculative_tokens} --temperature {found.temperature:g}"
+    if chosen is not None and chosen.measured is not None:
+        best, words = chosen.measured, {"target": found.target, "draft": chosen.draft}
+        k = best.arm.num_speculative_tokens
+        arms = f"{{draft}}@{k} --temperature {found.temperature:g}"
         return (
-            f"recommended: {chosen.draft}, which is expected to decode {best.speedup.estimate:.2f} "
-            f"times as fast with K={best.num_speculative_tokens}. K follows the text by itself in\n"
+            f"recommended: {chosen.draft}, which is {best.speedup.estimate:.2f} times as fast with "
+            f"K={k} on prompts that did not choose it. K follows the text by itself in\n"
             f"  {shell_command('forerun serve {target} --draft {draft}', **words)}\n"
-            "The speedup leaves out the prefill; prove it on more prompts with\n"
+            "prove it on more prompts with\n"
             f"  {shell_command('forerun bench --model {target} --arms ' + arms, **words)}"
         )
     lines = ["recommended: plain decoding; no draft that was tried is faster."]
@@ -162,8 +168,8 @@ COMMAND = Command(
     run=run,
     lists={"--drafts": ",", "--draft": ","},
     has_positional=True,
-    description="Try the drafts at hand on a target, each with several K in turn, and name the\n"
-    "fastest with its predicted speedup; or what to train if none is faster.",
+    description="Try the drafts at hand on a target: choose K on half of the prompts, measure the\n"
+    "speedup on the others, and name the fastest; or what to train if none is faster.",
     examples=(
         "forerun recommend zoo:code-40m",
         "forerun recommend path/to/model --prompts prompts.jsonl --temperature 1",

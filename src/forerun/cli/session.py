@@ -22,12 +22,9 @@ from forerun.cli.tables import SafeConsole, rates, table_of
 from forerun.control.base import MethodChoice, described
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
-from forerun.drafters.config import parse_drafter
-from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.auto_drafts import (
     AUTO,
-    COPIER,
     IN_FEWER_BITS,
     NONE,
     draft_advice,
@@ -46,11 +43,10 @@ from forerun.engine.results import (
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
 from forerun.errors import InvalidRequest, NotEnoughMemory
-from forerun.measure.profile import ProfileSetup, check_setup, load_profile
+from forerun.measure.profile import check_setup, load_profiles
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, setup_of
 from forerun.models.memory import readable
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
@@ -192,54 +188,34 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
     drafters = drafters_of(engine)
     if len(drafters) != len(pair.draft_names):
         raise InvalidRequest("a draft could not be loaded; with a --profile name the drafts")
-    named = dict(zip(drafters, pair.draft_names, strict=True))
-    setups = _setups_of(engine, pair)
-    if not setups:
-        raise InvalidRequest(
-            "--profile is of a target and a draft model, and the draft is "
-            f"{' and '.join(pair.draft_names)}"
-        )
-    found: dict[str, DraftCosts] = {}
+    setups = {}
+    for (method, drafter), name in zip(drafters.items(), pair.draft_names, strict=True):
+        loaded, facts = pair_of(engine, drafter, pair.target, name)
+        setups[method] = setup_of(loaded, *facts)
+    found: dict[str, CostSource] = {}
     for path in pair.profile:
-        profile = load_profile(path)
-        same = [m for m, setup in setups.items() if setup.draft_hash == profile.setup.draft_hash]
-        method = same[0] if same else next(iter(setups))
-        check_setup(profile, setups[method])
-        if method in found:
-            raise InvalidRequest(f"{path} is a second profile of {named[method]}")
-        found[method] = profile.costs
-    beside = next(iter(found.values()))
-    free = DraftCosts(
-        greedy=with_draft_cost(beside.greedy, draft_s=0.0),
-        sampled=with_draft_cost(beside.sampled, draft_s=0.0),
-    )
-    return {**found, **{method: free for method, name in named.items() if copies(name)}}
-
-
-def copies(name: str) -> bool:
-    """Whether a drafter copies text, so that it has no model cost to profile."""
-    drafter = parse_drafter(name)
-    return drafter is not None and drafter.name == COPIER
-
-
-def _setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
-    """Return the profile set-up of the target with every loaded draft model."""
-    found = {}
-    for (method, drafter), name in zip(drafters_of(engine).items(), pair.draft_names, strict=True):
-        if isinstance(drafter, DraftModel) and not isinstance(drafter, SelfDraft):
-            loaded, facts = pair_of(engine, drafter, pair.target, name, pair.dtype)
-            found[method] = setup_of(loaded, *facts)
+        profiles = load_profiles(path)
+        for profile in profiles:
+            drawn = profile.setup.draft_hash
+            same = [m for m, setup in setups.items() if setup.draft_hash == drawn]
+            if not same and len(profiles) > 1:
+                continue  # of a draft that this command does not use
+            method = same[0] if same else next(iter(setups))
+            check_setup(profile, setups[method])
+            if method in found:
+                raise InvalidRequest(f"{path} is a second profile of {profile.draft}")
+            found[method] = profile.costs
     return found
 
 
 def pair_of(
-    engine: Engine, drafter: DraftModel, target: str, draft: str, dtype: str
+    engine: Engine, drafter: Drafter, target: str, draft: str
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
     """Return the target of an engine with a draft, and the facts that a profile records of both."""
     pair = LoadedPair(
         target=engine.target, drafter=drafter, tokenizer=engine.tokenizer, engine=engine.config
     )
-    return pair, (facts_of(target, pair.target, dtype), facts_of(draft, pair.draft, dtype))
+    return pair, (facts_of(target, pair.target), facts_of(draft, pair.draft))
 
 
 NOTHING: Mapping[str, Json] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, status_text, table_of
+from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from forerun.plan.costs import DraftCosts
@@ -35,6 +36,8 @@ class SimulateOptions:
     """TOML: requests, arrivals, lengths, acceptance by phase, server; see docs/simulation.md."""
     profile: Path
     """What `forerun profile` wrote: what cycles take."""
+    draft: str | None = None
+    """Which draft of a profile of several. Default: every one in turn."""
     controllers: Annotated[
         UseAppendAction[tuple[str, ...]], arg(name="controller", aliases=("--controllers",))
     ] = ()
@@ -50,18 +53,43 @@ class SimulateOptions:
 
 
 def run(options: SimulateOptions) -> int:
-    from forerun.measure.profile import load_profile
+    from forerun.measure.profile import load_profiles
     from forerun.plan.workload import load_workload
 
     workload = load_workload(options.workload)
-    costs = load_profile(options.profile).costs
-    with SafeConsole(stderr=True).status("simulating") as status:
-        results, oracle = simulated(options, workload, costs, status_text(status))
-    if options.json:
-        print(json.dumps(content(options, workload, results, oracle)))
-    else:
+    profiles = load_profiles(options.profile)
+    found = [p for p in profiles if options.draft in (None, "auto", p.draft)]
+    if not found:
+        names = ", ".join(profile.draft for profile in profiles)
+        raise InvalidRequest(f"--draft {options.draft} has no profile: there are those of {names}")
+    contents = {}
+    for profile in found:
+        own = without_drafts(options) if profile.draft == "none" else options
+        with SafeConsole(stderr=True).status("simulating") as status:
+            results, oracle = simulated(own, workload, profile.costs, status_text(status))
+        if options.json:
+            contents[profile.draft] = content(own, workload, results, oracle)
+            continue
+        if len(found) > 1:
+            print(f"{profile.draft}:")
         _print_simulation(results, oracle, workload)
+    if options.json:
+        print(json.dumps(contents[found[0].draft] if len(found) == 1 else {"drafts": contents}))
     return 0
+
+
+def without_drafts(options: SimulateOptions) -> SimulateOptions:
+    """Return the options with plain decoding alone, which a profile without a draft has costs of.
+
+    Raises InvalidRequest where another controller was named.
+    """
+    drafting = [name for name in options.controllers if name not in ("plain", "fixed:0")]
+    if drafting:
+        raise InvalidRequest(
+            f"{options.profile} is a profile of plain decoding, which has no costs of drafts for "
+            f"the controller {drafting[0]}; profile a draft"
+        )
+    return replace(options, controllers=("plain",), no_oracle=True)
 
 
 def simulated(

@@ -18,7 +18,6 @@ from forerun.bounded_read import read_json
 from forerun.errors import InvalidProfile, InvalidRequest, UnreadableInput
 from forerun.pictures import BASELINE, COLOURS, draw_intervals, picture
 from forerun.plan.costs import DraftCosts
-from forerun.terminal_text import shell_command
 from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.intervals import Interval
 
@@ -71,15 +70,6 @@ class ProfileConfig:
         for name in ("target_error", "budget_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0")
-
-
-def describe_unprofiled(draft: str, num_speculative_tokens: int) -> str:
-    """Return the message for a draft of which there is no profile, whatever its kind."""
-    command = shell_command(f"forerun bench --arms {{draft}}@{num_speculative_tokens}", draft=draft)
-    return (
-        "a profile is of a target and a draft model or EAGLE-3 head that has files of its own and "
-        f"shares the target's tokenizer, which {draft} is not; measure its speed whole: {command}"
-    )
 
 
 class Quantity(StrEnum):
@@ -159,11 +149,11 @@ def read_cells(config: ProfileConfig, quantity: Quantity) -> Iterator[ProfileCel
         yield ProfileCell(quantity, 1, config.contexts[0], size)
 
 
-def step_cells(config: ProfileConfig) -> Iterator[ProfileCell]:
+def step_cells(config: ProfileConfig, drafted: Sequence[int]) -> Iterator[ProfileCell]:
     """Yield plain and speculative engine steps and their overhead, at the shortest context."""
     for quantity in OVERHEAD_OF:
         for batch in config.batches:
-            for k in (0, *config.drafted):
+            for k in (0, *drafted):
                 step = ProfileCell(quantity, batch, config.contexts[0], k)
                 yield step
                 yield replace(step, quantity=OVERHEAD_OF[quantity])
@@ -323,14 +313,26 @@ class Profile:
         return msgspec.convert({**values, "measured": measured}, cls)
 
 
+def content_of(profiles: Sequence[Profile]) -> dict[str, object]:
+    """Return the content of a profile file: that of one profile, or a list of several."""
+    if len(profiles) == 1:
+        return profiles[0].to_dict()
+    return {"format": FORMAT, "profiles": [profile.to_dict() for profile in profiles]}
+
+
+def write_profiles(profiles: Sequence[Profile], path: Path) -> None:
+    """Write the profiles of one target as JSON."""
+    with atomic_write(path) as scratch:
+        scratch.write_text(json.dumps(content_of(profiles)) + "\n", encoding="utf-8")
+
+
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as JSON."""
-    with atomic_write(path) as scratch:
-        scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
+    write_profiles([profile], path)
 
 
-def load_profile(path: Path) -> Profile:
-    """Read a profile that `write_profile` wrote.
+def load_profiles(path: Path) -> tuple[Profile, ...]:
+    """Read what `write_profiles` wrote.
 
     Raises:
         InvalidProfile: the file cannot be read, or is of a newer format.
@@ -349,11 +351,27 @@ def load_profile(path: Path) -> Profile:
             "profile again with it"
         )
     try:
-        return Profile.from_dict(values)
+        found = tuple(Profile.from_dict(each) for each in values.get("profiles", [values]))
+        if not found:
+            raise ValueError("profiles is empty")
     except (*MALFORMED, msgspec.ValidationError) as error:
         raise InvalidProfile(
             f"the profile {path} is damaged ({type(error).__name__}: {error}); profile again"
         ) from error
+    return found
+
+
+def load_profile(path: Path) -> Profile:
+    """Read the only profile of a file.
+
+    Raises:
+        InvalidProfile: as for `load_profiles`, or the file has several.
+    """
+    found = load_profiles(path)
+    if len(found) > 1:
+        names = ", ".join(profile.draft for profile in found)
+        raise InvalidProfile(f"{path} has profiles of {names}, and one is needed: profile it alone")
+    return found[0]
 
 
 def check_setup(profile: Profile, expect: ProfileSetup) -> None:

@@ -1,7 +1,9 @@
-"""Tries the drafts at hand on a target, each at every K, and predicts the speedup of each K.
+"""Tries the drafts at hand on a target: half of the prompts choose K, the rest measure it.
 
-A request drafts with another K after every four steps, plain steps among them, in random order:
-what a step costs with each K, and how far drafts are accepted, is measured in one run per draft.
+To choose K, a request drafts with another one after every four steps, plain steps among them, in
+random order: what a step costs with each K, and how far drafts are accepted, is seen in one run.
+The figure of a draft is then measured as `forerun bench` does, beside plain decoding of the same
+prompts, which had no part in the choice.
 """
 
 from __future__ import annotations
@@ -16,21 +18,32 @@ from itertools import islice
 from statistics import median
 
 from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.named import FixedController
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.auto_drafts import COPIER, fitting_models
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.measure.bench.compare import MIN_TOKENS
+from forerun.measure.bench.compare import (
+    MIN_TOKENS,
+    BenchArm,
+    Block,
+    Prompt,
+    batched,
+    plain_arm,
+    run_blocks,
+    warm_up,
+)
+from forerun.measure.bench.config import LEAST_BLOCKS
+from forerun.measure.bench.report import ArmSummary, rows_of
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts, first_repeat
-from forerun.theory.intervals import Interval, bootstrap
-from forerun.theory.record import Json, StepRecord
+from forerun.theory.record import StepRecord
 from forerun.theory.speedup import constant_acceptance_length
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
@@ -40,10 +53,10 @@ MOST_CACHED = 3
 """Models of the local Hugging Face cache that are tried."""
 LEAST_GAIN = 1.05
 """A draft whose speedup is at least this, and surely above 1, is recommended."""
-LEAST_PROMPTS = 4
-"""Prompts that are tried even beyond the time."""
+LEAST_PROMPTS = 8
+"""Prompts that are tried even beyond the time; half of them choose, half are measured."""
 LEAST_STEPS = 8
-"""A K that was tried in fewer steps is left out of the figures."""
+"""A K that was tried in fewer steps is left out of the choice."""
 TRAINED_SHARE = 0.06
 """Share of the target's weights that a pass of a distilled draft reads."""
 TRAINED_ALPHAS = (0.6, 0.7, 0.8)
@@ -51,7 +64,6 @@ TRAINED_ALPHAS = (0.6, 0.7, 0.8)
 NUM_HELD = 4
 """Steps with the same K in succession: a step after one with another K takes longer."""
 WARM_UP_TOKENS = 12
-NUM_RESAMPLES = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +92,7 @@ class RecommendConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthFigures:
-    """Figures of drafting with one K.
+    """Figures of drafting with one K, on the prompts that choose it.
 
     Attributes:
         num_speculative_tokens: K.
@@ -92,7 +104,7 @@ class DepthFigures:
     num_speculative_tokens: int
     acceptance_length: float
     step_s: float
-    speedup: Interval
+    speedup: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +116,7 @@ class DraftTrial:
         method: how it drafts; None if it could not be loaded.
         num_parameters: of a draft model; None for drafters without one.
         depths: figures of every K that was reached in enough steps.
+        measured: the K that was chosen, on the other prompts; None if none could be.
         failure: why the draft cannot be used; None if it can.
     """
 
@@ -111,28 +124,39 @@ class DraftTrial:
     method: str | None = None
     num_parameters: int | None = None
     depths: tuple[DepthFigures, ...] = ()
+    measured: ArmSummary | None = None
     failure: str | None = None
 
     @property
-    def best(self) -> DepthFigures | None:
-        """The K with the highest speedup."""
-        return max(self.depths, key=lambda depth: depth.speedup.estimate, default=None)
+    def expected(self) -> float:
+        """The highest speedup of any K on the prompts that choose; 0 if there is none."""
+        return max((depth.speedup for depth in self.depths), default=0.0)
 
     @property
     def pays(self) -> bool:
-        """Whether the best K is faster than plain decoding, by its interval."""
-        best = self.best
-        return best is not None and (
-            best.speedup.is_above(1.0) and best.speedup.estimate >= LEAST_GAIN
+        """Whether the chosen K is faster than plain decoding on the other prompts."""
+        found = self.measured
+        return (
+            found is not None
+            and found.disturbance is None
+            and (found.speedup.is_above(1.0) and found.speedup.estimate >= LEAST_GAIN)
         )
 
-    def to_dict(self) -> dict[str, Json]:
-        return {**asdict(self), "pays": self.pays}
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "draft": self.draft,
+            "method": self.method,
+            "num_parameters": self.num_parameters,
+            "depths": [asdict(depth) for depth in self.depths],
+            "measured": None if self.measured is None else self.measured.to_dict(),
+            "failure": self.failure,
+            "pays": self.pays,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The drafts that were tried on a target, the fastest first.
+    """The drafts that were tried on a target, the fastest on the prompts that choose first.
 
     Attributes:
         plain_step_s: median seconds of a plain step.
@@ -149,10 +173,10 @@ class Recommendation:
 
     @property
     def chosen(self) -> DraftTrial | None:
-        """The fastest draft that pays; None recommends plain decoding."""
+        """The draft that seemed fastest of those that pay; None recommends plain decoding."""
         return next((trial for trial in self.trials if trial.pays), None)
 
-    def to_dict(self) -> dict[str, Json]:
+    def to_dict(self) -> dict[str, object]:
         chosen = self.chosen
         return {
             "target": self.target,
@@ -194,14 +218,9 @@ class _DepthsInTurn:
         self.records += records
 
     def taken(self) -> list[StepRecord]:
-        """Return the records of the last request from its second draft on.
-
-        The first draft reads the whole prompt, which later ones need not.
-        """
+        """Return the records of the last request without the steps that read its prompt."""
         found, self.records = self.records, []
-        drafts = [at for at, record in enumerate(found) if record.num_drafted]
-        begin = drafts[0] + 1 if drafts else 1
-        return [record for record in found[begin:] if not record.num_prefill_rows]
+        return [record for record in found if not record.num_prefill_rows]
 
 
 def drafts_at_hand(target: str, device: str) -> tuple[str, ...]:
@@ -230,7 +249,7 @@ def recommend(
     clock: Callable[[], float] = time.perf_counter,
     notify: Callable[[str, float], None],
 ) -> Recommendation:
-    """Try every draft on the prompts, and order the drafts by predicted speedup.
+    """Try every draft on the prompts, and measure it on those that did not choose its K.
 
     Args:
         config: what to try, and how.
@@ -261,7 +280,7 @@ def recommend(
 
         report(0.0)
         try:
-            trial, records = _try(target, draft, tasks, config, report)
+            trial, records = _try(target, draft, tasks, config, clock, report)
         except ForerunError as error:
             if draft in config.drafts:
                 trials.append(DraftTrial(draft=draft, failure=str(error)))
@@ -272,7 +291,7 @@ def recommend(
     if all(trial.failure is not None for trial in trials):
         reasons = "; ".join(f"{trial.draft}: {trial.failure}" for trial in trials)
         raise InvalidRequest(f"none of the drafts can be used: {reasons or ', '.join(drafts)}")
-    trials.sort(key=lambda trial: 0.0 if trial.best is None else -trial.best.speedup.estimate)
+    trials.sort(key=lambda trial: -trial.expected)
     plain = [_seconds(record) for record in steps if not record.k_budget]
     return Recommendation(
         target=config.target,
@@ -318,7 +337,7 @@ def _usable(
     raw: bool,
     config: RecommendConfig,
     clock: Callable[[], float],
-) -> list[tuple[list[int], SamplingParams]]:
+) -> list[Prompt]:
     """Return prompts for the time there is, as token ids, cut at the front where too long.
 
     Greedy texts end before they begin to loop: a loop is easier to draft than what users read.
@@ -329,24 +348,25 @@ def _usable(
             f"the context of the target holds {target.max_context} tokens: {config.max_tokens} new "
             "ones leave no room for a prompt; choose fewer"
         )
-    params = SamplingParams(
-        temperature=config.temperature, max_tokens=config.max_tokens, ignore_eos=True
-    )
-    tasks: list[tuple[list[int], SamplingParams]] = []
+    params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
+    tasks: list[Prompt] = []
     began_s = clock()
     for prompt in prompts:
         if not (ids := prompt_ids(prompt, target.tokenizer, raw=raw)[-room:]):
             continue
         [text] = target.generate([ids], params)
-        length = first_repeat(text.token_ids) if config.temperature == 0.0 else config.max_tokens
+        is_greedy = config.temperature == 0.0
+        length = first_repeat(text.token_ids) if is_greedy else len(text.token_ids)
         if length >= MIN_TOKENS:
-            tasks.append((ids, replace(params, max_tokens=length)))
+            most = length if is_greedy else config.max_tokens
+            tasks.append(Prompt(text=ids, params=replace(params, max_tokens=most)))
         if clock() - began_s > config.budget_s and len(tasks) >= LEAST_PROMPTS:
             break
-    if not tasks:
+    if len(tasks) < 2 * LEAST_BLOCKS:
         raise InvalidRequest(
-            f"none of {len(prompts)} prompts is continued by {MIN_TOKENS} tokens or more without a "
-            "loop; give other prompts, more tokens, or a temperature"
+            f"{len(tasks)} of {len(prompts)} prompts are continued by {MIN_TOKENS} tokens or more "
+            f"without a loop, and {2 * LEAST_BLOCKS} are needed; give other prompts, more tokens, "
+            "or a temperature"
         )
     return tasks
 
@@ -354,31 +374,49 @@ def _usable(
 def _try(
     target: Engine,
     draft: str,
-    tasks: Sequence[tuple[list[int], SamplingParams]],
+    tasks: Sequence[Prompt],
     config: RecommendConfig,
+    clock: Callable[[], float],
     report: Callable[[float], None],
 ) -> tuple[DraftTrial, list[StepRecord]]:
-    """Continue the prompts with a draft; return its figures, and the records of all steps."""
+    """Choose K on every other prompt and measure it on the rest.
+
+    Returns the figures, and the records of the steps that chose.
+    """
     controller = _DepthsInTurn(DEPTHS)
     engine = target.with_draft(draft, dtype=config.dtype, controller=controller)
     drafter = engine.drafter
     assert drafter is not None
     controller.method = drafter.method
-    first, params = tasks[0]
-    engine.generate([first], replace(params, max_tokens=WARM_UP_TOKENS))
+    choosing, measured = tasks[0::2], tasks[1::2]
+    engine.generate([tasks[0].text], replace(tasks[0].params, max_tokens=WARM_UP_TOKENS))
     controller.taken()
-    by_prompt: list[list[StepRecord]] = []
-    for num_done, (prompt, params) in enumerate(tasks, start=1):
-        engine.generate([prompt], params)
-        by_prompt.append(controller.taken())
-        report(num_done / len(tasks))
+    steps: list[StepRecord] = []
+    for num_done, task in enumerate(choosing, start=1):
+        engine.generate([task.text], task.params)
+        steps += controller.taken()
+        report(num_done / len(tasks) / 2)
+    depths = tuple(_figures(steps))
+    rows: tuple[ArmSummary, ...] = ()
+    if depths:
+        k = max(depths, key=lambda depth: depth.speedup).num_speculative_tokens
+        fixed = target.with_draft(drafter, k, controller=FixedController(k, drafter.method))
+        arm = BenchArm(name=draft, method=drafter.method, num_speculative_tokens=k, engine=fixed)
+        arms = (plain_arm(target), arm)
+        warm_up(arms, tasks[0].text, clock)
+        blocks: list[Block] = []
+        for block in run_blocks(arms, batched(measured, 1), clock):
+            blocks.append(block)
+            report(0.5 + len(blocks) / len(measured) / 2)
+        rows = rows_of(blocks)
     trial = DraftTrial(
         draft=draft,
         method=drafter.method,
         num_parameters=_parameters(drafter, target),
-        depths=tuple(_figures(by_prompt)),
+        depths=depths,
+        measured=rows[1] if rows else None,
     )
-    return trial, [record for records in by_prompt for record in records]
+    return trial, steps
 
 
 def _parameters(drafter: object, target: Engine) -> int | None:
@@ -387,23 +425,18 @@ def _parameters(drafter: object, target: Engine) -> int | None:
     return None if model is None or model is target.target else model.num_parameters
 
 
-def _figures(by_prompt: Sequence[Sequence[StepRecord]]) -> Iterable[DepthFigures]:
-    """Yield the figures of every K; intervals are over prompts."""
-    records = [record for prompt in by_prompt for record in prompt]
+def _figures(records: Sequence[StepRecord]) -> Iterable[DepthFigures]:
+    """Yield the figures of every K that was tried in enough steps."""
+    plain_s = _tokens_and_seconds(records, 0)[1]
     for k in DEPTHS[1:]:
-        if sum(record.k_budget == k for record in records) < LEAST_STEPS:
-            continue
-
-        def speedup(groups: Sequence[Sequence[int]], k: int = k) -> float:
-            drawn = [record for index in groups[0] for record in by_prompt[index]]
-            tokens, step_s = _tokens_and_seconds(drawn, k)
-            return tokens * _tokens_and_seconds(drawn, 0)[1] / step_s if step_s > 0.0 else 0.0
-
-        tokens, step_s = _tokens_and_seconds(records, k)
-        interval = bootstrap(speedup, [len(by_prompt)], seed=k, num_resamples=NUM_RESAMPLES)
-        yield DepthFigures(
-            num_speculative_tokens=k, acceptance_length=tokens, step_s=step_s, speedup=interval
-        )
+        if sum(record.k_budget == k for record in records) >= LEAST_STEPS and plain_s > 0.0:
+            tokens, step_s = _tokens_and_seconds(records, k)
+            yield DepthFigures(
+                num_speculative_tokens=k,
+                acceptance_length=tokens,
+                step_s=step_s,
+                speedup=tokens * plain_s / step_s,
+            )
 
 
 def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, float]:

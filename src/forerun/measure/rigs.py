@@ -19,15 +19,19 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.drafters.draft_model import DraftModel
+from forerun.control.base import Plan
+from forerun.drafters.base import Drafter, DraftRequest, TopTokensDrafter
+from forerun.drafters.config import parse_drafter
+from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter, HeadBatch
-from forerun.drafters.eagle3.head import is_eagle3
+from forerun.drafters.foreign import OwnTokenDraft, TextDraft
 from forerun.drafters.registry import is_head
+from forerun.engine.auto_drafts import NONE, with_auto
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import check_draft, load_drafter, load_pair_member
 from forerun.engine.observing import EmittedRecords
-from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.errors import InvalidRequest, NotEnoughMemory
 from forerun.measure.profile import (
     OVERHEAD_OF,
     MeasuredCell,
@@ -38,7 +42,6 @@ from forerun.measure.profile import (
     Quantity,
     ReadLimit,
     chain_cells,
-    describe_unprofiled,
     pass_cells,
     read_cells,
     sizes,
@@ -49,19 +52,21 @@ from forerun.models.base import (
     Context,
     LanguageModel,
     ModelOutput,
+    QuantisableModel,
     RowBatch,
     Span,
     StoredModel,
     WrappedModel,
     pack,
 )
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import read_checkpoint
 from forerun.models.kv_store import KVPrefix
-from forerun.models.load import choose_dtype, model_folder, read_config
+from forerun.models.load import model_folder, read_config
 from forerun.models.memory import available_bytes
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash, cpu_model, num_cores
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import Choice, SamplingParams
+from forerun.sampling.proposal import Proposal
 from forerun.theory.cost import CostLine, CostReading, CostTable, ReadingCost, interpolate
 from forerun.theory.intervals import Interval, median_interval
 from forerun.theory.record import StepRecord
@@ -308,28 +313,45 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedPair:
-    """A loaded target with its draft."""
+    """A loaded target with its draft, which is None for plain decoding."""
 
     target: LanguageModel
-    drafter: DraftModel
+    drafter: Drafter | None
     tokenizer: Tokenizer
     engine: EngineConfig
 
     @property
-    def draft(self) -> LanguageModel:
-        """The draft model."""
-        return self.drafter.model
+    def draft(self) -> LanguageModel | None:
+        """The model that the draft reads text with; None if it has none of its own."""
+        drafter = self.drafter.draft if isinstance(self.drafter, TextDraft) else self.drafter
+        return drafter.model if isinstance(drafter, DraftModel) else None
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the draft is a model that continues any token ids of the target."""
+        return isinstance(self.drafter, DraftModel) and not isinstance(self.drafter, OwnTokenDraft)
 
 
 def load_pair(
-    target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProfileConfig
+    target: str,
+    draft: str | None,
+    *,
+    dtype: str,
+    device: str,
+    engine: EngineConfig,
+    config: ProfileConfig,
 ) -> tuple[LoadedPair, ProfileConfig]:
     """Load target and draft, with KV stores large enough for all measurements.
 
     Returns the settings too, less contexts it cannot hold and batches whose KV does not fit.
     """
-    check_draft(draft, target)
-    config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)
+    names = [target]
+    if draft is not None:
+        draft = str(with_auto([draft], target, device, dtype, engine)[0][0])  # "mtp" of the target
+        check_draft(draft, target)
+        if parse_drafter(draft) is None and not is_head(model_folder(draft)):
+            names.append(draft)
+    config = held(names, config)
     batches = config.batches
     while True:
         room = with_room(engine, config)
@@ -337,7 +359,9 @@ def load_pair(
             model, tokenizer = load_pair_member(
                 target, dtype=dtype, device=device, config=room, weights=room.weights
             )
-            drafter = load_drafter(draft, model, tokenizer, dtype=dtype, config=room)
+            drafter = None
+            if draft is not None:
+                drafter = load_drafter(draft, model, tokenizer, dtype=dtype, config=room)
             break
         except NotEnoughMemory:
             if len(config.batches) == 1:
@@ -345,8 +369,6 @@ def load_pair(
             config = replace(config, batches=config.batches[:-1])
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
-    if not isinstance(drafter, DraftModel):
-        raise InvalidRequest(describe_unprofiled(draft, engine.num_speculative_tokens))
     return LoadedPair(target=model, drafter=drafter, tokenizer=tokenizer, engine=room), config
 
 
@@ -381,40 +403,35 @@ def with_room(engine: EngineConfig, config: ProfileConfig) -> EngineConfig:
 
 
 def facts_of(
-    name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
+    name: str | None, model: LanguageModel | None, *, known_hash: str | None = None
 ) -> ModelFacts:
-    """Read facts from a model's files; the weights are hashed unless their hash is known."""
-    if model_folder(name).is_file():
-        raise InvalidModel(
-            f"{name} is a file, and a profile is of model folders: make one with `forerun "
-            "quantise`, or compare drafts for this file with `forerun bench`"
-        )
-    if is_eagle3(read_object(model_folder(name) / "config.json")):
-        return _read_head_facts(name, model, known_hash or content_hash(name))
-    checkpoint = read_checkpoint(model_folder(name))
-    settings, architecture = read_config(checkpoint)
-    chosen = choose_dtype(dtype, checkpoint)
-    num_read = model.num_parameters
-    if not settings["tie_word_embeddings"]:
-        num_read -= model.vocab_size * architecture.hidden_size
+    """Return the facts of a loaded model; the weights are hashed unless their hash is known.
+
+    A draft that has no files of its own is identified by its name.
+    """
+    has_files = name is not None and parse_drafter(name) is None
+    name = NONE if name is None else name
+    stored: object = model.model if isinstance(model, WrappedModel) else model
+    dtype, pass_bytes, kv_bytes = "", 0, 0
+    if model is not None and isinstance(stored, StoredModel):
+        dtype, element_bytes = str(stored.dtype).removeprefix("torch."), stored.dtype.itemsize
+        kv_bytes = stored.architecture.kv_token_elements * element_bytes
+        folder = model_folder(name) if has_files else None
+        if isinstance(model, QuantisableModel) and (folder is None or folder.is_file()):
+            pass_bytes = model.bytes_read
+        else:
+            num_read = model.num_parameters
+            if folder is not None and not is_head(folder):
+                settings, architecture = read_config(read_checkpoint(folder))
+                is_tied = settings["tie_word_embeddings"]
+                num_read -= 0 if is_tied else model.vocab_size * architecture.hidden_size
+            pass_bytes = num_read * element_bytes
     return ModelFacts(
         name=name,
-        content_hash=known_hash or content_hash(name),
-        dtype=str(chosen).removeprefix("torch."),
-        pass_bytes=num_read * chosen.itemsize,
-        kv_token_bytes=architecture.kv_token_elements * chosen.itemsize,
-    )
-
-
-def _read_head_facts(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
-    """Return the facts of an EAGLE-3 head, which reads the target's embedding."""
-    assert isinstance(model, StoredModel)
-    return ModelFacts(
-        name=name,
-        content_hash=hashed,
-        dtype=str(model.dtype).removeprefix("torch."),
-        pass_bytes=model.num_parameters * model.dtype.itemsize,
-        kv_token_bytes=model.architecture.kv_token_elements * model.dtype.itemsize,
+        content_hash=known_hash or (content_hash(name) if has_files else name),
+        dtype=dtype,
+        pass_bytes=pass_bytes,
+        kv_token_bytes=kv_bytes,
     )
 
 
@@ -422,6 +439,7 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
     """Return machine, models and settings of a measurement in this process."""
     device = pair.target.device
     gpu = f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else None
+    drafts = pair.drafter if pair.draft is None else pair.draft
     return ProfileSetup(
         cpu=cpu_model(),
         num_cores=num_cores(),
@@ -429,7 +447,7 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
         device=gpu or device.type,
         dtype=target.dtype,
         target_runner=type(pair.target).__name__,
-        draft_runner=type(pair.draft).__name__,
+        draft_runner=NONE if drafts is None else type(drafts).__name__,
         target_hash=target.content_hash,
         draft_hash=draft.content_hash,
     )
@@ -580,6 +598,42 @@ to eight, so that the warm-up and the timed steps may each take seven more."""
 MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
 """Most steps of a visit after prefill."""
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
+REPEATED = "The quick brown fox jumps over the lazy dog, and it jumps back.\n"
+
+
+class FilledDraft:
+    """A drafter whose proposals are filled to K tokens, so that every step verifies as many."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.method = drafter.method
+        self.required_features = drafter.required_features
+        self.required_top_k = 0
+        if isinstance(drafter, TopTokensDrafter):
+            self.required_top_k = drafter.required_top_k
+        self.observe, self.forget = drafter.observe, drafter.forget
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        """Draft, then repeat the last token where too few were proposed for the plan."""
+        found = self.drafter.propose(requests, plans)
+        return [_filled(*each) for each in zip(requests, plans, found, strict=True)]
+
+
+def _filled(request: DraftRequest, plan: Plan, found: object) -> Proposal | None:
+    """Return a chain of the planned length that begins with what was proposed."""
+    k = plan.shape.num_nodes
+    proposal = found if isinstance(found, Proposal) else None
+    if proposal is not None and (proposal.num_drafted >= k or proposal.draft_probs is not None):
+        return proposal
+    drafted = [] if proposal is None else proposal.tokens.tolist()
+    tokens = [*drafted, *request.ids[-1:] * (k - len(drafted))]
+    return Proposal(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        tree=TokenTree.chain(k),
+        choice=Choice.DETERMINISTIC,
+    )
 
 
 class EngineRig:
@@ -616,17 +670,16 @@ class EngineRig:
         )
         if self._room(cell) < MOST_STEPS:
             config = replace(config, cycles_per_call=1)
+        drafter = pair.drafter if cell.size else None
+        if drafter is not None and not pair.reads_ids:
+            drafter = FilledDraft(drafter)
         engine = Engine(
-            target=pair.target,
-            tokenizer=pair.tokenizer,
-            drafter=pair.drafter if cell.size else None,
-            config=config,
+            target=pair.target, tokenizer=pair.tokenizer, drafter=drafter, config=config
         )
         sampled = cell.quantity in SAMPLED
         step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
         params = SamplingParams(temperature=float(sampled), ignore_eos=True)
-        prompt = _some_tokens(cell.context, pair.target.vocab_size)
-        requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
+        requests = [engine.add_request(self._prompt(cell), params) for _ in range(cell.batch)]
         times: list[tuple[float, float]] = []
         try:
             unread = set(requests)
@@ -654,9 +707,17 @@ class EngineRig:
         rests = [(passes_s, other_s + beyond_s / len(spent)) for passes_s, other_s in spent]
         return [(passes_s + rest_s, rest_s) for passes_s, rest_s in rests]
 
+    def _prompt(self, cell: ProfileCell) -> list[int]:
+        """Return a text that repeats, which copies and other tokenizers can draft, or any ids."""
+        pair = self.pair
+        if pair.drafter is None or pair.reads_ids:
+            return _some_tokens(cell.context, pair.target.vocab_size)
+        return pair.tokenizer.encode(REPEATED * cell.context)[: cell.context]
+
     def _room(self, cell: ProfileCell) -> int:
         """Return for how many steps the context has room if each accepts everything."""
-        most = min(self.pair.target.max_context, self.pair.draft.max_context)
+        models = (self.pair.target, self.pair.draft)
+        most = min(model.max_context for model in models if model is not None)
         return (most - cell.context) // (cell.size + 1)
 
     def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
@@ -737,6 +798,8 @@ def _with_overhead(
     tokens again is charged for half of K.
     """
     _, steps = _whole_steps(found, line.batch, shortest.context, sampled=sampled)
+    if not steps:
+        return line  # of plain decoding
     here, there = (
         drafting(found, line.batch, context, steps, sampled=sampled)
         for context in (line.context, shortest.context)
@@ -760,11 +823,15 @@ def _catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
 
 
 def reading_cost(found: Estimates) -> ReadingCost | None:
-    """Return the prompt reading cost; None unless two sizes were measured for both models."""
+    """Return the prompt reading cost; None unless two sizes were measured.
+
+    A draft that reads no prompts, such as one that shares the target's KV, has no such times.
+    """
     target, draft = (
         {cell.size: interval.estimate for cell, interval in found.items() if cell.quantity is kind}
         for kind in (Quantity.TARGET_READ, Quantity.DRAFT_READ)
     )
+    draft = draft or dict.fromkeys(target, 0.0)
     common = sorted(target.keys() & draft.keys())
     if len(common) < 2:
         return None
@@ -786,12 +853,16 @@ def _whole_steps(
 def drafting(
     found: Estimates, batch: int, context: int, ks: Iterable[int], *, sampled: bool
 ) -> dict[int, CostReading]:
-    """Return the draft time of a cycle by K, as measured without a target pass."""
+    """Return the draft time of a cycle by K, as measured without a target pass.
+
+    It is 0 for a drafter without passes of its own, whose whole cost is in the steps.
+    """
     if sampled:
-        one = readings(found, Quantity.DRAFT_PASS, batch, context)[1]
-        return {k: one.times(k) for k in ks}
-    chains = readings(found, Quantity.DRAFT_CHAIN, batch, context)
-    return {k: chains[k] for k in ks}
+        passes = readings(found, Quantity.DRAFT_PASS, batch, context)
+        chains = {k: passes[1].times(k) for k in ks if passes}
+    else:
+        chains = readings(found, Quantity.DRAFT_CHAIN, batch, context)
+    return {k: chains.get(k, CostReading(0.0)) for k in ks}
 
 
 def _at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
@@ -826,7 +897,7 @@ def slope_of(points: Mapping[int, CostReading]) -> CostReading:
     flat. Where even the mean is below 0 there is nothing at all.
     """
     xs, times = list(points), list(points.values())
-    if sum(reading.s for reading in times) < 0:
+    if not xs or sum(reading.s for reading in times) < 0:
         return CostReading(0.0)
     middle = sum(xs) / len(xs)
     spread = sum((x - middle) ** 2 for x in xs)
@@ -913,20 +984,27 @@ def rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Seque
     if config.read:
         cells = list(read_cells(config, Quantity.TARGET_READ))
         passes.append(PassRig(pair.target, cells, target_prefixes[shortest], stopwatch))
-    steps = EngineRig(pair, list(step_cells(config)), stopwatch)
+    drafted = config.drafted if pair.drafter is not None else ()
+    steps = EngineRig(pair, list(step_cells(config, drafted)), stopwatch)
     return [*passes, *_draft_rigs(pair, config, stopwatch), steps]
 
 
 def _draft_rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
-    """Yield the measurements of the draft's passes by context, and of its prompt reading."""
-    drafter, catches_up = pair.drafter, isinstance(pair.drafter, Eagle3Drafter)
-    model = drafter.model
+    """Yield the measurements of the draft's passes by context, and of its prompt reading.
+
+    A drafter whose chains are no chains of a model's passes is measured in whole steps alone.
+    """
+    drafter, model = pair.drafter, pair.draft
+    if model is None:
+        return
+    catches_up = isinstance(drafter, Eagle3Drafter)
     if isinstance(drafter, Eagle3Drafter):
         model = FedHead(drafter.attached, len(drafter.feature_layers), pair.target.hidden_size)
     found = prefixes(model, config.contexts)
-    for context, prefix in found.items():
-        cells = list(chain_cells(config, context, catches_up=catches_up))
-        yield PassRig(model, cells, prefix, stopwatch)
-    if config.read:
+    if isinstance(drafter, DraftModel):
+        for context, prefix in found.items():
+            cells = list(chain_cells(config, context, catches_up=catches_up))
+            yield PassRig(model, cells, prefix, stopwatch)
+    if config.read and not isinstance(drafter, SelfDraft):
         cells = list(read_cells(config, Quantity.DRAFT_READ))
         yield PassRig(model, cells, found[config.contexts[0]], stopwatch)

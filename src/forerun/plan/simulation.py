@@ -491,13 +491,14 @@ def _controller_factory(
                 f"controller {name!r}: only fixed takes a K, from 0 to max_k, which is {max_k}"
             )
         k = int(argument)
+    reads_text = costs.reading is None or any(costs.reading.draft_s)
     inputs = ControllerInputs(
         methods=(METHOD,),
         num_speculative_tokens=k,
         costs={METHOD: costs},
         tree_methods=(METHOD,) if has_trees else (),
         max_tree_nodes=max_tree_nodes,
-        traits={METHOD: DrafterTraits(reads_text=True)},
+        traits={METHOD: DrafterTraits(reads_text=reads_text)},
     )
     return lambda: build_controller(kind, inputs)
 

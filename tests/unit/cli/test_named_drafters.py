@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.cli.flags import ModelFlags
 from forerun.cli.info import InfoOptions
 from forerun.cli.info import run as run_info
-from forerun.cli.profile import ProfileOptions
-from forerun.cli.profile import run as run_profile
 from forerun.errors import InvalidRequest
 from forerun.provenance import trace_header
 
@@ -17,8 +14,6 @@ from forerun.provenance import trace_header
 def test_what_is_about_models_refuses_them_by_name(draft):
     with pytest.raises(InvalidRequest, match=draft):
         run_info(InfoOptions(model="zoo:code-11m", draft=draft))
-    with pytest.raises(InvalidRequest, match=f"bench --arms {draft}@"):
-        run_profile(ProfileOptions(models=ModelFlags(draft=draft)))
 
 
 def test_a_trace_names_them_without_a_hash():

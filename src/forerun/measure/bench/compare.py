@@ -26,9 +26,10 @@ import torch
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.control.named import FixedController
+from forerun.drafters.base import Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt as EnginePrompt
-from forerun.engine.loading import default_controller, tree_method
+from forerun.engine.loading import Source, default_controller, load_drafters, tree_method
 from forerun.engine.results import RequestOutput
 from forerun.measure.bench.config import SCOUT_BATCH, DraftArms
 from forerun.plan.costs import DraftCosts
@@ -200,6 +201,21 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
     )
 
 
+def auto_arm(target: Engine, wanted: DraftArms, drafts: Sequence[Source], dtype: str) -> BenchArm:
+    """Return the arm that chooses among drafts, which it leaves out if they cannot be loaded."""
+    drafter = load_drafters(
+        drafts, target.target, target.tokenizer, dtype=dtype, config=target.config, optional=drafts
+    )
+    return BenchArm(
+        name=wanted.name,
+        method=drafter.method,
+        num_speculative_tokens=wanted.max_nodes,
+        engine=under(target, drafter, wanted.max_nodes, "auto", {}),
+        draft=wanted.draft,
+        adaptive=True,
+    )
+
+
 def adaptive_arms(
     target: Engine,
     arms: Sequence[BenchArm],
@@ -208,12 +224,12 @@ def adaptive_arms(
 ) -> tuple[BenchArm, ...]:
     """Return one arm per draft and controller, up to the draft's largest K."""
     ascending = sorted(arms, key=lambda arm: arm.num_speculative_tokens)
-    largest = {arm.draft: arm for arm in ascending if arm.draft is not None}
+    largest = {arm.draft: arm for arm in ascending if arm.draft is not None and not arm.adaptive}
     return tuple(
         replace(
             arm,
             name=f"{arm.name.rpartition(' ')[0]} {name}",
-            engine=under(target, arm, name, costs),
+            engine=_adapted(target, arm, name, costs),
             tree=None,
             adaptive=True,
         )
@@ -222,16 +238,26 @@ def adaptive_arms(
     )
 
 
-def under(
+def _adapted(
     target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
 ) -> Engine:
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
-    config = replace(arm.engine.config, controller=name)
-    drafter = arm.engine.drafter
     known = {arm.method: costs[arm.draft]} if arm.draft in costs else {}
-    controller = default_controller(config, drafter, known)
-    return target.with_draft(drafter, arm.num_speculative_tokens, controller=controller)
+    return under(target, arm.engine.drafter, arm.num_speculative_tokens, name, known)
+
+
+def under(
+    target: Engine,
+    drafter: Drafter,
+    max_nodes: int,
+    name: ControllerName,
+    costs: Mapping[str, DraftCosts],
+) -> Engine:
+    """Return an engine whose controller chooses K, as `Engine.load` would build it."""
+    config = replace(target.config, controller=name, num_speculative_tokens=max_nodes)
+    controller = default_controller(config, drafter, costs, target.target)
+    return target.with_draft(drafter, max_nodes, controller=controller)
 
 
 def warm_up(arms: Sequence[BenchArm], text: EnginePrompt, clock: Callable[[], float]) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
+from forerun.drafters.config import parse_drafter
+from forerun.engine.auto_drafts import with_auto
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt as EnginePrompt
 from forerun.engine.loading import check_draft
@@ -24,6 +26,7 @@ from forerun.measure.bench.compare import (
     Block,
     Prompt,
     adaptive_arms,
+    auto_arm,
     batched,
     draft_arms,
     on_best_threads,
@@ -32,7 +35,7 @@ from forerun.measure.bench.compare import (
     scouted,
     warm_up,
 )
-from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
+from forerun.measure.bench.config import AUTO, LEAST_BLOCKS, BenchConfig
 from forerun.measure.bench.report import (
     BenchReport,
     CellReport,
@@ -164,6 +167,7 @@ class BenchComparison:
         self.clock = clock
         self.notify = notify
         self.arms: tuple[BenchArm, ...] = ()
+        self.drafts: dict[str, list[str]] = {}
         self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
         self.costs: dict[str, DraftCosts] = {}
@@ -177,19 +181,37 @@ class BenchComparison:
         """Load all models, choose the number of threads, and warm up every arm."""
         if self.entries is not None:
             self._check_number(self.entries)  # before models are loaded
-        for draft in self.config.arms:
-            check_draft(draft.draft, self.config.target)
+        config, dtype, wanted = self.config, self.config.dtype, self.config.num_threads
+        for arm in config.arms:
+            named, _ = with_auto([arm.draft], config.target, config.device, dtype, config.engine)
+            self.drafts[arm.name] = [str(draft) for draft in named]
+            for draft in named:
+                check_draft(draft, config.target)
         self.notify("loading models")
-        dtype, wanted = self.config.dtype, self.config.num_threads
         target, _ = on_best_threads(self.target, THREADS_PROMPT, self.clock, wanted)
         self.num_threads = target.config.num_threads
         entries = self.entries or shipped_prompts(target.tokenizer, raw=self.raw)
         self._check_number(entries)
         self.prompts = [prompt_ids(entry, target.tokenizer, raw=self.raw) for entry in entries]
-        drafts = [arm for d in self.config.arms for arm in draft_arms(target, d, dtype=dtype)]
-        self.arms = (plain_arm(target), *drafts)
+        self.arms = (plain_arm(target), *chain.from_iterable(self._arms_of(target)))
         self.notify("warming up")
         warm_up(self.arms, self.prompts[0], self.clock)
+
+    def _arms_of(self, target: Engine) -> Iterator[Sequence[BenchArm]]:
+        """Yield the arms of every draft, and the one of "auto"."""
+        for wanted in self.config.arms:
+            drafts = self.drafts[wanted.name]
+            if wanted.draft == AUTO:
+                yield [auto_arm(target, wanted, drafts, self.config.dtype)]
+            else:
+                own = replace(wanted, draft=drafts[0])
+                yield draft_arms(target, own, dtype=self.config.dtype)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of all models, without drafters that have no files; available after `load`."""
+        drafts = dict.fromkeys(chain.from_iterable(self.drafts.values()))
+        return [self.config.target, *(name for name in drafts if parse_drafter(name) is None)]
 
     def _check_number(self, entries: Sequence[PromptEntry]) -> None:
         if len(entries) < (largest := max(self.config.batches)):
@@ -274,7 +296,7 @@ class BenchComparison:
                 for cell, blocks in self.blocks.items()
             ),
             provenance=collect(
-                {name: content_hash(name) for name in self.config.models}, self.num_threads
+                {name: content_hash(name) for name in self.models}, self.num_threads
             ),
             config=self.config,
             num_prompts=len(self.prompts),

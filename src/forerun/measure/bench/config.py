@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
-from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.models.architecture import Runner, WeightFormat
@@ -17,6 +16,8 @@ from forerun.models.catalog import PREFIX
 
 MOST_BLOCKS = 40
 """Blocks of the demonstration, which ends by its time."""
+AUTO = "auto"
+"""The arm whose controller chooses among the drafts at hand."""
 LEAST_BLOCKS = 2
 """Blocks without which there is no interval."""
 SCOUT_BATCH = 8
@@ -46,11 +47,13 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
     """Parse arms of the command line, such as `zoo:code-2m@1,2,4` and `suffix@tree:7`.
 
     The form is `[NAME=]DRAFT@K[,K...][,tree:NODES[,DEPTH,WIDTH]]`; arms of one draft and name are
-    joined. "plain" is allowed and changes nothing: plain decoding is always the baseline.
+    joined. "plain" and "none" are allowed and change nothing: plain decoding is always the
+    baseline. "auto" has the drafts at hand and chooses among them and K at every step, up to
+    `auto@K`.
     """
     found: dict[str, DraftArms] = {}
     for text in texts:
-        if text == "plain":
+        if text in ("plain", "none"):
             continue
         arm = _parse_arm(text)
         same = found.setdefault(arm.name, arm)
@@ -64,6 +67,8 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
 
 
 def _parse_arm(text: str) -> DraftArms:
+    if text.rpartition("=")[2] == AUTO:
+        text = f"{text}@{EngineConfig().num_speculative_tokens}"
     head, _, listed = text.rpartition("@")
     name, _, draft = head.rpartition("=")
     listed, has_tree, shape = listed.partition("tree:")
@@ -76,8 +81,10 @@ def _parse_arm(text: str) -> DraftArms:
     if not draft or not (ks or trees) or (ks and ks[0] < 1):
         raise InvalidRequest(
             f"arm {text!r} is not [NAME=]DRAFT@K[,K...][,tree:NODES[,DEPTH,WIDTH]]; examples are "
-            "zoo:code-2m@2,4 and zoo:code-2m@tree:7"
+            "zoo:code-2m@2,4, zoo:code-2m@tree:7 and auto"
         )
+    if draft == AUTO and (trees or len(ks) > 1):
+        raise InvalidRequest(f"arm {text!r}: auto chooses K by itself, up to one: auto or auto@K")
     name = name or PurePath(draft.removeprefix(PREFIX)).name
     return DraftArms(name=name, draft=draft, ks=ks, trees=trees)
 
@@ -131,12 +138,6 @@ class BenchConfig:
     def max_k(self) -> int:
         """Largest number of draft nodes of any arm: its K or the nodes of its tree."""
         return max((arm.max_nodes for arm in self.arms), default=0)
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Names of all models to load, without drafters that have no model."""
-        drafts = (arm.draft for arm in self.arms if parse_drafter(arm.draft) is None)
-        return (self.target, *drafts)
 
     @property
     def engine(self) -> EngineConfig:

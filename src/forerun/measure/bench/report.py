@@ -42,6 +42,7 @@ class ArmSummary:
         mean_context: tokens before the row of a decode step, on average.
         decode_steps: steps of a prompt after the one that ended its prefill.
         distinct_4gram_share: mean over the completions; low where text loops.
+        disturbance: what shows that something else slowed one of the arms; None if nothing does.
     """
 
     arm: BenchArm
@@ -59,6 +60,7 @@ class ArmSummary:
     mean_prompt: float
     decode_steps: float
     distinct_4gram_share: float
+    disturbance: str | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -95,6 +97,7 @@ class ArmSummary:
             "mean_prompt": self.mean_prompt,
             "decode_steps": self.decode_steps,
             "distinct_4gram_share": self.distinct_4gram_share,
+            "disturbance": self.disturbance,
         }
 
 
@@ -149,7 +152,46 @@ def _summarise_arm(
         mean_prompt=sum(m.num_prompt_tokens for m in own) / num_prompts,
         decode_steps=sum(m.num_decode_steps for m in own) / num_prompts,
         distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
+        disturbance=disturbance(own, plain),
     )
+
+
+LEAST_CYCLE_COST = 0.95
+"""Least kappa that is believed: a step with a draft has a whole pass of the target, too."""
+PAUSE_RATIO, PAUSE_SHARE = 3.0, 0.1
+"""A block with a pause takes so many times what it should, and so much of the arm's time more."""
+
+
+def disturbance(own: Sequence[Measurement], plain: Sequence[Measurement]) -> str | None:
+    """Return what shows that the times of an arm or of plain decoding were disturbed, else None.
+
+    A step that drafts cannot be shorter than a plain step, so a kappa below 1 says that the plain
+    arm was slowed. A pause that hit one block is seen in the block itself.
+    """
+    if pause_s := max(longest_pause_s(plain, own), longest_pause_s(own, plain)):
+        return f"one block took {pause_s:.2g} s longer than the others"
+    kappa = step_s(own) / step_s(plain)
+    if kappa < LEAST_CYCLE_COST:
+        return f"a step came out at {kappa:.2f} plain steps, and cannot take less than one"
+    return None
+
+
+def longest_pause_s(own: Sequence[Measurement], other: Sequence[Measurement]) -> float:
+    """Return the longest pause in the blocks of an arm; 0 if none was long.
+
+    A block should take its steps times what a step usually takes (the upper quartile over blocks),
+    and the prefill of the same prompts in the other arm.
+    """
+    steps_s = sorted(step_s([m]) for m in own if m.num_decode_steps)
+    usual_s = steps_s[3 * (len(steps_s) - 1) // 4]
+    total_s, longest_s = sum(m.total_s for m in own), 0.0
+    for m, same in zip(own, other, strict=True):
+        prefill_s = min(m.total_s - m.decode_s, same.total_s - same.decode_s)
+        expected_s = usual_s * m.num_decode_steps / len(m.batch) + max(0.0, prefill_s)
+        pause_s = m.total_s - expected_s
+        if m.total_s > PAUSE_RATIO * expected_s and pause_s > PAUSE_SHARE * total_s:
+            longest_s = max(longest_s, pause_s)
+    return longest_s
 
 
 def best_arm(blocks: Sequence[Block]) -> BenchArm:
@@ -210,6 +252,8 @@ def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
 
 def verdict(summary: ArmSummary) -> str:
     """Return a sentence that states whether the arm is faster, and why."""
+    if summary.disturbance is not None:
+        return outcome(summary)
     if summary.arm.num_speculative_tokens == 0:
         return f"baseline: one target pass per token, {1000.0 * summary.step_s:.1f} ms each"
     return f"{outcome(summary)}: {reason(summary)}"
@@ -218,6 +262,8 @@ def verdict(summary: ArmSummary) -> str:
 def outcome(summary: ArmSummary) -> str:
     """Return a phrase: the arm is faster, slower, or not shown to be either."""
     speedup = summary.speedup
+    if summary.disturbance is not None:
+        return f"the measurement was disturbed: {summary.disturbance}; repeat it on a quiet machine"
     if summary.num_blocks < MIN_BLOCKS:
         return f"no difference shown ({summary.num_blocks} blocks are too few)"
     if speedup.is_above(1.0):
@@ -254,9 +300,10 @@ def faster_chain(tree: ArmSummary, rows: Sequence[ArmSummary]) -> ArmSummary | N
         and row.arm.num_speculative_tokens
         and row.arm.tree is None
         and not row.arm.adaptive
+        and row.disturbance is None
     ]
     best = max(chains, key=lambda row: row.speedup.estimate, default=None)
-    if tree.arm.tree is None or best is None:
+    if tree.arm.tree is None or tree.disturbance is not None or best is None:
         return None
     return best if best.speedup.is_above(tree.speedup.high) else None
 
@@ -331,10 +378,20 @@ class BenchPrediction:
     decode_speedup: Interval
 
 
+FULL_SHARE = 0.8
+"""Least share of K that the steps of an arm draft, for a prediction that counts all as of K."""
+
+
 def predict(
     summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
 ) -> BenchPrediction | None:
-    """Predict the speedup of an arm from its acceptance and the cost table."""
+    """Predict the speedup of an arm from its acceptance and the cost table.
+
+    None where the drafter proposes far fewer than K, as copying does, or the table is too rough.
+    """
+    most = summary.arm.num_speculative_tokens * summary.acceptance.num_steps
+    if summary.acceptance.num_drafted < FULL_SHARE * most:
+        return None
     table, context = costs.at(temperature), round(summary.mean_context)
     kappa = table.cycle_cost_interval(summary.arm.num_speculative_tokens, context, batch)
     if kappa.low <= 0:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from forerun.measure.bench import report as summary
 from forerun.measure.bench.compare import Prompt, batched, run_blocks
 from forerun.measure.bench.report import MIN_BLOCKS, best_arm, measurable, verdict
+from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
+from forerun.theory.cost import CostLine, CostTable
 
 summarise = partial(summary.summarise, num_resamples=100)
 
@@ -160,3 +163,55 @@ def test_verdict_of_an_arm_whose_prefill_costs_more_than_it_gains(make_arm, cloc
 def test_verdict_of_the_baseline_names_its_step(make_arm, clock):
     (base,) = summarise(run([make_arm("plain", step_s=0.0125)], clock))
     assert verdict(base) == "baseline: one target pass per token, 12.5 ms each"
+
+
+def delayed(measurement, seconds, *, prefill=False):
+    """The same measurement, with a pause in its decoding or before it."""
+    changes = {"total_s": measurement.total_s + seconds}
+    if not prefill:
+        changes["decode_s"] = measurement.decode_s + seconds
+    return replace(measurement, **changes)
+
+
+def test_a_kappa_below_one_is_a_disturbed_measurement(make_arm, clock):
+    """Every plain block was slowed: the arm looks far faster than it can be."""
+    plain = make_arm("plain", step_s=30.0)
+    _, found = summarise(run([plain, make_arm("draft", k=3, accepted=2, step_s=1.5)], clock))
+    assert found.speedup.is_above(1.0)
+    assert "0.05 plain steps" in found.disturbance
+    for said in (verdict(found), summary.outcome(found)):
+        assert said.startswith("the measurement was disturbed")
+        assert "faster" not in said and "break-even" not in said
+
+
+@pytest.mark.parametrize("arm", [0, 1])
+@pytest.mark.parametrize("prefill", [False, True])
+def test_a_pause_in_one_block_is_no_verdict(make_arm, clock, arm, prefill):
+    draft = make_arm("draft", k=3, accepted=2, step_s=1.5)
+    blocks = run([make_arm("plain"), draft], clock, count=12)
+    changed = list(blocks[4])
+    changed[arm] = delayed(changed[arm], 900.0, prefill=prefill)
+    base, found = summarise([*blocks[:4], tuple(changed), *blocks[5:]])
+    assert found.disturbance is not None
+    assert verdict(found).startswith("the measurement was disturbed: one block took 9")
+    assert (base.disturbance is not None) == (arm == 0 and not prefill)
+
+
+def test_steps_of_different_lengths_are_no_disturbance(make_arm, clock):
+    """A drafter that copies drafts much in some blocks and nothing in others."""
+    plain = make_arm("plain")
+    idle = run([plain, make_arm("copies", k=0, step_s=1.0)], clock, count=6)
+    busy = run([plain, make_arm("copies", k=8, accepted=1, step_s=2.9)], clock, count=6)
+    assert [found.disturbance for found in summarise([*idle, *busy])] == [None, None]
+    shorter = run([plain, make_arm("copies", k=0, step_s=0.97)], clock, count=6)
+    assert summarise(shorter)[1].disturbance is None
+
+
+def test_a_prediction_needs_drafts_of_k_tokens(make_arm, clock):
+    table = CostTable(lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.0, draft_s=0.1),))
+    costs = DraftCosts(greedy=table, sampled=table)
+    draft = make_arm("draft", k=3, accepted=2, step_s=1.5)
+    _, full = summarise(run([make_arm("plain"), draft], clock))
+    few = replace(full, arm=replace(full.arm, num_speculative_tokens=8))
+    assert summary.predict(full, costs, temperature=0.0, batch=1) is not None
+    assert summary.predict(few, costs, temperature=0.0, batch=1) is None
