@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests import tiny
 
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine, EngineGuard
 from forerun.engine.thread import EngineThread
 from forerun.errors import (
@@ -118,7 +118,8 @@ def test_parameters_that_verification_cannot_compute_end_their_own_request_only(
     engine.step()  # so that the next pass has the rows of its draft too
     params = SamplingParams(max_tokens=12)
     object.__setattr__(params, "top_k", 2**63)  # what SamplingParams itself refuses
-    sick = engine.add_request([7], params)
+    # Drafts are off, because the draft could not compute them either, and would stop for both.
+    sick = engine.add_request([7], params, terms=RequestTerms(speculation="off"))
     with pytest.raises(NumericalError, match="verification failed with its parameters") as failure:
         while engine.has_unfinished:
             engine.step()

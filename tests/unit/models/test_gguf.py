@@ -513,7 +513,7 @@ def test_scales_and_minima_that_are_no_numbers_are_refused(folder, tmp_path, kin
     path = write_gguf(
         tmp_path / "nan.gguf", folder, all_of(kind), blocks={"lm_head.weight": blocks}
     )
-    with pytest.raises(InvalidModel, match="scales in output.weight that are NaN or infinite"):
+    with pytest.raises(InvalidModel, match=r"scales in output\.weight that are NaN or infinite"):
         load_model(path, device="cpu", num_threads=1)
 
 

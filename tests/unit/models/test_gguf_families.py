@@ -288,7 +288,7 @@ def test_a_window_of_0_is_none():
 def test_a_pattern_of_windows_for_other_layers_is_refused(num_layers):
     pattern = {"attention.sliding_window_pattern": (True,) * num_layers}
     given = FOUR_LAYERS | {"attention.sliding_window": 8} | pattern
-    with pytest.raises(InvalidModel, match="its pattern of windows .* is none of 4 layers"):
+    with pytest.raises(InvalidModel, match=r"its pattern of windows .* is none of 4 layers"):
         transformers_settings(FAMILIES["gemma3"], given, PLAIN_FACTS)
 
 

@@ -184,9 +184,7 @@ def test_a_tokenizer_that_cannot_be_built_is_refused(settings, said, tmp_path):
 
 def test_special_tokens_outside_of_the_vocabulary_are_none(tmp_path):
     outside = dict.fromkeys(("unknown_token_id", "bos_token_id", "eos_token_id"), 2)
-    path = write(
-        tmp_path / "x.gguf", ["\u2581", "a"], scores=[0.0, 0.0], model="llama", **outside
-    )
+    path = write(tmp_path / "x.gguf", ["\u2581", "a"], scores=[0.0, 0.0], model="llama", **outside)
     file = GGUFFile(path)
     assert build_tokenizer(file).encode("a").tokens == ["\u2581", "a"]
     assert special_tokens(file) == {}
