@@ -110,12 +110,10 @@ def test_a_mask_that_returns_something_else_ends_its_own_request_only(target, dr
     assert target.store.num_free == 4
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_parameters_that_verification_cannot_compute_end_their_own_request_only(target, draft, k):
-    engine = tiny.engine_over(target, tiny.drafting(draft, 8) if k else None, k=k)
+def test_parameters_that_verification_cannot_compute_end_their_own_request_only(target):
+    engine = tiny.engine_over(target)
     expected = engine.generate([[5, 1]], PARAMS)[0].token_ids
     sound = engine.add_request([5, 1], PARAMS)
-    engine.step()  # so that the next pass has the rows of its draft too
     params = SamplingParams(max_tokens=12)
     object.__setattr__(params, "top_k", 2**63)  # what SamplingParams itself refuses
     sick = engine.add_request([7], params)

@@ -485,6 +485,17 @@ def test_hostile_files_are_refused_by_name(case, tmp_path):
     assert len(str(raised.value)) < 500
 
 
+def test_of_a_small_tensor_all_bytes_are_sampled(tmp_path):
+    begin = header(1, 1, LLAMA + entry(b"x", (8,), 0, 0))
+    begin += bytes(-len(begin) % 32)
+    found = []
+    for last in (0, 1):
+        path = tmp_path / f"{last}.gguf"
+        path.write_bytes(begin + bytes(31) + bytes([last]))
+        found.append(GGUFFile(path).sample(4096))
+    assert found[0] != found[1]
+
+
 def test_a_truncated_file_is_refused(zoo_file, tmp_path):
     content = zoo_file.read_bytes()
     path = tmp_path / "x.gguf"
@@ -494,14 +505,15 @@ def test_a_truncated_file_is_refused(zoo_file, tmp_path):
             load_model(path, device="cpu")
 
 
-def test_scales_that_are_no_numbers_are_refused(folder, tmp_path):
+@pytest.mark.parametrize(("kind", "place"), [(Kind.Q8_0, 0), (Kind.Q4_1, 0), (Kind.Q4_1, 2)])
+def test_scales_and_minima_that_are_no_numbers_are_refused(folder, tmp_path, kind, place):
     weights = load_file(folder / "model.safetensors")["lm_head.weight"].numpy()
-    blocks = gguf.quantize(weights, Kind.Q8_0)
-    blocks[3, :2] = 255  # an fp16 NaN
+    blocks = gguf.quantize(weights, kind)
+    blocks[3, place : place + 2] = 255  # an fp16 NaN
     path = write_gguf(
-        tmp_path / "nan.gguf", folder, all_of(Kind.Q8_0), blocks={"lm_head.weight": blocks}
+        tmp_path / "nan.gguf", folder, all_of(kind), blocks={"lm_head.weight": blocks}
     )
-    with pytest.raises(InvalidModel, match="NaN or infinite"):
+    with pytest.raises(InvalidModel, match=r"scales in output\.weight that are NaN or infinite"):
         load_model(path, device="cpu", num_threads=1)
 
 

@@ -273,6 +273,48 @@ def test_the_largest_gemma_2_divides_scores_by_another_width(layers, scalar):
     assert settings["query_pre_attn_scalar"] == scalar
 
 
+FOUR_LAYERS = {"embedding_length": 64, "block_count": 4, "attention.head_count": 4}
+PLAIN_FACTS = TensorFacts(vocab_size=256, has_head=True, has_biases=False)
+
+
+def test_a_window_of_0_is_none():
+    given = FOUR_LAYERS | {"attention.sliding_window": 0}
+    settings = transformers_settings(FAMILIES["gemma2"], given, PLAIN_FACTS)
+    assert settings["sliding_window"] is None
+    assert settings["layer_types"] == ["full_attention"] * 4
+
+
+@pytest.mark.parametrize("num_layers", [3, 5])
+def test_a_pattern_of_windows_for_other_layers_is_refused(num_layers):
+    pattern = {"attention.sliding_window_pattern": (True,) * num_layers}
+    given = FOUR_LAYERS | {"attention.sliding_window": 8} | pattern
+    with pytest.raises(InvalidModel, match=r"its pattern of windows .* is none of 4 layers"):
+        transformers_settings(FAMILIES["gemma3"], given, PLAIN_FACTS)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_factor_of_0_or_1_scales_no_rotation(kind, factor):
+    given = FOUR_LAYERS | {"rope.scaling.type": kind, "rope.scaling.factor": factor}
+    settings = transformers_settings(FAMILIES["llama"], given, PLAIN_FACTS)
+    assert settings["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_heads_of_an_odd_number_of_rows_are_refused(tmp_path):
+    """The rows of queries lie in pairs."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    for name, value in FOUR_LAYERS.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((256, 64), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((60, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidModel, match="has 4 heads of 60 rows"):
+        _ = GGUFFile(tmp_path / "x.gguf").tensors
+
+
 def test_fused_queries_keys_and_values_are_taken_apart(tmp_path):
     """Files of chatglm have them in one tensor, whose rows are those of the three."""
     path, expected = write_family(tmp_path, "glm")

@@ -17,7 +17,7 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.gguf_splits import SPLIT_RULES
-from forerun.models.gguf_tokenizer import MAX_WORK, build_tokenizer
+from forerun.models.gguf_tokenizer import MAX_WORK, build_tokenizer, special_tokens
 from forerun.models.load import load_tokenizer
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "gguf_splits.json").read_text())
@@ -31,10 +31,11 @@ def write(
     merges: list[str] | None = None,
     scores: list[float] | None = None,
     types: list[int] | None = None,
+    architecture: str = "llama",
     **settings: str | int | bool,
 ) -> Path:
     """Write a file of a tokenizer alone; `settings` are those of `tokenizer.ggml`."""
-    writer = gguf.GGUFWriter(place, "llama")
+    writer = gguf.GGUFWriter(place, architecture)
     writer.add_token_list(tokens)
     if merges is not None:
         writer.add_token_merges(merges)
@@ -179,6 +180,30 @@ def test_a_tokenizer_that_cannot_be_built_is_refused(settings, said, tmp_path):
     path = write(tmp_path / "x.gguf", ["a"], **settings)
     with pytest.raises(InvalidModel, match=said):
         load_tokenizer(path)
+
+
+def test_special_tokens_outside_of_the_vocabulary_are_none(tmp_path):
+    outside = dict.fromkeys(("unknown_token_id", "bos_token_id", "eos_token_id"), 2)
+    path = write(tmp_path / "x.gguf", ["\u2581", "a"], scores=[0.0, 0.0], model="llama", **outside)
+    file = GGUFFile(path)
+    assert build_tokenizer(file).encode("a").tokens == ["\u2581", "a"]
+    assert special_tokens(file) == {}
+
+
+def test_some_control_tokens_of_phi3_take_the_space_behind_them(tmp_path):
+    path = write(
+        tmp_path / "x.gguf",
+        ["\u2581", "a", "</s>", "<|end|>"],
+        scores=[0.0] * 4,
+        types=[1, 1, 3, 3],
+        architecture="phi3",
+        model="llama",
+        add_bos_token=False,
+        add_space_prefix=False,
+    )
+    backend = build_tokenizer(GGUFFile(path))
+    assert backend.encode("<|end|> a").ids == [3, 1]
+    assert backend.encode("</s> a").ids == [2, 0, 1]
 
 
 def test_the_template_and_the_ends_of_the_file_are_used(tmp_path):
