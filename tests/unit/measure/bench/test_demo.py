@@ -10,6 +10,7 @@ import pytest
 from forerun.control.base import Tree
 from forerun.errors import InvalidRequest
 from forerun.measure.bench import comparison as module
+from forerun.measure.bench import compare
 from forerun.measure.bench.compare import scouted
 from forerun.measure.bench.comparison import Demo, DemoArms, chains_and_trees, neighbours_apart
 from forerun.measure.bench.config import DemoConfig
@@ -154,3 +155,12 @@ def test_scouting_decodes_no_more_than_is_asked_for(make_arm):
     prompts = scouted(engine, texts, SamplingParams(temperature=0, max_tokens=40))
     assert next(prompts).text == "0"
     assert engine.calls == texts[:8]
+
+
+def test_scouting_ends_where_no_prompt_can_be_timed(make_arm, monkeypatch):
+    monkeypatch.setattr(compare, "MAX_PASSED_OVER", 16)
+    engine = make_arm("plain", vocab_size=20).engine
+    texts = [str(i) for i in range(80)]
+    params = SamplingParams(temperature=0, max_tokens=8)  # shorter than what is timed
+    assert not [*scouted(engine, texts, params)]
+    assert engine.calls == texts[:16]
