@@ -271,5 +271,5 @@ def test_a_pipe_without_a_writer_is_given_up(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(bounded_read, "FIRST_DATA_S", 0.01)
     path = tmp_path / f"pipe{suffix}"
     os.mkfifo(path)
-    with pytest.raises(InvalidRequest, match="nothing was written|not a regular file"):
+    with pytest.raises(InvalidRequest, match=r"nothing was written|not a regular file"):
         read_prompts(path)

