@@ -53,6 +53,8 @@ class ReadLimits:
 
 DEFAULT = ReadLimits()
 CHUNK_BYTES = 1 << 20
+FIRST_DATA_S = 20.0
+"""Seconds that a named pipe may be empty before its first data."""
 
 
 class Deadline:
@@ -104,9 +106,9 @@ class BoundedFile:
         if self._owned:
             os.close(self._handle)
 
-    def wait_for_data(self, max_seconds: float) -> None:
+    def _wait_for_data(self) -> None:
         """Wait until a pipe has data to read, or has ended; raises UnreadableInput."""
-        max_seconds = min(max_seconds, self.deadline.remaining_s())
+        max_seconds = min(FIRST_DATA_S, self.deadline.remaining_s())
         if self._waits and not select.select([self._handle], [], [], max_seconds)[0]:
             raise UnreadableInput(
                 f"nothing was written to {self.name} within {max_seconds:.2g} s; start its writer "
@@ -159,6 +161,8 @@ class BoundedFile:
             yield rest
 
     def _read_chunk(self, size: int) -> bytes:
+        if self._owned and not self.num_bytes:
+            self._wait_for_data()
         left_s = self.deadline.remaining_s()
         limit = self.limits.max_bytes
         try:
@@ -381,6 +385,7 @@ def parquet_batches(
                 raise UnreadableInput(f"{name} has no column {min(missing)!r}")
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 deadline.remaining_s()
+                batch.validate(full=True)  # texts may be no UTF-8
                 size = batch.nbytes + sum(map(_unpacked_bytes, batch.columns))
                 if size > limits.max_bytes:
                     raise UnreadableInput(

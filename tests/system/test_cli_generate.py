@@ -153,6 +153,12 @@ def test_a_k_that_max_tokens_cuts_is_reported(run, flags, is_cut):
     assert ("drafts at most" in err) == is_cut
 
 
+def test_a_k_beyond_the_context_has_one_message(run):
+    code, _, err = run("def f", "--k", "9999")
+    assert code == 2 and "num_speculative_tokens is 9999" in err
+    assert "drafts at most" not in err
+
+
 @pytest.mark.parametrize("num_threads", ["0", "100000"])
 def test_threads_that_the_machine_cannot_run_are_refused(run, num_threads):
     code, out, err = run("def f", *GREEDY, "--threads", num_threads)

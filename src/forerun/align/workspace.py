@@ -240,8 +240,8 @@ def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
             f"{workspace.manifest.name} nor {CARD_FILE}"
         )
     for stage, gone in GONE.items():
-        known = values.get(stage, {})
-        values[stage] = {name: v for name, v in known.items() if gone.get(name, ...) != v}
+        if isinstance(known := values.get(stage, {}), dict):
+            values[stage] = {name: v for name, v in known.items() if gone.get(name, ...) != v}
     try:
         return from_json(AlignConfig, values), draft
     except ValueError as error:

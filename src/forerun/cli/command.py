@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -74,7 +75,8 @@ class Command(Generic[OptionsT]):
         for one, other in SAME_FLAGS:
             if one in _flags_of(given) and other in _flags_of(given):
                 raise InvalidRequest(f"{one} and {other} are the same flag; give one of them")
-        parsed: OptionsT = tyro.cli(
+        parse = partial(
+            tyro.cli,
             self.options,
             prog=f"forerun {name}",
             description=self.help,
@@ -82,6 +84,15 @@ class Command(Generic[OptionsT]):
             default=self.defaults(given),
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
         )
+        parsed: OptionsT
+        parsed, rest = parse(return_unknown_args=True)
+        if rest and not is_flag(rest[0]):
+            raise InvalidRequest(
+                f"{rest[0]!r:.200} is one word too many for forerun {name}; put quotes around a "
+                "text of several words"
+            )
+        if rest:
+            parse()  # which says what is unknown, and what is like it
         return parsed
 
     def one_value_each(self, arguments: Sequence[str]) -> Iterator[str]:

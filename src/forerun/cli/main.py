@@ -21,6 +21,7 @@ from typing import Any
 
 import forerun
 from forerun.cli.command import Command, Exit
+from forerun.client.urls import hide_credentials
 from forerun.errors import (
     CacheTooLarge,
     DrafterError,
@@ -284,7 +285,8 @@ def _print_error(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    line = Text.assemble(("forerun: ", "bold red"), printable(message, keep="\n", max_length=4000))
+    shown = printable(hide_credentials(message), keep="\n", max_length=4000)
+    line = Text.assemble(("forerun: ", "bold red"), shown)
     Console(stderr=True, soft_wrap=True).print(line)
 
 

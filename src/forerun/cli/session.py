@@ -243,11 +243,6 @@ def load_engine(
     """
     drafts_chains = bool(pair.draft_names) and pair.tree is None
     is_chosen = pair.controller == "fixed" or pair.k != EngineConfig().num_speculative_tokens
-    if is_chosen and drafts_chains and max_tokens is not None and pair.k >= max_tokens > 1:
-        logger.warning(
-            "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
-            *(pair.k, max_tokens - 1, max_tokens),
-        )
     if pair.profile and (pair.weights, pair.draft_weights) != ("auto", "auto"):
         raise InvalidRequest(
             "a --profile is of weights as they are stored, which --weights and --draft-weights "
@@ -276,6 +271,11 @@ def load_engine(
     with SafeConsole(stderr=True).status(f"Loading {pair.target}"):
         engine = Engine.load(
             pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
+        )
+    if is_chosen and drafts_chains and max_tokens is not None and pair.k >= max_tokens > 1:
+        logger.warning(
+            "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
+            *(pair.k, max_tokens - 1, max_tokens),
         )
     if pair.profile:
         if engine.drafter is None:

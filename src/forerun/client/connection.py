@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from forerun.bounded_read import Deadline, parse_json
 from forerun.client.door import (
-    API_KEY,
+    KEY_HINT,
+    UNAUTHORIZED,
     Door,
     Reply,
     Transport,
@@ -98,7 +99,6 @@ ID_FLAGS: tuple[Mapping[str, object], ...] = (
 )
 """Flags that ask vLLM and forerun for token ids; a strict server refuses those it does not know."""
 _REFUSED = (400, 422)
-_UNAUTHORIZED = (401, 403)
 _BUSY = (408, 409, 425, 429)
 
 Result = TypeVar("Result")
@@ -251,8 +251,8 @@ class Connection:
         problem = f"status {reply.status}: {words}"
         if reply.status >= 500 or reply.status in _BUSY:
             raise _BusyReply(problem, reply.headers.get("retry-after"))
-        if reply.status in _UNAUTHORIZED:
-            problem += f" (the key sent is that of {API_KEY}, unless another variable is named)"
+        if reply.status in UNAUTHORIZED:
+            problem += KEY_HINT
         raise InvalidRequest(f"{reply.name} refuses the request with {problem}")
 
     def _quote_start(self, body: bytes) -> str:

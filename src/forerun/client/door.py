@@ -34,6 +34,11 @@ _CONNECT_S = 10.0
 _PIECE_BYTES = 1 << 16
 _PACKED = ("gzip", "x-gzip", "deflate")
 API_KEY = "OPENAI_API_KEY"
+UNAUTHORIZED = (401, 403)
+KEY_HINT = (
+    f" (the key sent is that of {API_KEY}, or of the variable that --api-key-env, or in `align` "
+    "--responses-key-env, names)"
+)
 
 # Below this level they log the whole URL of every request.
 for _name in ("httpx", "httpcore", "httpx2", "httpcore2"):
@@ -298,10 +303,10 @@ class Door:
 
 
 def _send_accepted(
-    door: Door, method: str, url: str, deadline: Deadline, body: object = None
+    door: Door, url: str, deadline: Deadline, body: object = None, key_hint: str = ""
 ) -> Reply:
-    """Send one request and return its response if the status is 200 to 299."""
-    reply = door.send(method, url, deadline, body)
+    """Post a body, or get a page without one; return the response if its status is 200 to 299."""
+    reply = door.send("GET" if body is None else "POST", url, deadline, body)
     if 200 <= reply.status < 300:
         return reply
     reply.close()
@@ -310,7 +315,8 @@ def _send_accepted(
         raise UnreadableInput(
             f"{reply.name} redirects to {where}, which is not followed: give that address"
         )
-    raise UnreadableInput(f"{reply.name} answers {reply.status}: {door.hide_key(reply.reason)}")
+    problem = f"{reply.name} answers {reply.status}: {door.hide_key(reply.reason)}"
+    raise UnreadableInput(problem + (key_hint if reply.status in UNAUTHORIZED else ""))
 
 
 def fetch_page(url: str, limits: ReadLimits, headers: Mapping[str, str] | None = None) -> bytes:
@@ -321,7 +327,8 @@ def fetch_page(url: str, limits: ReadLimits, headers: Mapping[str, str] | None =
     deadline = answer_deadline(limits.max_seconds, url)
     try:
         with Door(limits.max_seconds, headers or {}, uses_environment=False) as door:
-            return _send_accepted(door, "GET", url, deadline).body(deadline, limits.max_bytes)
+            page = _send_accepted(door, url, deadline, key_hint=KEY_HINT)
+            return page.body(deadline, limits.max_bytes)
     except Unreachable as error:
         raise UnreadableInput(f"{shown_url(url)} cannot be read: {error.reason}") from error
 
@@ -332,7 +339,7 @@ def post_once(url: str, content: object, max_seconds: float) -> None:
     Raises UnreadableInput, InvalidRequest or ServerUnavailable where it was not.
     """
     with Door(max_seconds, {}) as door:
-        _send_accepted(door, "POST", url, answer_deadline(max_seconds, url), content).close()
+        _send_accepted(door, url, answer_deadline(max_seconds, url), content).close()
 
 
 class PassedReply:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from forerun.errors import InvalidRequest
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]*", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*:/{1,2})[^\s/@]*@", re.IGNORECASE)
 _PAGES = "/metrics /health /version /v1 /models /v1/models".split()
 _PUBLIC = {
     "",
@@ -51,6 +52,11 @@ def shown_url(url: str) -> str:
 def shown_source(name: str) -> str:
     """Return the name of a file as it is, and a URL as `shown_url` renders it."""
     return shown_url(name) if is_url(name) else name
+
+
+def hide_credentials(text: str) -> str:
+    """Return a text in which no URL has a user and a password, one taken for a path included."""
+    return _CREDENTIALS.sub(rf"\1{HIDDEN}@", text)
 
 
 def hide_urls(text: object) -> str:

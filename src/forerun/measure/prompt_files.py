@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import islice
+from io import StringIO
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.bounded_read import (
     ReadLimits,
+    check_regular,
     decoded,
     first_line,
     json_lines,
@@ -49,7 +51,7 @@ FIELDS = (
 )
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Other roles of ShareGPT, such as "system", are those of chat templates."""
-MAX_RECORDS = 2_000_000
+MAX_RECORDS = 1_000_000
 MAX_CHARACTERS = 1 << 30
 STREAM = ReadLimits(
     max_bytes=1 << 34, max_seconds=3600.0, max_line_bytes=1 << 24, max_rows=MAX_RECORDS
@@ -156,15 +158,15 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
     """
     num_characters = 0
     try:
-        for source in _list_sources(path):
-            for entry in entries_of(source):
-                num_characters += entry.num_characters
-                if num_characters > MAX_CHARACTERS:
-                    raise InvalidRequest(
-                        f"{path} has more than {MAX_CHARACTERS} characters of prompts, the limit "
-                        "here; give less of it"
-                    )
-                yield entry
+        entries = chain.from_iterable(map(entries_of, _list_sources(path)))
+        for number, entry in enumerate(entries, start=1):
+            num_characters += entry.num_characters
+            if num_characters > MAX_CHARACTERS or number > MAX_RECORDS:
+                raise InvalidRequest(
+                    f"{path} has more than {MAX_CHARACTERS} characters or {MAX_RECORDS} records "
+                    "of prompts, the limits here; give less of it"
+                )
+            yield entry
     except (OSError, UnreadableInput) as error:
         raise InvalidRequest(f"prompts cannot be read from {path}: {error}") from error
 
@@ -245,6 +247,7 @@ def _parquet_rows(file: Path) -> Rows:
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
+    check_regular(file)  # opening a pipe may never return
     try:
         columns = [name for name in pq.read_schema(file).names if name in FIELDS]
     except (OSError, ArrowException) as error:
@@ -281,14 +284,17 @@ def _dataset_rows(name: Path) -> Rows:
 
 def texts_of(file: Path) -> Iterator[PromptEntry]:
     """Yield the prompts of a plain text file, each with the number of its first line."""
-    lines = read_text(file).splitlines()
-    if SEPARATOR not in lines:
+    text = StringIO(read_text(file), newline=None)  # a list of millions of lines takes gigabytes
+    is_split = any(line.removesuffix("\n") == SEPARATOR for line in text)
+    text.seek(0)
+    lines = (line.removesuffix("\n") for line in text)
+    if not is_split:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield PromptEntry(where=f"{file}:{number}", text=line)
         return
     block: list[str] = []
-    for number, line in enumerate((*lines, SEPARATOR), start=1):
+    for number, line in enumerate(chain(lines, [SEPARATOR]), start=1):
         if line != SEPARATOR:
             block.append(line)
             continue
@@ -333,7 +339,7 @@ def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise InvalidRequest(f'{where}: "conversations" must be a list of objects')
         found["messages"] = system + [
             {
-                "role": SHAREGPT_ROLES.get(turn.get("from"), turn.get("from")),
+                "role": SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")),
                 "content": turn.get("value"),
             }
             for turn in turns

@@ -21,7 +21,7 @@ from typing import Any
 
 MAX_SECONDS = 5
 MAX_START_SECONDS = 20
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 29
 MAX_CHARACTERS = 8 << 20
 
 

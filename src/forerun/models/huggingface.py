@@ -439,6 +439,9 @@ def read_weights(
         )
     try:
         with quiet_transformers():
+            with torch.device("meta"):
+                described = model_class._from_config(copy.deepcopy(config), dtype=dtype)
+            _check_count(checkpoint, sum(each.numel() for each in described.parameters()))
             model, info = model_class.from_pretrained(
                 checkpoint.folder if gguf is None else None,
                 config=config,
@@ -451,6 +454,8 @@ def read_weights(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+    except InvalidModel:
+        raise
     except Exception as error:
         raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
     for problem in ("missing", "unexpected", "mismatched"):
@@ -461,6 +466,15 @@ def read_weights(
                 f"{len(names)} {problem}, the first {names[0]}"
             )
     return model
+
+
+def _check_count(checkpoint: Checkpoint, num_described: int) -> None:
+    """Refuse a configuration of more parameters than stored, before memory is taken for them."""
+    if num_described > checkpoint.num_parameters:
+        raise InvalidModel(
+            f"the weights in {checkpoint.folder} do not fit its configuration: it describes "
+            f"{num_described} parameters, and {checkpoint.num_parameters} are stored"
+        )
 
 
 @contextmanager

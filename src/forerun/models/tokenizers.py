@@ -227,6 +227,8 @@ def _decoder_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHORT_CHARACTERS = 1 << 15
 """Texts with more characters are processed so that other requests can go on meanwhile."""
+MAX_TEXT_CHARACTERS = 1 << 22
+"""Of a text; the library takes over 100 bytes for each character of it."""
 Messages = list[dict[str, Any]]
 """A conversation: each message with "role" and "content"."""
 Renderer = Callable[[Messages, Mapping[str, Any]], str]
@@ -273,8 +275,13 @@ class Tokenizer:
         """Encode a text, with the special tokens (such as a start token) that the model expects.
 
         Raises:
-            InvalidRequest: the text holds a lone surrogate, which stands for no character.
+            InvalidRequest: the text holds a lone surrogate, which stands for no character, or is
+                longer than any context.
         """
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise InvalidRequest(
+                f"the text has {len(text)} characters; at most {MAX_TEXT_CHARACTERS} are tokenised"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -479,7 +486,7 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
         return _read_gguf(folder, cache or cache_folder())
     kept = cached_json(
         cache or cache_folder(),
-        f"tokenizer-with-template-{key_of(folder)}",
+        f"tokenizer-and-template-{key_of(folder)}",
         lambda: asdict(_definition_of(by_transformers(folder))),
     )
     return Tokenizer(
@@ -524,14 +531,24 @@ def _definition_of(backend: Any) -> TokenizerDefinition:
         content=backend.backend_tokenizer.to_str(),
         eos_token_id=backend.eos_token_id,
         splits_special_tokens=backend.split_special_tokens,
-        chat_template=None if backend.chat_template is None else str(backend.chat_template),
+        chat_template=_template_of(backend),
     )
+
+
+def _template_of(backend: Any) -> str | None:
+    """Return the chat template of a tokenizer, the default one of several; None without one."""
+    template = backend.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and not isinstance(template, str):
+        raise InvalidModel(f"the chat template is {template!r:.60}; it must be text")
+    return template or None
 
 
 def _renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
     special = {name: str(token) for name, token in backend.special_tokens_map.items()}
-    return _renderer_of(template or backend.get_chat_template(), special)
+    return _renderer_of(template or str(_template_of(backend)), special)
 
 
 def _renderer_of(template: str, special: Mapping[str, str]) -> Renderer:

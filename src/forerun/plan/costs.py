@@ -200,7 +200,12 @@ def cost_table(
             overhead_s=(machine.step_s,),
         )
 
-    return CostTable(lines=tuple(line(b, c) for b in sorted(batches) for c in sorted(contexts)))
+    try:
+        return CostTable(lines=tuple(line(b, c) for b in sorted(batches) for c in sorted(contexts)))
+    except (OverflowError, ValueError) as error:
+        raise InvalidRequest(
+            f"the figures of the machine and of the models give no times of passes: {error}"
+        ) from error
 
 
 def _check_memory(

@@ -255,7 +255,7 @@ def forced(
     if tool_format is None:
         raise InvalidRequest(
             "tool_choice cannot be enforced, because the chat template has no known format of tool "
-            "calls; start the server with --tool-format"
+            f"calls; start the server with --tool-format {' or '.join(TOOL_FORMATS)}"
         )
 
     def mark(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from forerun.align.workspace import read_settings
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -164,3 +166,10 @@ def test_auto_takes_the_objective_of_the_temperature_and_the_method() -> None:
     assert made(sampling=GREEDY).objective_name == "fkl"
     assert made().objective_name == "nla"
     assert made(method="eagle3", attached=AttachedConfig()).objective_name == "fkl"
+
+
+@pytest.mark.parametrize("stage", ["data", "sampling", "objective", "teacher"])
+def test_a_manifest_whose_stage_is_no_object_is_refused(stage: str, tmp_path: Path) -> None:
+    (tmp_path / "align.json").write_text(json.dumps({stage: -1}))
+    with pytest.raises(InvalidRequest, match="another version of forerun, or damaged"):
+        read_settings(tmp_path)

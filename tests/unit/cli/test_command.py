@@ -13,6 +13,7 @@ from forerun.cli.info import COMMAND as INFO
 from forerun.cli.plan import COMMAND as PLAN
 from forerun.cli.profile import COMMAND as PROFILE
 from forerun.cli.simulate import COMMAND as SIMULATE
+from forerun.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,9 @@ def test_old_names_are_aliases(command, old, new, value):
         needed = ["--workload", "w", "--profile", "p"]
     found = [command.parse("name", [*needed, flag, value]) for flag in (old, new)]
     assert found[0] == found[1] != command.parse("name", needed)
+
+
+@pytest.mark.parametrize("words", [["a b", "c d"], ["a b", "--k", "3", "c d"]])
+def test_a_second_prompt_is_refused_by_its_words(words):
+    with pytest.raises(InvalidRequest, match="'c d' is one word too many for forerun generate"):
+        GENERATE.parse("generate", words)

@@ -254,3 +254,11 @@ def test_a_server_that_repeats_the_password_of_its_url_does_not_show_it():
         text = one.send("GET", url, answer_deadline(1.0, url)).body(answer_deadline(1.0, url), 1000)
         hidden = one.hide_key(text.decode())
     assert not any(secret in hidden for secret in ("swordfish", "dXNlcjpzd29yZGZpc2g", "token"))
+
+
+@pytest.mark.parametrize(("status", "is_about_keys"), [(401, True), (403, True), (404, False)])
+def test_a_page_that_needs_a_key_says_where_the_key_comes_from(status, is_about_keys, monkeypatch):
+    answered(monkeypatch, b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % status)
+    with pytest.raises(UnreadableInput) as page:
+        fetch_page("http://h/metrics", LIMITS)
+    assert ("that of OPENAI_API_KEY, or of the variable" in str(page.value)) == is_about_keys

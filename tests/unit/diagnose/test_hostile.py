@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.records import HEADER, REQUEST, STEP, steps
 
+from forerun import bounded_read
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import sources
@@ -139,7 +140,7 @@ def test_a_pipe_without_a_writer_ends(tmp_path, monkeypatch):
 
 
 def test_a_pipe_is_given_up_where_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "FIRST_DATA_S", 0.2)
+    monkeypatch.setattr(bounded_read, "FIRST_DATA_S", 0.2)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ForerunError, match=r"nothing was written to pipe within 0\.2 s"):

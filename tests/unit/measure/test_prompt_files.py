@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from forerun import bounded_read
 from forerun.errors import InvalidRequest
-from forerun.measure.prompt_files import read_entries
+from forerun.measure import prompt_files
+from forerun.measure.prompt_files import read_entries, read_prompts
 
 HELLO = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "hi"}
@@ -109,6 +112,8 @@ def test_a_folder_of_code_is_told_what_prompts_are(tmp_path):
         ({"messages": [{"role": "user"}]}, "message 0 must have"),
         ({"messages": [{"role": "user", "content": [1]}]}, "message 0 must have"),
         ({"messages": [ANSWER, HELLO]}, "begins with the assistant's answer"),
+        ({"conversations": [{"from": ["x"], "value": "a"}]}, "message 0 must have"),
+        ({"conversations": [{"from": {}, "value": "a"}]}, "message 0 must have"),
     ],
 )
 def test_malformed_records_are_named_by_their_line(write_lines, row, message):
@@ -240,5 +245,31 @@ def test_a_small_table_of_many_characters_is_refused(tmp_path, monkeypatch):
     with pytest.raises(InvalidRequest, match="more than 10000 characters"):
         entries(path)
     pq.write_table(pa.table({"prompt": pa.array(["a"] * 2_100_000)}), path)
-    with pytest.raises(InvalidRequest, match="2100000 rows; the limit is 2000000"):
+    with pytest.raises(InvalidRequest, match="2100000 rows; the limit is 1000000"):
         entries(path)
+
+
+def test_too_many_records_are_refused_whatever_their_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompt_files, "MAX_RECORDS", 3)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("x\ny\n")
+    assert len(read_prompts(tmp_path / "a.txt")) == 2
+    with pytest.raises(InvalidRequest, match="or 3 records of prompts"):
+        read_prompts(tmp_path)
+
+
+def test_a_text_that_is_no_utf8_in_a_table_is_refused(tmp_path):
+    buffers = (pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0])), pa.py_buffer(b"\xff\xfe"))
+    table = pa.table({"prompt": pa.StringArray.from_buffers(1, *buffers)})
+    pq.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(InvalidRequest, match="Invalid UTF8"):
+        read_prompts(tmp_path / "p.parquet")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl", ".parquet", ".txt"])
+def test_a_pipe_without_a_writer_is_given_up(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(bounded_read, "FIRST_DATA_S", 0.01)
+    path = tmp_path / f"pipe{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(InvalidRequest, match=r"nothing was written|not a regular file"):
+        read_prompts(path)

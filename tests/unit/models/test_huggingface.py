@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from transformers import (
 
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.base import Context, pack
-from forerun.models.huggingface import adapt
+from forerun.models.checkpoint import read_checkpoint
+from forerun.models.huggingface import adapt, read_weights
 from forerun.theory.tree import TokenTree
 
 
@@ -103,3 +105,13 @@ def test_bf16_is_close_to_fp32():
     exact, rounded = logits
     assert rounded.dtype == torch.bfloat16
     assert (rounded.float() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_a_configuration_of_more_than_is_stored_takes_no_memory(tmp_path, monkeypatch):
+    network().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["intermediate_size"] *= 1000
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", None)
+    with pytest.raises(InvalidModel, match=r"describes \d+ parameters, and \d+ are stored"):
+        read_weights(read_checkpoint(tmp_path), torch.float32)

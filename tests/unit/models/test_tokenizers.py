@@ -12,6 +12,7 @@ from transformers import TokenizersBackend
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.tokenizers import (
+    MAX_TEXT_CHARACTERS,
     Detokenizer,
     PieceRules,
     Tokenizer,
@@ -194,3 +195,34 @@ def test_a_template_that_is_set_later_is_the_one_that_renders():
     assert tokenizer.render_chat(conversation) == "hi"
     tokenizer.use_chat_template("<{{ messages[0].content }}>")
     assert tokenizer.render_chat(conversation) == "<hi>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("", None),
+        ({}, None),
+        ({"tool_use": "a"}, None),
+        ({"tool_use": "a", "default": "{{ messages[0].content }}"}, "hi"),
+    ],
+)
+def test_the_default_one_of_several_templates_is_used(template, text):
+    backend = backend_of(["a"], decoders.ByteLevel())
+    backend.chat_template = template
+    tokenizer = adopt(backend)
+    assert tokenizer.has_chat_template == (text is not None)
+    if text is not None:
+        assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == text
+
+
+@pytest.mark.parametrize("template", [3, True, {"default": ["x"]}])
+def test_a_template_that_is_no_text_is_refused(template):
+    backend = backend_of(["a"], decoders.ByteLevel())
+    backend.chat_template = template
+    with pytest.raises(InvalidModel, match=r"the chat template is .*; it must be text"):
+        adopt(backend)
+
+
+def test_a_text_longer_than_any_context_is_not_tokenised(byte_level):
+    with pytest.raises(InvalidRequest, match="has 4194305 characters; at most 4194304"):
+        byte_level.encode("x" * (MAX_TEXT_CHARACTERS + 1))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from forerun.errors import InvalidRequest
@@ -99,3 +101,10 @@ def test_keys_and_values_count_for_the_memory():
     cost_table(preset("h100-sxm"), model, None, batches=[1], contexts=[1024])
     with pytest.raises(InvalidRequest, match="at batch 16"):
         cost_table(preset("h100-sxm"), model, None, batches=[16, 32], contexts=[1024])
+
+
+@pytest.mark.parametrize("changes", [{"flops_per_s": 1e-300}, {"bytes_per_s": 1e-300}])
+def test_figures_that_give_no_times_are_refused(changes):
+    machine = replace(MACHINE, **changes)
+    with pytest.raises(InvalidRequest, match="give no times of passes"):
+        cost_table(machine, replace(TARGET, num_parameters=1e20), None, batches=(1,), contexts=(0,))

@@ -117,5 +117,5 @@ def test_the_format_follows_from_the_template(template, name):
 
 
 def test_an_unknown_format_cannot_be_enforced():
-    with pytest.raises(InvalidRequest, match="--tool-format"):
+    with pytest.raises(InvalidRequest, match="--tool-format hermes or mistral or llama3"):
         forced([{"function": {"name": "look"}}], None, {})

@@ -635,8 +635,6 @@ REFERENCE = {
 TRACE_START = b'{"record":'
 LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
 """Limits of one source. A log may be piped from a running server, so minutes are allowed."""
-FIRST_DATA_S = 20.0
-"""Seconds that a named pipe may be empty before its first data."""
 
 
 def read_source(
@@ -662,7 +660,6 @@ def read_source(
         if path.is_dir():
             return read_trace(path)
         with open_bounded(path, LIMITS, name=path.name) as file:
-            file.wait_for_data(FIRST_DATA_S)
             if file.peek(len(TRACE_START)) == TRACE_START and path.is_file():
                 return read_trace(path)
             return _read_stream(file, path.name)

@@ -140,35 +140,27 @@ def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurem
     )
 
 
-def within_budget(
-    blocks: Iterator[Block], deadline_s: float, clock: Callable[[], float], *, at_least: int = 0
-) -> Iterator[Block]:
-    """Yield blocks until another one would probably exceed the time budget."""
-    longest_s, num_done = 0.0, 0
-    while num_done < at_least or clock() + longest_s < deadline_s:
-        start_s = clock()
-        block = next(blocks, None)
-        if block is None:
-            return
-        longest_s = max(longest_s, clock() - start_s)
-        num_done += 1
-        yield block
-
-
 MIN_TOKENS = 16
 """Shorter completions time little but the prefill; their prompts are passed over."""
+
+MAX_PASSED_OVER = 256
+"""Prompts in a row without a completion to time; no further ones are tried."""
 
 
 def scouted(
     plain: Generator, texts: Sequence[EnginePrompt], params: SamplingParams
 ) -> Iterator[Prompt]:
     """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram."""
+    num_passed_over = 0  # in a row
     for start in range(0, len(texts), SCOUT_BATCH):
         batch = texts[start : start + SCOUT_BATCH]
         for text, output in zip(batch, plain.generate(batch, params), strict=True):
             length = first_repeat(output.token_ids)
-            if length >= MIN_TOKENS:
+            num_passed_over = 0 if length >= MIN_TOKENS else num_passed_over + 1
+            if not num_passed_over:
                 yield Prompt(text=text, params=replace(params, max_tokens=length))
+        if num_passed_over >= MAX_PASSED_OVER:
+            return
 
 
 WARM_UP_TOKENS = 8

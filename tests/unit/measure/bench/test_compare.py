@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from forerun.measure.bench.compare import Prompt, batched, run_blocks, within_budget
+from forerun.measure.bench import compare
+from forerun.measure.bench.compare import Prompt, batched, run_blocks, scouted
+from forerun.measure.prompt_files import neighbours_apart
 from forerun.sampling.config import SamplingParams
 
 
@@ -46,19 +50,31 @@ def test_blocks_are_measured_only_when_asked_for(make_arm, clock):
     assert arm.engine.calls == ["p0"]
 
 
-def test_budget_stops_before_a_block_that_would_not_fit(make_arm, clock):
-    arm = make_arm("a", step_s=1.0, prefill_s=0.0)  # 12 s a block
-    blocks = list(within_budget(run_blocks([arm], prompts(10), clock), 40.0, clock))
-    assert len(blocks) == 3
-    assert clock.now_s == pytest.approx(36.0)
+def test_spread_keeps_every_prompt_and_parts_neighbours():
+    prompts = [str(i) for i in range(60)]
+    spread_out = neighbours_apart(prompts)
+    assert sorted(spread_out) == sorted(prompts)
+    assert all(abs(int(a) - int(b)) > 1 for a, b in pairwise(spread_out))
 
 
-def test_budget_grants_the_least_number_of_blocks(make_arm, clock):
-    arm = make_arm("a")
-    run = run_blocks([arm], prompts(10), clock)
-    assert len(list(within_budget(run, 0.0, clock, at_least=4))) == 4
+def test_scouting_cuts_completions_before_they_repeat(make_arm):
+    engine = make_arm("plain", vocab_size=20).engine  # 0..19, 0..19: repeats from token 20 on
+    params = SamplingParams(temperature=0, max_tokens=80)
+    assert [p.params.max_tokens for p in scouted(engine, ["a", "b"], params)] == [20, 20]
 
 
-def test_budget_ends_when_prompts_do(make_arm, clock):
-    run = run_blocks([make_arm("a")], prompts(3), clock)
-    assert len(list(within_budget(run, 1e9, clock))) == 3
+def test_scouting_decodes_no_more_than_is_asked_for(make_arm):
+    engine = make_arm("plain").engine
+    texts = [str(i) for i in range(20)]
+    prompts = scouted(engine, texts, SamplingParams(temperature=0, max_tokens=40))
+    assert next(prompts).text == "0"
+    assert engine.calls == texts[:8]
+
+
+def test_scouting_ends_where_no_prompt_can_be_timed(make_arm, monkeypatch):
+    monkeypatch.setattr(compare, "MAX_PASSED_OVER", 16)
+    engine = make_arm("plain", vocab_size=20).engine
+    texts = [str(i) for i in range(80)]
+    params = SamplingParams(temperature=0, max_tokens=8)  # shorter than what is timed
+    assert not [*scouted(engine, texts, params)]
+    assert engine.calls == texts[:16]
