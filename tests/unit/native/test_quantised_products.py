@@ -1,4 +1,4 @@
-"""The tiles of quantised weights on every width of vectors, without the instructions of VNNI too."""
+"""The tiles of quantised weights for every width of vectors, also without VNNI's instruction."""
 
 from __future__ import annotations
 
