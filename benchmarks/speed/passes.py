@@ -6,7 +6,9 @@
 Every sequence of a batch feeds the same number of rows behind a context of the same length. Each
 tree runs in a process of its own, which waits while the other is measured; a figure is the median
 over rounds of the median of `REPEATS` passes, a ratio the geometric mean over rounds with its
-bootstrap interval (95%).
+bootstrap interval (95%). Then of both trees what several rows of a sequence cost in rows: the mean
+ratio of their time to that of one row, with its interval. With --threads 1 times are of the
+processor, on which other processes have less influence.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def worker(job: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.empty(640, dtype=torch.int64)
     ids.random_(model.vocab_size, generator=generator)
+    clock = time.thread_time if job["threads"] == 1 else time.perf_counter
     held: tuple[int, int] | None = None
     sequences: list[Context] = []
     print("ready", flush=True)
@@ -65,9 +68,9 @@ def worker(job: dict[str, Any]) -> None:
         model.forward(batch)
         times = []
         for _ in range(REPEATS):
-            started_s = time.perf_counter()
+            started_s = clock()
             model.forward(batch)
-            times.append(time.perf_counter() - started_s)
+            times.append(clock() - started_s)
         print(json.dumps(1e3 * statistics.median(times)), flush=True)
 
 
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sequences", type=int, nargs="+", default=(1, 8))
     parser.add_argument("--worker", type=json.loads)
     options = parser.parse_args()
     if options.worker is not None:
@@ -86,7 +90,7 @@ def main() -> None:
         return
     job = {"model": options.model, "weights": options.weights, "threads": options.threads}
     trees = [PausedProcess(__file__, tree, job) for tree in (options.before, options.after)]
-    for cell in CELLS:
+    for cell in (cell for cell in CELLS if cell[0] in options.sequences):
         found: dict[int, tuple[list[float], list[float]]] = {rows: ([], []) for rows in ROWS}
         for number in range(options.rounds):
             for num_rows, times in found.items():
@@ -100,6 +104,10 @@ def main() -> None:
                 f"{after:.2f} ms, {ratio:.3f} ({low:.3f}-{high:.3f})",
                 flush=True,
             )
+        for place, name in enumerate(("before", "after")):
+            for num_rows in ROWS[1:]:
+                ratio, low, high = mean_ratio(found[num_rows][place], found[1][place])
+                print(f"{name}, {num_rows} rows in rows: {ratio:.2f} ({low:.2f}-{high:.2f})")
     for tree in trees:
         tree.process.kill()
 

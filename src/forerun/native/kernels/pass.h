@@ -148,10 +148,11 @@ class Pass {
         for (auto& scores : s_.scores) fit(scores, queries * score_stride());
         fit(s_.asked, num_threads);
         for (auto& asked : s_.asked) fit(asked, queries);
+        const int most_rows = int(std::max(tile_rows, routed));
         for (int l = 0; l < rows_.num_layers; ++l)
             for (const Matrix* matrix : Weights<T>::matrices_of(w_.layers[l]))
-                if (matrix->bits) s_.quantised.fit(int(std::max(rows, routed)), *matrix);
-        if (w_.head.bits) s_.quantised.fit(rows_.num_wanted, w_.head);
+                if (matrix->bits) s_.quantised.fit(most_rows, *matrix);
+        if (w_.head.bits) s_.quantised.fit(most_rows, w_.head);
     }
 
     // Where every row goes and what it sees.

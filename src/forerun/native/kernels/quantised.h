@@ -25,7 +25,6 @@
 
 namespace forerun {
 
-constexpr int kRunInputs = 32;  // the most that are summed without a look at the group: see `Int4`
 constexpr int kLargestInt8 = 127;
 
 // ------------------------------------------------------------------------------------------- fp16
@@ -57,62 +56,73 @@ inline float from_half(uint16_t half) {
 
 // ------------------------------------------------------------------------------- products of a word
 //
-// `Lanes` is a vector of the processor, one int32 per output. Each type of weights says how the words
-// of one run of 32 inputs are multiplied: `begin`, `add` for every word, and `end` gives the sum of
-// products; first and last get the sum of the run's activations.
+// `Lanes` is a vector of the processor, one int32 per output: the four bytes of a lane are multiplied with a
+// word of four activations. Each type of weights says what the sum of a group begins with, from the sums of its
+// activations by their byte; how a word is taken apart, once for all rows; how products are added; and
+// what the sum is at the end.
 //
-// The paths with VNNI multiply unsigned weights with signed activations: int8 weights have 128 added
-// there, int4 weights have 8 added anyway, and `begin` takes away as many times the sum of the
-// activations. AVX2's instruction for bytes adds pairs of products in 16 bits and would clip them:
-// 2 x 128 x 127 of int8 (the sign moved to the activation) and 8 x 15 x 127 of int4 do fit.
+// The instruction of VNNI multiplies unsigned weights with signed activations: int8 weights have 128 added
+// there, int4 weights have 8 added anyway, and sums begin with as many times the activations, negative. AVX2's
+// instruction for bytes adds pairs of products in 16 bits and would clip them: 2 x 128 x 127 of int8 (the
+// sign moved to the activation) and 2 x 15 x 127 of int4 do fit. Sums of int4 stay in 16 bits, two per lane. They
+// may wrap around on the way, but not in the end: 32 x 8 x 127 for 64 inputs, 16 x 15 x 127 with minima.
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(FORERUN_LANE_BYTES)  // set by tests: as with VNNI, by the definition of its instruction
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define FORERUN_LANE_BYTES 64
 #define FORERUN_VNNI 1
-using Lanes = __m512i;
-inline Lanes lanes_of(int32_t value) { return _mm512_set1_epi32(value); }
-inline Lanes load_lanes(const void* from) { return _mm512_load_si512(from); }
-inline Lanes low_nibbles(Lanes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-inline Lanes high_nibbles(Lanes w) { return low_nibbles(_mm512_srli_epi16(w, 4)); }
-inline Lanes with_128_added(Lanes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
-inline Lanes add_products(Lanes sum, Lanes w, Lanes x) { return _mm512_dpbusd_epi32(sum, w, x); }
-inline Lanes add_lanes(Lanes a, Lanes b) { return _mm512_add_epi32(a, b); }
 #elif defined(__AVXVNNI__)
+#define FORERUN_LANE_BYTES 32
 #define FORERUN_VNNI 1
-using Lanes = __m256i;
-inline Lanes with_128_added(Lanes w) { return _mm256_xor_si256(w, _mm256_set1_epi8(-128)); }
-inline Lanes add_products(Lanes sum, Lanes w, Lanes x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #elif defined(__AVX2__)
-using Lanes = __m256i;
+#define FORERUN_LANE_BYTES 32
+#define FORERUN_PAIRS 1
 #else
-using Lanes = SumInts;
-inline Lanes lanes_of(int32_t value) { return value - Lanes{}; }
-inline Lanes load_lanes(const void* from) { return *static_cast<const Lanes*>(from); }
-inline Lanes add_lanes(Lanes a, Lanes b) { return a + b; }
-inline int32_t byte_of(int32_t word, int index) { return int8_t(uint32_t(word) >> (8 * index)); }
+#define FORERUN_LANE_BYTES 16
 #endif
+constexpr int kLaneBytes = FORERUN_LANE_BYTES;
 
-#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
-inline Lanes lanes_of(int32_t value) { return _mm256_set1_epi32(value); }
-inline Lanes load_lanes(const void* from) { return _mm256_load_si256(static_cast<const Lanes*>(from)); }
-inline Lanes low_nibbles(Lanes w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
-inline Lanes high_nibbles(Lanes w) { return low_nibbles(_mm256_srli_epi16(w, 4)); }
-inline Lanes add_lanes(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
+typedef int32_t Lanes __attribute__((vector_size(kLaneBytes), may_alias));
+typedef uint32_t LaneWords __attribute__((vector_size(kLaneBytes)));
+typedef float LaneFloats __attribute__((vector_size(kLaneBytes), aligned(4), may_alias));
+constexpr int kLaneOutputs = kLaneBytes / 4;
+
+inline Lanes lanes_of(int32_t value) { return value - Lanes{}; }
+
+inline int32_t word_of(const int8_t* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return word;
+}
+
+#if defined(FORERUN_PAIRS)
+inline Lanes add_pairs(Lanes pairs) {
+    return (Lanes)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+}
 
 // Compilers delay additions of integers and then lack registers for all the products.
 inline Lanes kept(Lanes sum) {
     asm("" : "+x"(sum));
     return sum;
 }
+#else
+// sum + w . x over the four bytes of a lane, w unsigned and x signed.
+inline Lanes add_products(Lanes sum, Lanes w, const int8_t* x) {
+#if !defined(FORERUN_VNNI)
+    for (int i = 0; i < 4; ++i) sum += (Lanes)((LaneWords)w >> (8 * i) & 255) * int32_t(x[i]);
+    return sum;
+#elif FORERUN_LANE_BYTES == 64
+    return (Lanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)lanes_of(word_of(x)));
+#else
+    return (Lanes)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)lanes_of(word_of(x)));
+#endif
+}
 #endif
 
-typedef float LaneFloats __attribute__((vector_size(sizeof(Lanes)), aligned(4), may_alias));
-typedef int32_t LaneInts __attribute__((vector_size(sizeof(Lanes)), aligned(4), may_alias));
-constexpr int kLaneOutputs = sizeof(Lanes) / 4;
-
 inline LaneFloats load_halves(const uint16_t* from) {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if FORERUN_LANE_BYTES == 64 && defined(__AVX512F__)
     return (LaneFloats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif FORERUN_LANE_BYTES == 32 && defined(__F16C__)
     return (LaneFloats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
     LaneFloats each{};
@@ -121,137 +131,111 @@ inline LaneFloats load_halves(const uint16_t* from) {
 #endif
 }
 
-inline int32_t word_of(const int8_t* from) {
-    int32_t word;
-    std::memcpy(&word, from, 4);
-    return word;
-}
-
 struct Int8 {
     static constexpr int kBits = 8;
-    static constexpr int kInputs = 4;  // of a word
-#if defined(FORERUN_VNNI)
-    struct Word { Lanes raised; };
-    static Lanes begin(int32_t sum) { return lanes_of(-128 * sum); }
-    static Word take(Lanes w) { return {with_128_added(w)}; }
-    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
-        return add_products(sum, w.raised, lanes_of(word_of(x)));
-    }
-    static Lanes end(Lanes sum, int32_t) { return sum; }
-#elif defined(__AVX2__)
+#if defined(FORERUN_PAIRS)
     struct Word { Lanes size, sign; };
-    static Lanes begin(int32_t) { return _mm256_setzero_si256(); }
-    static Word take(Lanes w) { return {_mm256_abs_epi8(w), w}; }
+    static int32_t begin(const int32_t*) { return 0; }
+    static Word take(Lanes w, int) { return {(Lanes)_mm256_abs_epi8((__m256i)w), w}; }
     static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
-        const Lanes signed_x = _mm256_sign_epi8(lanes_of(word_of(x)), w.sign);
-        const Lanes pairs = _mm256_maddubs_epi16(w.size, signed_x);
-        return kept(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+        const __m256i signed_x = _mm256_sign_epi8((__m256i)lanes_of(word_of(x)), (__m256i)w.sign);
+        return kept(sum + add_pairs((Lanes)_mm256_maddubs_epi16((__m256i)w.size, signed_x)));
     }
-    static Lanes end(Lanes sum, int32_t) { return sum; }
 #else
-    struct Word { Lanes w; };
-    static Lanes begin(int32_t) { return Lanes{}; }
-    static Word take(Lanes w) { return {w}; }
-    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
-        for (int i = 0; i < 4; ++i)
-            sum += ((Lanes)((SumWords)w.w << (24 - 8 * i)) >> 24) * int32_t(x[i]);
-        return sum;
-    }
-    static Lanes end(Lanes sum, int32_t) { return sum; }
+    using Word = Lanes;
+    static int32_t begin(const int32_t* x) { return -128 * (x[0] + x[1] + x[2] + x[3]); }
+    static Word take(Lanes w, int) { return w ^ lanes_of(int32_t(0x80808080u)); }
+    static Lanes add(Lanes sum, Word w, const int8_t* x) { return add_products(sum, w, x); }
 #endif
+    static Lanes end(Lanes sum) { return sum; }
 };
 
 struct Int4 {
     static constexpr int kBits = 4;
-    static constexpr int kInputs = 8;
-#if defined(FORERUN_VNNI)
-    struct Word { Lanes low, high; };
-    static Lanes begin(int32_t sum) { return lanes_of(-8 * sum); }
-    static Word take(Lanes w) { return {low_nibbles(w), high_nibbles(w)}; }
-    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
-        sum = add_products(sum, w.low, lanes_of(word_of(x)));
-        return add_products(sum, w.high, lanes_of(word_of(x + 4)));
+    using Word = Lanes;
+    static Word take(Lanes w, int half) { return (Lanes)((LaneWords)w >> (4 * half) & 0x0f0f0f0fu); }
+#if defined(FORERUN_PAIRS)
+    static int32_t begin(const int32_t* x) {
+        return int32_t(uint32_t(uint16_t(-8 * (x[0] + x[1]))) | uint32_t(-8 * (x[2] + x[3])) << 16);
     }
-    static Lanes end(Lanes sum, int32_t) { return sum; }
-#elif defined(__AVX2__)
-    struct Word { Lanes low, high; };
-    static Lanes begin(int32_t) { return _mm256_setzero_si256(); }
-    static Word take(Lanes w) { return {low_nibbles(w), high_nibbles(w)}; }
-    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {  // in 16 bits until `end`
-        const Lanes low = _mm256_maddubs_epi16(w.low, lanes_of(word_of(x)));
-        const Lanes high = _mm256_maddubs_epi16(w.high, lanes_of(word_of(x + 4)));
-        return kept(_mm256_add_epi16(sum, _mm256_add_epi16(low, high)));
+    static Lanes add(Lanes sum, Word w, const int8_t* x) {
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)lanes_of(word_of(x)));
+        return kept((Lanes)_mm256_add_epi16((__m256i)sum, pairs));
     }
-    static Lanes end(Lanes sum, int32_t total) {
-        return add_lanes(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)), lanes_of(-8 * total));
-    }
+    static Lanes end(Lanes sum) { return add_pairs(sum); }
 #else
-    struct Word { Lanes w; };
-    static Lanes begin(int32_t sum) { return lanes_of(-8 * sum); }
-    static Word take(Lanes w) { return {w}; }
-    static Lanes add(Lanes sum, const Word& w, const int8_t* x) {
-        for (int i = 0; i < 4; ++i) {
-            sum += (Lanes)((SumWords)w.w >> (8 * i) & 15) * int32_t(x[i]);
-            sum += (Lanes)((SumWords)w.w >> (8 * i + 4) & 15) * int32_t(x[4 + i]);
-        }
-        return sum;
-    }
-    static Lanes end(Lanes sum, int32_t) { return sum; }
+    static int32_t begin(const int32_t* x) { return -8 * (x[0] + x[1] + x[2] + x[3]); }
+    static Lanes add(Lanes sum, Word w, const int8_t* x) { return add_products(sum, w, x); }
+    static Lanes end(Lanes sum) { return sum; }
 #endif
 };
 
 // ------------------------------------------------------------------------------------- activations
 
-// Rows of activations in 8 bits, padded with zeros to whole groups of their matrix.
+// Rows of activations in 8 bits, padded with zeros to whole groups of their matrix. Rows of a group lie together,
+// each with what a product with it needs, so that tiles find them at fixed distances.
 class QuantisedRows {
   public:
-    // Makes room for rows of the inputs of any of the matrices it was called for.
+    struct Group {
+        float scale;
+        float total;    // of the activations, for minima
+        int32_t begin;  // what sums of products begin with
+    };
+
+    static constexpr size_t pitch(int group) { return (group + sizeof(Group) + kLine - 1) / kLine * kLine; }
+
+    // Makes room for rows of the inputs of any of the matrices it was called for, always with as many rows.
     void fit(int num_rows, const Matrix& matrix) {
-        const auto grow = [](auto& vector, size_t size) {
-            if (vector.size() < size) vector.resize(size);
-        };
-        const size_t num_inputs = matrix.num_groups * matrix.group;
-        grow(values_, num_rows * num_inputs);
-        grow(scales_, size_t(num_rows) * matrix.num_groups);
-        grow(sums_, num_rows * num_inputs / std::min(matrix.group, kRunInputs));
+        num_rows_ = num_rows | 1;  // groups that are a power of 2 apart would share places in the cache
+        const size_t num_bytes = matrix.num_groups * num_rows_ * pitch(matrix.group) + kLine;
+        if (bytes_.size() < num_bytes) bytes_.resize(num_bytes);
     }
 
     // Quantises a row of `width` activations, a multiple of kLanes; NaN and infinity make the scale
     // of their group NaN.
     template <class T>
     void set(int row, const T* x, int width, const Matrix& matrix) {
-        int8_t* values = &values_[size_t(row) * matrix.num_groups * matrix.group];
-        const int run_inputs = std::min(matrix.group, kRunInputs);
         for (int group = 0; group < matrix.num_groups; ++group) {
-            const int begin = group * matrix.group, end = begin + matrix.group;
-            Floats top{}, nan{};
-            for (int i = begin; i < std::min(end, width); i += kLanes) {
-                const Floats v = load(x + i);
-                top = larger(top, larger(v, -v));
-                nan += v - v;
-            }
-            const float most = largest(top);
-            const bool is_zero = !(most > 1e-30f);
-            scales_[size_t(row) * matrix.num_groups + group] =
-                (is_zero ? 0 : most / kLargestInt8) + sum(nan);
+            int8_t* values = at(row, group, matrix.group);
+            const int first = group * matrix.group, given = std::min(matrix.group, width - first);
+            SumInts sizes{};  // the bits of numbers without their sign are in the numbers' order
+            for (int i = 0; i < given; i += kLanes)
+                for (const Sums& part : load(x + first + i).part) {
+                    const SumInts size = (SumInts)part & 0x7fffffff;
+                    sizes = size > sizes ? size : sizes;
+                }
+            int32_t most_bits = 0;
+            for (int lane = 0; lane < kNative; ++lane) most_bits = std::max(most_bits, sizes[lane]);
+            float most;
+            std::memcpy(&most, &most_bits, 4);
+            const bool is_number = most_bits < 0x7f800000, is_zero = !(most > 1e-30f);
             const Floats inverse = splat(is_zero || most > 3e38f ? 0 : kLargestInt8 / most);
-            for (int run = begin; run < end; run += run_inputs) {
-                SumInts total{};
-                for (int i = run; i < run + run_inputs; i += kLanes)
-                    total += rounded(i < width ? load(x + i) * inverse : Floats{}, values + i);
-                int32_t sum = 0;
-                for (int lane = 0; lane < kNative; ++lane) sum += total[lane];
-                sums_[(size_t(row) * matrix.num_groups * matrix.group + run) / run_inputs] = sum;
-            }
+            SumInts total{};
+            for (int i = 0; i < matrix.group; i += kLanes)
+                total += rounded(i < given ? load(x + first + i) * inverse : Floats{}, values + i);
+            int32_t by_byte[4] = {};
+            for (int lane = 0; lane < kNative; ++lane) by_byte[lane % 4] += total[lane];
+            Group& about = *reinterpret_cast<Group*>(values + matrix.group);
+            about.scale = !is_number ? NAN : is_zero ? 0 : most / kLargestInt8;
+            about.total = float(by_byte[0] + by_byte[1] + by_byte[2] + by_byte[3]) * about.scale;
+            about.begin = matrix.bits == 8 ? Int8::begin(by_byte) : matrix.has_minima ? 0 : Int4::begin(by_byte);
         }
     }
 
-    const int8_t* values() const { return values_.data(); }
-    const float* scales() const { return scales_.data(); }
-    const int32_t* sums() const { return sums_.data(); }
+    // The values of a row, and behind them what there is to know of its group.
+    const int8_t* at(int row, int group, int size) const {
+        return const_cast<QuantisedRows*>(this)->at(row, group, size);
+    }
+
+    size_t group_stride(int group) const { return num_rows_ * pitch(group); }
 
   private:
     typedef int8_t Bytes __attribute__((vector_size(kNative), aligned(1), may_alias));
+
+    int8_t* at(int row, int group, int size) {
+        const uintptr_t begin = (reinterpret_cast<uintptr_t>(bytes_.data()) + kLine - 1) / kLine * kLine;
+        return reinterpret_cast<int8_t*>(begin) + group * group_stride(size) + row * pitch(size);
+    }
 
     // To the nearest integers, which are stored; NaN becomes 0. Returns the sums of the parts' lanes.
     static SumInts rounded(Floats x, int8_t* to) {
@@ -266,63 +250,57 @@ class QuantisedRows {
         return total;
     }
 
-    std::vector<int8_t> values_;    // [row][inputs]
-    std::vector<float> scales_;     // [row][groups]
-    std::vector<int32_t> sums_;     // [row][runs]
+    std::vector<int8_t> bytes_;  // [group][row][pitch]
+    size_t num_rows_ = 0;
 };
 
 // -------------------------------------------------------------------------------------- a panel
 
 // The most rows, and the vectors of outputs beside them, of which the sums stay in registers.
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-constexpr int kQuantisedTile = 6;
-constexpr int lanes_beside(int num_rows) { return num_rows <= 3 ? 4 : 2; }
-#else
-constexpr int kQuantisedTile = 8;
-constexpr int lanes_beside(int num_rows) { return num_rows == 1 ? 4 : num_rows == 2 ? 2 : 1; }
-#endif
+constexpr int kQuantisedTile = kLaneBytes == 64 ? 8 : 5;
+
+template <class Kind>
+constexpr int lanes_beside(int num_rows) {
+    if (kLaneBytes == 64) return num_rows <= 3 ? 4 : 2;
+    const int num_words = sizeof(typename Kind::Word) / kLaneBytes;  // beside 3 more registers
+    for (int width = 4; width > 1; width /= 2)
+        if (width * (num_rows + num_words) + 3 <= 16) return width;
+    return 1;
+}
+
 constexpr int kFetchBytes = 8192;  // how far ahead of the weights memory is read
 
-// Groups are of kRuns runs of kRun inputs. Where the panel ends, `next` is fetched: the panel that the thread
-// comes to then.
-template <class Kind, int kRun, int kRuns, bool kMinima, int kRows>
+// Where the panel ends, `next` is fetched: the panel that the thread comes to then.
+template <class Kind, int kGroup, bool kMinima, int kRows>
 inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& matrix,
                            const char* panel, const char* next, float* sums) {
-    constexpr int kWidth = lanes_beside(kRows), kWords = kRun / Kind::kInputs;
-    // With minima the words of 4 bits are what they are, with nothing added to be taken away.
-    constexpr bool kRaised = !(kMinima && Kind::kBits == 4);
-    const size_t stride = size_t(matrix.num_groups) * matrix.group, group_bytes = matrix.group_bytes();
-    const char* end = panel + matrix.num_groups * group_bytes;
+    constexpr int kWidth = lanes_beside<Kind>(kRows), kHalves = 8 / Kind::kBits;
+    constexpr size_t kPitch = QuantisedRows::pitch(kGroup), kWordBytes = size_t(kPanel) * kGroup / kHalves;
+    constexpr size_t kGroupBytes = kWordBytes + kPanel * sizeof(uint16_t) * (1 + kMinima);
+    const char* end = panel + matrix.num_groups * kGroupBytes;
+    const int8_t* rows = x.at(first_row, 0, kGroup);
     for (int i = 0; i < kRows * kPanel; i += kLanes) store(sums + i, Floats{});
-    for (int group = 0; group < matrix.num_groups; ++group, panel += group_bytes) {
-        const int8_t* from = x.values() + first_row * stride + size_t(group) * matrix.group;
-        const int32_t* totals = x.sums() + (first_row * stride + size_t(group) * matrix.group) / kRun;
-        const auto total_of = [&](int r, int run) { return totals[r * (stride / kRun) + run]; };
-        const float* scales = x.scales() + size_t(first_row) * matrix.num_groups + group;
-        const uint16_t* weight_scales = reinterpret_cast<const uint16_t*>(panel + matrix.word_bytes());
+    for (; panel < end; panel += kGroupBytes, rows += x.group_stride(kGroup)) {
+        const auto about = [&](int r) -> const QuantisedRows::Group& {
+            return *reinterpret_cast<const QuantisedRows::Group*>(rows + r * kPitch + kGroup);
+        };
+        const uint16_t* weight_scales = reinterpret_cast<const uint16_t*>(panel + kWordBytes);
         const char* ahead = panel + kFetchBytes;
-        if (ahead >= end) ahead = next ? next + (ahead - end) : end - group_bytes;
-        for (size_t line = 0; line < group_bytes; line += kLine) __builtin_prefetch(ahead + line, 0, 3);
+        if (ahead >= end) ahead = next ? next + (ahead - end) : end - kGroupBytes;
+        for (size_t line = 0; line < kGroupBytes; line += kLine) __builtin_prefetch(ahead + line, 0, 3);
         for (int first = 0; first < kPanel; first += kWidth * kLaneOutputs) {
             Lanes products[kRows][kWidth];
-            for (int run = 0; run < kRuns; ++run) {
-                Lanes part[kRows][kWidth];
+            for (int r = 0; r < kRows; ++r)
+                for (auto& lanes : products[r]) lanes = lanes_of(about(r).begin);
+#pragma GCC unroll 16
+            for (int u = 0; u < kGroup / 4; ++u) {  // words of activations
+                const char* words = panel + (size_t(u / kHalves) * kPanel + first) * 4;
+                typename Kind::Word w[kWidth];
+                for (int v = 0; v < kWidth; ++v)
+                    w[v] = Kind::take(*reinterpret_cast<const Lanes*>(words + v * kLaneBytes), u % kHalves);
                 for (int r = 0; r < kRows; ++r)
-                    for (auto& lanes : part[r]) lanes = Kind::begin(kRaised ? total_of(r, run) : 0);
-                for (int u = 0; u < kWords; ++u) {
-                    const char* words = panel + (size_t(run * kWords + u) * kPanel + first) * 4;
-                    typename Kind::Word w[kWidth];
-                    for (int v = 0; v < kWidth; ++v) w[v] = Kind::take(load_lanes(words + v * sizeof(Lanes)));
-                    for (int r = 0; r < kRows; ++r)
-                        for (int v = 0; v < kWidth; ++v)
-                            part[r][v] = Kind::add(part[r][v], w[v],
-                                                   from + r * stride + run * kRun + u * Kind::kInputs);
-                }
-                for (int r = 0; r < kRows; ++r)
-                    for (int v = 0; v < kWidth; ++v) {
-                        const Lanes done = Kind::end(part[r][v], kRaised ? total_of(r, run) : 0);
-                        products[r][v] = run ? add_lanes(products[r][v], done) : done;
-                    }
+                    for (int v = 0; v < kWidth; ++v)
+                        products[r][v] = Kind::add(products[r][v], w[v], rows + r * kPitch + u * 4);
             }
             for (int v = 0; v < kWidth; ++v) {
                 const int output = first + v * kLaneOutputs;
@@ -330,14 +308,11 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
                 LaneFloats minimum{};
                 if constexpr (kMinima) minimum = load_halves(weight_scales + kPanel + output);
                 for (int r = 0; r < kRows; ++r) {
-                    const float row_scale = scales[size_t(r) * matrix.num_groups];
-                    const LaneFloats whole = __builtin_convertvector((LaneInts)products[r][v], LaneFloats);
-                    LaneFloats product = whole * (weight_scale * row_scale);
-                    if constexpr (kMinima) {
-                        static_assert(kRuns == 1);
-                        product += minimum * (float(total_of(r, 0)) * row_scale);
-                    }
-                    *reinterpret_cast<LaneFloats*>(sums + r * kPanel + output) += product;
+                    const LaneFloats whole = __builtin_convertvector(Kind::end(products[r][v]), LaneFloats);
+                    LaneFloats& sum = *reinterpret_cast<LaneFloats*>(sums + r * kPanel + output);
+                    LaneFloats product = whole * (weight_scale * about(r).scale);
+                    if constexpr (kMinima) product += minimum * about(r).total;
+                    sum += product;
                 }
             }
         }
@@ -346,9 +321,9 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
 
 using QuantisedTile = void (*)(const QuantisedRows&, int, const Matrix&, const char*, const char*, float*);
 
-template <class Kind, int kRun, int kRuns, bool kMinima, size_t... kIndices>
+template <class Kind, int kGroup, bool kMinima, size_t... kIndices>
 constexpr std::array<QuantisedTile, kQuantisedTile> tiles_of(std::index_sequence<kIndices...>) {
-    return {quantised_tile<Kind, kRun, kRuns, kMinima, int(kIndices) + 1>...};
+    return {quantised_tile<Kind, kGroup, kMinima, int(kIndices) + 1>...};
 }
 
 // sums[row][kPanel] = x[first_row + row] . panel
@@ -357,11 +332,11 @@ inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, 
     using Rows = std::make_index_sequence<kQuantisedTile>;
     // By the inputs of a group: 16, 32 and 64; then with minima 16 and 32.
     static constexpr std::array<QuantisedTile, kQuantisedTile> kTiles[2][5] = {
-        {tiles_of<Int8, 16, 1, false>(Rows{}), tiles_of<Int8, 32, 1, false>(Rows{}),
-         tiles_of<Int8, 32, 2, false>(Rows{}), tiles_of<Int8, 16, 1, true>(Rows{}),
-         tiles_of<Int8, 32, 1, true>(Rows{})},
-        {{}, tiles_of<Int4, 32, 1, false>(Rows{}), tiles_of<Int4, 32, 2, false>(Rows{}), {},
-         tiles_of<Int4, 32, 1, true>(Rows{})}};
+        {tiles_of<Int8, 16, false>(Rows{}), tiles_of<Int8, 32, false>(Rows{}),
+         tiles_of<Int8, 64, false>(Rows{}), tiles_of<Int8, 16, true>(Rows{}),
+         tiles_of<Int8, 32, true>(Rows{})},
+        {{}, tiles_of<Int4, 32, false>(Rows{}), tiles_of<Int4, 64, false>(Rows{}), {},
+         tiles_of<Int4, 32, true>(Rows{})}};
     const auto& tiles = kTiles[matrix.bits == 4][matrix.group / 32 + 3 * matrix.has_minima];
     const int num_tiles = (num_rows + kQuantisedTile - 1) / kQuantisedTile;
     for (int t = 0; t < num_tiles; ++t) {
