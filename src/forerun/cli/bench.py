@@ -514,7 +514,7 @@ COMMAND = Command(
     examples=(
         "forerun bench",
         "forerun bench --arms zoo:code-2m-for-40m@2,4 other=zoo:books-1m@2 --batch 1 8",
-        "forerun bench --arms zoo:code-2m-for-40m@3 suffix@8 self:int4@3",
+        "forerun bench --arms zoo:code-2m-for-40m@3 suffix@8 self:int4@3 auto",
         "forerun bench --arms zoo:code-2m-for-40m@2,4 zoo:code-2m-for-40m@tree:7,3,4",
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl",
         "forerun bench --arms zoo:code-2m-for-40m@2,4,8 --controller auto",
