@@ -266,7 +266,8 @@ class BenchOptions:
     Default: zoo:code-40m."""
     arms: UseAppendAction[tuple[str, ...]] = ()
     """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K, or
-    [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape.
+    [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape; "auto"
+    chooses among the drafts at hand and K at every step, as --draft auto does.
     Plain decoding is always the first arm.
     Default for a shipped target: its shipped draft at K=1 to 4."""
     prompts: Path | None = None
