@@ -266,7 +266,8 @@ class BenchOptions:
     Default: zoo:code-40m."""
     arms: UseAppendAction[tuple[str, ...]] = ()
     """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K, or
-    [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape.
+    [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape; "auto"
+    chooses among the drafts at hand and K at every step, as --draft auto does.
     Plain decoding is always the first arm.
     Default for a shipped target: its shipped draft at K=1 to 4."""
     prompts: Path | None = None
@@ -515,7 +516,7 @@ COMMAND = Command(
     examples=(
         "forerun bench",
         "forerun bench --arms zoo:code-2m-for-40m@2,4 other=zoo:books-1m@2 --batch 1 8",
-        "forerun bench --arms zoo:code-2m-for-40m@3 suffix@8 self:int4@3",
+        "forerun bench --arms zoo:code-2m-for-40m@3 suffix@8 self:int4@3 auto",
         "forerun bench --arms zoo:code-2m-for-40m@2,4 zoo:code-2m-for-40m@tree:7,3,4",
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl",
         "forerun bench --arms zoo:code-2m-for-40m@2,4,8 --controller auto",

@@ -406,7 +406,7 @@ class CostModel:
             plain_s=plain_s,
             verify_s=verify_s,
             draft_s=(level_s,) * point.batch,
-            overhead_s=(0.0, *(level_s,) * self.max_k),
+            overhead_s=(0.0, *(self.config.assumed_level * plain_s,) * self.max_k),
         )
 
 

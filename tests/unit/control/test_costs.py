@@ -12,6 +12,7 @@ from forerun.control.config import GoodputConfig
 from forerun.control.costs import (
     BatchCosts,
     CostModel,
+    DrafterTraits,
     OperatingPoint,
     Rest,
     StepTimes,
@@ -153,6 +154,15 @@ def test_a_new_batch_size_begins_with_the_costs_of_the_nearest():
     record = replace(STEP, k_budget=0, num_drafted=0, draft_s=0.0, verify_s=0.019, other_s=0.0)
     model.observe([record] * 8, point(8))
     assert model.times(point(8))["d"].plain_s == pytest.approx(0.016, rel=0.01)
+
+
+def test_a_dear_drafted_level_is_not_charged_once_more_as_overhead():
+    """A self-draft costs what its pass reads; the rest of its step is that of any drafter."""
+    model = CostModel({"d": None}, 4, 0, CONFIG, {"d": DrafterTraits(level_cost=0.4)})
+    times = model.times(point())["d"]
+    for k in (1, 3):
+        expected = (0.4 * k + CONFIG.assumed_level) * times.plain_s
+        assert times.chain_s(k) == pytest.approx(expected)
 
 
 def test_a_drafter_without_a_profile_is_assumed_beside_one_with_a_profile():
