@@ -87,6 +87,8 @@ def test_weights_are_off_by_at_most_a_step(bits, kind, monkeypatch):
     parameters = random_parameters(decoder)
     parameters["lm_head.weight"][7] = 0
     parameters["lm_head.weight"][8] *= 1e-4
+    # Scales of every size, among them the smallest that fp16 has with all its bits.
+    parameters["lm_head.weight"][9:25] *= 2.0 ** -torch.arange(16)[:, None]
     monkeypatch.setattr(packed, "FORMATS", dict.fromkeys((8, 4), MatrixFormat[kind]))
     model = run_natively(decoder, parameters, weights="int8")
     # Columns of the head: rows with a single one are exact in int8.
