@@ -117,6 +117,34 @@ class SamplingFlags(SamplingParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSamplingFlags(SamplingFlags):
+    """Sampling parameters; those that are left out and that the model states are the model's."""
+
+    temperature: float | None = None  # type: ignore[assignment]  # None where a flag is left out
+    """0 is greedy (lowest id on ties). Default: what the model's generation_config.json states, as
+    for the next four; else 0."""
+    top_p: float | None = None  # type: ignore[assignment]
+    top_k: int | None = None  # type: ignore[assignment]
+    min_p: float | None = None  # type: ignore[assignment]
+    repetition_penalty: float | None = None  # type: ignore[assignment]
+    max_tokens: int | None = 256
+
+    def __post_init__(self) -> None:
+        """Refuse unsupported values before a model is loaded."""
+        self.params_for({})
+
+    def params_for(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """Return the parameters, with the model's for flags that are left out."""
+        flags = {item.name: getattr(self, item.name) for item in fields(SamplingParams)}
+        chosen = {name: value for name, value in flags.items() if value is not None}
+        return SamplingParams(**{"temperature": 0.0, **defaults, **chosen})
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.params_for({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFlags:
     """The target, and the runner and resources of all models."""
 

@@ -13,7 +13,7 @@ from rich.tree import Tree as RichTree
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command, Exit
-from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags, read_template
+from forerun.cli.flags import ModelSamplingFlags, OutputFlags, PairFlags, TraceFlags, read_template
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.measure.prompt_files import PromptEntry, prompt_ids
@@ -45,9 +45,7 @@ class GenerateOptions:
     """Print the draft of one step to stderr, as a tree with probabilities and the accepted path:
     the step that accepted most. Needs a draft."""
     pair: PairFlags = field(default_factory=PairFlags)
-    sampling: SamplingFlags = field(
-        default_factory=lambda: SamplingFlags(temperature=0.0, max_tokens=256)
-    )
+    sampling: ModelSamplingFlags = field(default_factory=ModelSamplingFlags)
     output: OutputFlags = field(default_factory=OutputFlags)
     tracing: TraceFlags = field(default_factory=TraceFlags)
     trace_probabilities: bool = False
@@ -95,6 +93,7 @@ def _generate(options: GenerateOptions, prompt: str, template: str | None) -> in
     engine = load_engine(pair, max_batch=max_batch, max_tokens=params.max_tokens)
     if template:
         engine.tokenizer.use_chat_template(template)
+    params = options.sampling.params_for(engine.intake.defaults)
     ids = encode(engine.tokenizer, prompt, raw=options.raw, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}

@@ -48,6 +48,7 @@ from forerun.engine.results import (
     Stop,
     StreamChunk,
 )
+from forerun.engine.sampling_defaults import sampling_defaults
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
@@ -187,6 +188,7 @@ class Engine:
         costs: Mapping[str, CostSource] | None = None,
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        defaults: Mapping[str, float] | None = None,
         observers: Seq[StepObserver] = (),
     ) -> None:
         self.config = config or EngineConfig()
@@ -201,7 +203,11 @@ class Engine:
         self.observers = list(observers)
         self.scheduler = Scheduler(self.config)
         self.intake = Intake(
-            target=target, tokenizer=tokenizer, eos_token_ids=eos_token_ids, config=self.config
+            target=target,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            config=self.config,
+            defaults=defaults or {},
         )
         self.stepper = Stepper(
             target=target,
@@ -293,7 +299,13 @@ class Engine:
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
-        engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
+        engine = cls(
+            target=model,
+            tokenizer=own_tokenizer,
+            config=config,
+            eos_token_ids=ends,
+            defaults=sampling_defaults(target),
+        )
         if draft in (None, NONE):
             return engine
         drafter = load_drafters(
@@ -340,6 +352,7 @@ class Engine:
             costs=costs,
             config=config,
             eos_token_ids=self.eos_token_ids,
+            defaults=self.intake.defaults,
             observers=self.observers,
         )
 
@@ -359,7 +372,8 @@ class Engine:
 
         Args:
             prompts: one text, or a list of texts or of token-id lists.
-            sampling_params: for all prompts, or one per prompt.
+            sampling_params: for all prompts, or one per prompt; None takes what the model states
+                in its generation_config.json, and else `SamplingParams()`.
             terms: for all prompts; a deadline counts from when a prompt is queued.
             priority: of these requests, in place of that of `terms`.
             deadline_s: likewise.
@@ -369,7 +383,9 @@ class Engine:
             NumericalError: as `step`; the other prompts are aborted.
         """
         batch = as_prompts(prompts)
-        each = params_for(batch, sampling_params)
+        each = params_for(
+            batch, self.intake.default_params if sampling_params is None else sampling_params
+        )
         terms = _with_terms(terms, priority, deadline_s)
         checked = [(self.intake.check(p, s), s) for p, s in zip(batch, each, strict=True)]
         ids: list[str] = []
@@ -461,7 +477,7 @@ class Engine:
                 id is in use.
             QueueFull: as many sequences wait as may.
         """
-        params = params or SamplingParams()
+        params = params or self.intake.default_params
         ids = self.intake.check(prompt, params, mask)
         terms = self.intake.check_terms(terms)
         request_id = request_id or self._unused_id()

@@ -49,11 +49,13 @@ class Intake:
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         config: EngineConfig,
+        defaults: Mapping[str, float],
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.config = config
+        self.defaults = defaults
         self._max_characters: int | None = None
 
     @property
@@ -64,6 +66,12 @@ class Intake:
     def max_unfinished(self) -> int:
         """Maximum number of sequences that run or wait."""
         return self.config.max_batch + self.config.max_waiting
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that brings none: those that the model states."""
+        values: dict[str, Any] = dict(self.defaults)
+        return SamplingParams(**values)
 
     def check(
         self, prompt: Prompt, params: SamplingParams, mask: TokenMask | None = None
@@ -362,11 +370,9 @@ def as_prompts(prompts: object) -> list[Prompt]:
 
 
 def params_for(
-    batch: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    batch: Seq[Prompt], params: SamplingParams | Seq[SamplingParams]
 ) -> Seq[SamplingParams]:
     """Return one set of parameters per prompt."""
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * len(batch)
     if not isinstance(params, Seq):

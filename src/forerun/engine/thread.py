@@ -262,8 +262,8 @@ class EngineThread:
     ) -> list[Ticket]:
         """Queue a request per prompt as `submit` does, or none of them if one is refused."""
         self._check_process()
-        params = params or SamplingParams()
         intake = self.engine.intake
+        params = params or intake.default_params
         checked = [intake.check(prompt, params, mask) for prompt in prompts]
         intake.check_answer(list(map(len, checked)), params)
         terms = intake.check_terms(terms)

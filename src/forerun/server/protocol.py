@@ -242,6 +242,11 @@ class GenerationRequest(Body):
             )
         return given[0] if given else None
 
+    def take_defaults(self, defaults: Mapping[str, float]) -> None:
+        """Set the fields that the request left out to those that the model states."""
+        for name in defaults.keys() - self.model_fields_set:
+            setattr(self, name, defaults[name])
+
     def sampling(self, max_logprobs: int, call_grammar: str | None = None) -> SamplingParams:
         """Return the sampling parameters, with the grammar of a text that calls a forced tool.
 

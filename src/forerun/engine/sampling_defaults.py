@@ -1,0 +1,74 @@
+"""Sampling parameters that a model states for requests that leave them out, as vLLM reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.load import model_folder
+from forerun.sampling.config import MIN_TEMPERATURE, RANGES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GGUF_NAMES = MappingProxyType(
+    {
+        "temperature": "general.sampling.temp",
+        "top_p": "general.sampling.top_p",
+        "top_k": "general.sampling.top_k",
+        "min_p": "general.sampling.min_p",
+        "repetition_penalty": "general.sampling.penalty_repeat",
+    }
+)
+"""Keys of the metadata of GGUF files."""
+
+
+def sampling_defaults(source: str | Path | PreTrainedModel) -> dict[str, float]:
+    """Return the sampling parameters that a model states in generation_config.json or in its GGUF.
+
+    Raises InvalidModel where a value is of another type or out of range.
+    """
+    if not isinstance(source, str | Path):
+        found = source.generation_config
+        stated = {} if found is None else found.to_diff_dict()  # what differs from the library's
+        return parse_defaults(stated, "generation_config of the loaded model")
+    folder = model_folder(source)
+    if (gguf := read_checkpoint(folder).gguf) is not None:
+        stated = {name: gguf.metadata.get(key) for name, key in GGUF_NAMES.items()}
+        return parse_defaults(stated, str(folder), GGUF_NAMES)
+    path = folder / "generation_config.json"
+    return parse_defaults(read_object(path), str(path)) if path.exists() else {}
+
+
+def parse_defaults(
+    stated: Mapping[str, object], where: str, keys: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, float]:
+    """Return the stated fields that are sampling parameters; null and `do_sample` are ignored.
+
+    A temperature too small to divide by is greedy.
+
+    Args:
+        where: name of the file, for errors.
+        keys: what the file calls the fields, for errors; by default as they are called here.
+    """
+    found: dict[str, float] = {}
+    for limits in RANGES:
+        value = stated.get(limits.name)
+        if limits.name not in NAMES or value is None:
+            continue
+        try:
+            limits.check(value)
+        except InvalidRequest:
+            name = keys.get(limits.name, limits.name)
+            raise InvalidModel(
+                f"{where} has {name}={value!r:.60}; it must be {limits}: correct it or remove it"
+            ) from None
+        assert isinstance(value, int | float)
+        is_tiny = limits.name == "temperature" and value < MIN_TEMPERATURE
+        found[limits.name] = 0.0 if is_tiny else value
+    return found
