@@ -70,7 +70,7 @@ def test_a_value_that_cannot_be_used_is_refused_with_its_file(folder, name, valu
 
 
 def test_values_that_json_cannot_write_are_refused_too():
-    with pytest.raises(InvalidModel, match="a.gguf has general.sampling.temp=nan; it must be"):
+    with pytest.raises(InvalidModel, match=r"a\.gguf has general\.sampling\.temp=nan; it must be"):
         parse_defaults({"temperature": math.nan}, "a.gguf", GGUF_NAMES)
 
 
