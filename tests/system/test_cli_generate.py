@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import sys
 from dataclasses import replace
 from itertools import accumulate
@@ -74,6 +75,24 @@ def test_a_warning_comes_after_the_text_that_is_streamed(run, monkeypatch):
     code, _, err = run("def f", *GREEDY, "--quiet")
     assert code == 0
     assert err.rindex("|") < err.index("forerun: careful")
+
+
+def test_flags_that_are_left_out_are_those_of_the_model(tiny_pair, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_pair.target, tmp_path / "stated")
+    (folder / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 7}')
+    seen = []
+    streamed = Session.run
+
+    def noted(session, ids, params):
+        seen.append((params.temperature, params.top_k, params.max_tokens))
+        return streamed(session, ids, params)
+
+    monkeypatch.setattr(Session, "run", noted)
+    flags = ["--draft", "none", "--dtype", "float32", "--max-tokens", "2"]
+    for more in ([], ["--temperature", "1.0", "--top-k", "0"]):
+        assert main(["generate", "def f", "--target", str(folder), *flags, *more]) == 0
+    assert main(["generate", "def f", "--target", str(tiny_pair.target), *flags]) == 0
+    assert seen == [(0.3, 7, 2), (1.0, 0, 2), (0.0, 0, 2)]
 
 
 def test_speculation_does_not_change_greedy_text(run):

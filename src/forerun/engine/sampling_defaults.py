@@ -34,7 +34,7 @@ def sampling_defaults(source: str | Path | PreTrainedModel) -> dict[str, float]:
     Raises InvalidModel where a value is of another type or out of range.
     """
     if not isinstance(source, str | Path):
-        found = source.generation_config
+        found = getattr(source, "generation_config", None)
         stated = {} if found is None else found.to_diff_dict()  # what differs from the library's
         return parse_defaults(stated, "generation_config of the loaded model")
     folder = model_folder(source)
