@@ -299,13 +299,8 @@ class Engine:
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
-        engine = cls(
-            target=model,
-            tokenizer=own_tokenizer,
-            config=config,
-            eos_token_ids=ends,
-            defaults=sampling_defaults(target),
-        )
+        engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
+        engine.intake.defaults = sampling_defaults(target)
         if draft in (None, NONE):
             return engine
         drafter = load_drafters(
