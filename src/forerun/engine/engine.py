@@ -272,10 +272,9 @@ class Engine:
                 loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
             device: "auto", "cpu", "cuda" or "mps".
-            config: engine settings.
             controller: an object that chooses K; None builds the one that `config` names.
             costs: of the drafters by their methods, for controllers that need them.
-            settings: fields of `EngineConfig`, which override `config`: `max_batch=4`.
+            config, settings: engine settings; single fields override `config`: `max_batch=4`.
 
         Raises:
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
@@ -299,13 +298,8 @@ class Engine:
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
-        engine = cls(
-            target=model,
-            tokenizer=own_tokenizer,
-            config=config,
-            eos_token_ids=ends,
-            defaults=sampling_defaults(target),
-        )
+        engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
+        engine.intake.defaults = sampling_defaults(target)
         if draft in (None, NONE):
             return engine
         drafter = load_drafters(
