@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,9 +74,17 @@ class TargetHead:
     def vocab_size(self) -> int:
         return self.weight.shape[0]
 
-    def to(self, device: torch.device | str) -> TargetHead:
-        bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, weight=self.weight.to(device), bias=bias)
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> TargetHead:
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return replace(self, weight=self.weight.to(device, dtype), bias=bias)
+
+    def rows(self, tokens: Int64[Tensor, " some"]) -> TargetHead:
+        """Return the projection to the logits of some tokens."""
+        tokens = tokens.to(self.weight.device)
+        bias = None if self.bias is None else self.bias[tokens]
+        return replace(self, weight=self.weight[tokens], bias=bias)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
@@ -183,12 +193,38 @@ def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
     return table
 
 
+MEASURED_SIZE, NUM_MEASURED = 256, 3
+
+
+@cache
+def suited_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Return fp32 where this device multiplies matrices faster in it than in a smaller type.
+
+    A processor without instructions for bf16 takes several times as long for it. This is measured
+    once, and never on other devices than a CPU, which have such instructions.
+    """
+    if device != "cpu" or dtype.itemsize >= torch.float32.itemsize:
+        return dtype
+
+    def seconds(kind: torch.dtype) -> float:
+        matrix = torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=kind)
+        found = []
+        for _ in range(NUM_MEASURED):
+            started_s = time.perf_counter()
+            matrix @ matrix
+            found.append(time.perf_counter() - started_s)
+        return min(found)
+
+    return dtype if seconds(dtype) < seconds(torch.float32) else torch.float32
+
+
 def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
     """Load a target that only scores text; it needs no KV store."""
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
     chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
-    needed = checkpoint.num_parameters * chosen_dtype.itemsize
+    scored = suited_dtype(chosen_dtype, chosen_device.type)
+    needed = checkpoint.num_parameters * scored.itemsize
     available = available_bytes(chosen_device)
     if needed > available:
         raise NotEnoughMemory(
@@ -196,7 +232,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
             'available; spread it over several GPUs with device "sharded", or take its '
             "log-probabilities from a server (teacher top-k)"
         )
-    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device))
+    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device, scored))
 
 
 def load_sharded(
@@ -210,7 +246,7 @@ def load_sharded(
     """
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype = choose_dtype(dtype, checkpoint)
+    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
     if share.number == 1:
         model = read_weights(checkpoint, chosen_dtype, device_map="auto")
         refuse_offloaded(str(source), model)
@@ -219,7 +255,8 @@ def load_sharded(
     for turn in range(share.number):  # the host holds one whole copy at a time
         if turn == share.index:
             model = read_weights(checkpoint, chosen_dtype)
-            target = split(model, choose_device(device), share.number)
+            model = model.to(suited_dtype(chosen_dtype, chosen_device.type))
+            target = split(model, chosen_device, share.number)
         share.wait()
     assert target is not None
     return target

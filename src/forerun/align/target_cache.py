@@ -32,13 +32,14 @@ from forerun.align.target import (
     TargetModel,
     load_sharded,
     load_target,
+    suited_dtype,
 )
 from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
 from forerun.cache import find_cached, hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
-from forerun.models.load import choose_device, model_folder
+from forerun.models.load import choose_device, choose_dtype, model_folder
 from forerun.models.memory import readable
 from forerun.sampling.config import SamplingParams
 
@@ -82,6 +83,11 @@ class TeacherSource:
     def probs_device(self) -> torch.device:
         """Device on which distributions are computed from a cache."""
         return choose_device("auto" if self.device == SHARDED else self.device)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Type of cached states: that of the target, in whichever type it is scored."""
+        return choose_dtype(self.dtype, read_checkpoint(model_folder(self.target)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,16 +214,17 @@ class TargetCache:
         return target
 
     def head(self, target: TargetModel | None) -> TargetHead:
-        """Return the target's output layer (LM head), which is kept beside its hidden states."""
+        """Return the target's output layer (LM head), kept beside its states, ready for logits."""
         head = _read_head(self.folder)
         self.source.share.wait()  # no process writes before all have read
         if head is None:
-            head = (target or self.source.load()).head
+            head = (target or self.source.load()).head.to(dtype=self.source.state_dtype)
             if self.source.share.index == 0:
                 with full_disk_named(self.folder):
                     write_cached(self.folder, HEAD, SUFFIX, _packed_head(head))
             self.source.share.wait()
-        return head
+        device = self.source.probs_device
+        return head.to(device, suited_dtype(head.weight.dtype, device.type))
 
     def _list_files(self) -> None:
         files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
