@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -365,6 +365,16 @@ class AlignConfig:
                 'teacher "top-k" has the log-probabilities of a server for its own responses: give '
                 "--responses-from URL, and neither --on-policy-share nor --fixed-share nor --replay"
             )
+
+    @property
+    def sized_engine(self) -> EngineConfig:
+        """Settings of the engine, with K, and a context no longer than any text here."""
+        context = self.engine.max_context
+        if self.sampling.max_tokens is not None:
+            longest = self.data.max_prompt_tokens + self.sampling.max_tokens
+            context = min(context, max(self.training.window, longest))
+        k = self.evaluation.num_speculative_tokens
+        return replace(self.engine, num_speculative_tokens=k, max_context=context)
 
     @property
     def is_attached(self) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -128,12 +127,11 @@ class Alignment:
             )
         engine: Engine | None = None
         if self.is_main:
-            k = config.evaluation.num_speculative_tokens
             engine = Engine.load(
                 config.target,
                 dtype=config.dtype,
                 device=config.device,
-                config=replace(config.engine, num_speculative_tokens=k),
+                config=config.sized_engine,
             )
         texts = TrainingTexts(
             config=config,

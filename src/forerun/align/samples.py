@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
     texts = (batch.positions == 0).cumsum(-1)
     alike = texts[:, :, None] == texts[:, None, :]
     return alike.tril()[:, None]
+
+
+def texts_in(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
+    """Yield row, start and end of every packed text."""
+    for row, owners in enumerate(batch.samples.tolist()):
+        starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
+        for start, end in pairwise((*starts, len(owners))):
+            if (length := sum(owner >= 0 for owner in owners[start:end])) > 0:
+                yield row, start, start + length
 
 
 COVERED = 0.995

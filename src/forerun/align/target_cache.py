@@ -27,6 +27,7 @@ from forerun.align.config import TeacherConfig
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import (
     ALONE,
+    EngineTarget,
     ProcessShare,
     TargetHead,
     TargetModel,
@@ -38,9 +39,11 @@ from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
 from forerun.cache import find_cached, hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder
 from forerun.models.memory import readable
+from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import SamplingParams
 
 logger = logging.getLogger("forerun.cache")
@@ -62,6 +65,7 @@ class TeacherSource:
     Attributes:
         share: this process's part of filling a cache. With several processes all must then prepare
             the teacher together; or one fills it first, alone, and the others find it filled.
+        runs: the target in an engine of this process that is idle, which then scores texts.
         on_progress: called after every pass with the learned rows done, of this process's share.
     """
 
@@ -71,6 +75,7 @@ class TeacherSource:
     cache_dir: Path
     device: str = "auto"
     dtype: str = "auto"
+    runs: LanguageModel | None = None
     on_progress: OnProgress = lambda num_done, num_all: None
     share: ProcessShare = ALONE
 
@@ -78,6 +83,14 @@ class TeacherSource:
         if self.device != SHARDED:
             return load_target(self.target, dtype=self.dtype, device=self.device)
         return load_sharded(self.target, dtype=self.dtype, device="auto", share=self.share)
+
+    def scorer(self, samples: Sequence[Sample]) -> TargetModel | EngineTarget:
+        """Return the target that scores these samples fastest."""
+        runs = self.runs
+        longest = max(len(sample.token_ids) for sample in samples)
+        if self.share.number > 1 or not isinstance(runs, NativeModel) or longest > runs.max_context:
+            return self.load()
+        return EngineTarget(model=runs, load_head=lambda: self.load().head)
 
     @property
     def probs_device(self) -> torch.device:
@@ -142,7 +155,8 @@ def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
 
 
 Columns = Mapping[str, Tensor]
-MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows states hidden"]], Columns]
+Target = TargetModel | EngineTarget
+MakeColumns = Callable[[Target, Sample, Float[Tensor, "rows states hidden"]], Columns]
 """Returns what is cached of a sample, from the target's states at the rows that are learned."""
 
 
@@ -194,7 +208,7 @@ class TargetCache:
                 "computed again"
             ) from error
 
-    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
+    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> Target | None:
         """Compute what is missing; returns the target if it was loaded.
 
         Raises:
@@ -206,14 +220,14 @@ class TargetCache:
         self.source.share.wait()  # no process writes before all have listed what is missing
         if not missing:
             return None
-        target = self.source.load()
+        target = self.source.scorer(missing)
         target.check(missing)
         self._run(target, missing, make_columns)
         self.source.share.wait()
         self._list_files()
         return target
 
-    def head(self, target: TargetModel | None) -> TargetHead:
+    def head(self, target: Target | None) -> TargetHead:
         """Return the target's output layer (LM head), kept beside its states, ready for logits."""
         head = _read_head(self.folder)
         self.source.share.wait()  # no process writes before all have read
@@ -272,7 +286,7 @@ class TargetCache:
             )
 
     def _run(
-        self, target: TargetModel, samples: Sequence[Sample], make_columns: MakeColumns
+        self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns
     ) -> None:
         parts = [*self.source.share.of([*passes(samples, MAX_TOKENS)])]
         num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)

@@ -44,6 +44,7 @@ from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import TargetHead, TargetModel
 from forerun.align.target_cache import (
     RowSizes,
+    Target,
     TargetCache,
     TeacherSource,
     allowed_bytes,
@@ -328,7 +329,7 @@ class CachedStates:
         self._samples = samples
 
     def _columns(
-        self, target: TargetModel, sample: Sample, states: Float[Tensor, "rows states hidden"]
+        self, target: Target, sample: Sample, states: Float[Tensor, "rows states hidden"]
     ) -> dict[str, Tensor]:
         source = self.cache.source
         columns = {STATES: states.to(source.state_dtype)}
@@ -434,7 +435,7 @@ class SampledTeacher:
         return _joined(parts, self.cache.source.probs_device)
 
     def _columns(
-        self, target: TargetModel, sample: Sample, states: Float[Tensor, "rows 1 hidden"]
+        self, target: Target, sample: Sample, states: Float[Tensor, "rows 1 hidden"]
     ) -> dict[str, Tensor]:
         """Return the cache's columns: distinct ids of all rows, their counts, and ids per row."""
         key = request_key(int(hash_sample(sample), 16), 0)
