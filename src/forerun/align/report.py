@@ -65,8 +65,8 @@ class AlignReport:
     """The report of one alignment.
 
     Attributes:
-        judged: both drafts on all held-out prompts; as deployed first, then at T=0 and T=1 if that
-            is something else.
+        judged: both drafts on all held-out prompts; as deployed first, then at the further
+            temperatures of the settings.
         best_step: of the draft that was kept; 0 if training did not help.
     """
 

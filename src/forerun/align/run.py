@@ -277,7 +277,8 @@ class Alignment:
     ) -> AlignReport:
         """Judge the first and the kept draft on all held-out prompts, and write the report."""
         config, workspace = self.config, self.workspace
-        first, temperatures = workspace.snapshot(0), {0.0, 1.0} - {config.sampling.temperature}
+        first = workspace.snapshot(0)
+        temperatures = {*config.evaluation.temperatures} - {config.sampling.temperature}
         judges = [selector.judge]
         judges += [
             selector.judge.at(temperature, self._costs_at(temperature, identity["target"]))

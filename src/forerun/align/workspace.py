@@ -255,8 +255,8 @@ Identity = Mapping[str, str]
 
 FREE = {
     "sampling": ("n", "logprobs"),  # responses are single samples
-    # The two hashes cover the first four.
-    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens", "responses_key_env"),
+    # The two hashes cover all but the key.
+    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens", "responses_key_env", "raw"),
     "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
     "objective": (),
     "attached": (),
