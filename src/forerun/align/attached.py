@@ -374,7 +374,7 @@ def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDra
         seed = config.training.training_seed
         head = _fresh_eagle3(config.attached, target, samples, seed)
     else:
-        head = _known_eagle3(model_folder(config.draft), target)
+        head = _known_eagle3(model_folder(config.draft), target.architecture)
         if config.attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
             head = _with_vocabulary(head, target, samples, config.attached.draft_vocab_size)
     layers = head.config.feature_layers
@@ -457,8 +457,14 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
-    sizes = target.architecture
+def check_start(config: AlignConfig) -> None:
+    """Refuse a head to start from that is of another target."""
+    if config.method == "eagle3" and config.draft is not None:
+        _, architecture = read_config(read_checkpoint(model_folder(config.target)))
+        _known_eagle3(model_folder(config.draft), architecture)
+
+
+def _known_eagle3(folder: Path, sizes: Architecture) -> Eagle3Head:
     head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
     found = head.config.target_hidden_size, head.config.target_vocab_size
     if found != (sizes.hidden_size, sizes.vocab_size):

@@ -168,8 +168,8 @@ class AttachedConfig:
     """Weight of a pass over that of the one before it; 1 weighs all alike."""
     draft_vocab_size: int | None = None
     """eagle3: tokens that can be drafted, the most frequent of the responses. By default as many
-    as cover 99.5% of answers to other prompts. The vocabulary of a head to go on from is chosen again if this is
-    another size than its own."""
+    as cover 99.5% of answers to other prompts. The vocabulary of a head to go on from is chosen
+    again if this is another size than its own."""
     feature_layers: tuple[int, ...] = ()
     """eagle3: layers of the target whose input is read; by default 2, L/2 and L - 3."""
     intermediate_size: int | None = None

@@ -39,13 +39,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """Sizes of the training and the held-out data."""
+    """Sizes of the training and the held-out data.
+
+    Attributes:
+        num_cut_responses: of the target's and the server's, those that `max_tokens` ended.
+    """
 
     num_training_prompts: int
     num_held_out_prompts: int
     num_samples: int
     num_learned_tokens: int
     num_rows: int
+    num_cut_responses: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

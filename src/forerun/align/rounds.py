@@ -98,7 +98,6 @@ class RoundData:
             teacher.prepare(packing.samples)
         return teacher
 
-
     def _engine_model(self) -> LanguageModel | None:
         """Return the target in the engine, unless the settings name another device for scoring."""
         engine = self.texts.target

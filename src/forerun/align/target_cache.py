@@ -285,9 +285,7 @@ class TargetCache:
                 "folder, a higher limit, or the teacher that reruns the target (model)"
             )
 
-    def _run(
-        self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns
-    ) -> None:
+    def _run(self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns) -> None:
         parts = [*self.source.share.of([*passes(samples, MAX_TOKENS)])]
         num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
         num_done = 0

@@ -301,9 +301,7 @@ def _rows_of_states(
 ) -> HeadRows:
     if layers is not None:
         known = None if log_sums is None else log_sums[batch.predicts.to(states.device)]
-        return StateRows(
-            states=states, batch=batch, head=head, sampling=sampling, log_sums=known
-        )
+        return StateRows(states=states, batch=batch, head=head, sampling=sampling, log_sums=known)
     hidden = states[batch.predicts.to(states.device)][:, -1]
     return HeadRows(hidden=hidden, head=head, sampling=sampling)
 

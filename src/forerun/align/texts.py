@@ -522,9 +522,7 @@ def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
     if config.held_out is None:
         training, held_out = split(found, config.held_out_share)
         return PromptSplit(training=tuple(training), held_out=tuple(held_out))
-    judged = read_prompts(
-        config.held_out, tokenizer, config.max_prompt_tokens, raw=config.raw
-    )
+    judged = read_prompts(config.held_out, tokenizer, config.max_prompt_tokens, raw=config.raw)
     known = {prompt.prompt_hash for prompt in judged}
     training = [prompt for prompt in found if prompt.prompt_hash not in known]
     if not training:
@@ -550,7 +548,11 @@ def warn_of_few_prompts(prompts: PromptSplit) -> None:
 
 
 class TrainingTexts:
-    """All training texts of a draft, generated on demand and stored."""
+    """All training texts of a draft, generated on demand and stored.
+
+    Attributes:
+        num_cut: responses of the target that `max_tokens` ended, once there are any.
+    """
 
     def __init__(
         self,
@@ -569,6 +571,7 @@ class TrainingTexts:
         self.target_hash = target_hash
         self.tokenizer = tokenizer
         self.folder = folder
+        self.num_cut = 0
 
     @property
     def shares(self) -> dict[Source, float]:
@@ -643,6 +646,8 @@ class TrainingTexts:
                     write_responses(self.target, self.prompts, store, on_progress)
                 else:
                     write_responses_from(server, self.prompts, store, on_progress)
+        found = (store.response(prompt.prompt_hash) for prompt in self.prompts)
+        self.num_cut = sum(r is not None and r.finish_reason == "length" for r in found)
         return [_without_loop(sample) for sample in store.samples(self.prompts)]
 
     def _replayed(self) -> list[Sample]:
