@@ -18,6 +18,7 @@ from forerun.models import checkpoint
 from forerun.models.load import load_tokenizer
 
 ARGUMENTS = (
+    *("--temperatures", "0"),
     *("--max-tokens", "12", "--threads", "1", "--no-prediction"),
     *("--num-steps", "4", "--num-evaluations", "2", "--max-prompts", "4", "--window", "48"),
     *("--tokens-per-step", "192", "--k", "2", "--held-out-share", "0.3"),

@@ -19,6 +19,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 
 ARGUMENTS = (
+    *("--temperatures", "0"),
     *("--max-tokens", "12", "--threads", "1", "--num-steps", "4", "--num-evaluations", "2"),
     *("--max-prompts", "4", "--window", "48", "--tokens-per-step", "192", "--k", "2"),
     *("--held-out-share", "0.3", "--json", "--no-prediction"),

@@ -138,7 +138,12 @@ class PassLoss(nn.Module):
         return LearnedRows(
             hidden=torch.cat(list(found.hidden))[order],
             labels=self._labels(ids, all_places, found.target_ids),
-            teacher=TeacherRowsByPosition(rows, ranks[all_places], found.target_ids),
+            teacher=TeacherRowsByPosition(
+                # What cannot be drafted is left out, so that a row counts as much as its
+                # distribution can be learned, and alpha is the one that the vocabulary allows.
+                rows if found.target_ids is None else rows.over(found.target_ids),
+                ranks[all_places],
+            ),
             weights=weights[order],
         )
 
@@ -158,14 +163,10 @@ class TeacherRowsByPosition:
 
     Args:
         ranks: index of every training row's position among the learned positions, ascending.
-        target_ids: tokens the head can draft; None: all. The rest of the probability is left out,
-            so that a row counts as much as its distribution can be learned, and the acceptance
-            probability is the one that the vocabulary allows.
     """
 
     rows: TeacherRows
     ranks: Int64[Tensor, " rows"]
-    target_ids: Tensor | None
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -175,10 +176,7 @@ class TeacherRowsByPosition:
         first, end = (int(ranks[0]), int(ranks[-1]) + 1) if len(ranks) else (0, 0)
         found = self.rows.distribution(slice(first, end))
         assert isinstance(found, DenseDistribution)  # heads are trained at a temperature above 0
-        probs = found.target_probs
-        if self.target_ids is not None:
-            probs = probs[:, self.target_ids]
-        return DenseDistribution(target_probs=probs[ranks - first])
+        return DenseDistribution(target_probs=found.target_probs[ranks - first])
 
 
 class UnrolledEagle3(nn.Module):
@@ -376,7 +374,7 @@ def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDra
         seed = config.training.training_seed
         head = _fresh_eagle3(config.attached, target, samples, seed)
     else:
-        head = _known_eagle3(model_folder(config.draft), target)
+        head = _known_eagle3(model_folder(config.draft), target.architecture)
         if config.attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
             head = _with_vocabulary(head, target, samples, config.attached.draft_vocab_size)
     layers = head.config.feature_layers
@@ -459,8 +457,14 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
-    sizes = target.architecture
+def check_start(config: AlignConfig) -> None:
+    """Refuse a head to start from that is of another target."""
+    if config.method == "eagle3" and config.draft is not None:
+        _, architecture = read_config(read_checkpoint(model_folder(config.target)))
+        _known_eagle3(model_folder(config.draft), architecture)
+
+
+def _known_eagle3(folder: Path, sizes: Architecture) -> Eagle3Head:
     head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
     found = head.config.target_hidden_size, head.config.target_vocab_size
     if found != (sizes.hidden_size, sizes.vocab_size):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -101,6 +101,8 @@ class DataConfig:
     """Share of the prompts kept for judging, chosen by their hash."""
     max_prompt_tokens: int = 512
     """Longer prompts are cut at their beginning."""
+    raw: bool = False
+    """Continue texts as they are; by default a chat model reads them as a user's messages."""
 
     def __post_init__(self) -> None:
         check_ranges(self, *DATA_RANGES)
@@ -166,8 +168,8 @@ class AttachedConfig:
     """Weight of a pass over that of the one before it; 1 weighs all alike."""
     draft_vocab_size: int | None = None
     """eagle3: tokens that can be drafted, the most frequent of the responses. By default as many
-    as cover 99.5% of them. The vocabulary of a head to go on from is chosen again if this is
-    another size than its own."""
+    as cover 99.5% of answers to other prompts. The vocabulary of a head to go on from is chosen
+    again if this is another size than its own."""
     feature_layers: tuple[int, ...] = ()
     """eagle3: layers of the target whose input is read; by default 2, L/2 and L - 3."""
     intermediate_size: int | None = None
@@ -225,6 +227,8 @@ class EvaluationConfig:
     """Judgements during training, evenly spaced, the last at its end, besides the one before it."""
     max_prompts: int = 64
     """Most held-out prompts of a judgement during training; the final one uses all."""
+    temperatures: tuple[float, ...] = ()
+    """Temperatures, beside the deployed one, at which the first and the kept draft are judged."""
 
     def __post_init__(self) -> None:
         check_ranges(self, *EVALUATION_RANGES)
@@ -365,6 +369,16 @@ class AlignConfig:
                 'teacher "top-k" has the log-probabilities of a server for its own responses: give '
                 "--responses-from URL, and neither --on-policy-share nor --fixed-share nor --replay"
             )
+
+    @property
+    def sized_engine(self) -> EngineConfig:
+        """Settings of the engine, with K, and a context no longer than any text here."""
+        context = self.engine.max_context
+        if self.sampling.max_tokens is not None:
+            longest = self.data.max_prompt_tokens + self.sampling.max_tokens
+            context = min(context, max(self.training.window, longest))
+        k = self.evaluation.num_speculative_tokens
+        return replace(self.engine, num_speculative_tokens=k, max_context=context)
 
     @property
     def is_attached(self) -> bool:

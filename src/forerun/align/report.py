@@ -39,13 +39,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """Sizes of the training and the held-out data."""
+    """Sizes of the training and the held-out data.
+
+    Attributes:
+        num_cut_responses: of the target's and the server's, those that `max_tokens` ended.
+    """
 
     num_training_prompts: int
     num_held_out_prompts: int
     num_samples: int
     num_learned_tokens: int
     num_rows: int
+    num_cut_responses: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +70,8 @@ class AlignReport:
     """The report of one alignment.
 
     Attributes:
-        judged: both drafts on all held-out prompts; as deployed first, then at T=0 and T=1 if that
-            is something else.
+        judged: both drafts on all held-out prompts; as deployed first, then at the further
+            temperatures of the settings.
         best_step: of the draft that was kept; 0 if training did not help.
     """
 

@@ -26,6 +26,7 @@ from forerun.align.workspace import (
 )
 from forerun.atomic_write import atomic_folder
 from forerun.measure.judge import DraftFigures, Judge
+from forerun.models.base import LanguageModel
 
 
 @dataclass(eq=False)
@@ -85,6 +86,7 @@ class RoundData:
                 cache_dir=self.workspace.cache,
                 device=config.teacher.teacher_device or config.device,
                 dtype=config.dtype,
+                runs=self._engine_model(),
                 on_progress=on_progress,
                 share=ProcessShare(
                     index=self.accelerator.process_index,
@@ -95,6 +97,11 @@ class RoundData:
             teacher = make_teacher(config.teacher, source, num_rows, layers)
             teacher.prepare(packing.samples)
         return teacher
+
+    def _engine_model(self) -> LanguageModel | None:
+        """Return the target in the engine, unless the settings name another device for scoring."""
+        engine = self.texts.target
+        return None if engine is None or self.config.teacher.teacher_device else engine.target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from forerun.align.attached import load_attached
+from forerun.align.attached import check_start, load_attached
 from forerun.align.config import AlignConfig
 from forerun.align.draft import DraftConfig, TrainedDraft, load_draft
 from forerun.align.objectives import objective_of
@@ -116,6 +115,7 @@ class Alignment:
     ) -> AlignReport | None:
         """Run all phases under the lock of the folder."""
         config = self.config
+        check_start(config)
         draft: TrainedDraft | None = None
         if not config.is_attached:
             draft = load_draft(
@@ -128,12 +128,11 @@ class Alignment:
             )
         engine: Engine | None = None
         if self.is_main:
-            k = config.evaluation.num_speculative_tokens
             engine = Engine.load(
                 config.target,
                 dtype=config.dtype,
                 device=config.device,
-                config=replace(config.engine, num_speculative_tokens=k),
+                config=config.sized_engine,
             )
         texts = TrainingTexts(
             config=config,
@@ -153,7 +152,9 @@ class Alignment:
         self._snapshot(draft, trainer, 0)
         selector = self._selector(engine, prompts, identity) if engine is not None else None
         packing = self._train(trainer, draft, data, selector)
-        return None if selector is None else self._conclude(selector, prompts, packing, identity)
+        if selector is None:
+            return None
+        return self._conclude(selector, prompts, packing, identity, texts.num_cut)
 
     def _target_hash(self) -> str:
         with self.phases.waiting("hashing", "hashing the weights of the target"):
@@ -276,10 +277,12 @@ class Alignment:
         prompts: PromptSplit,
         packing: Packing,
         identity: Mapping[str, str],
+        num_cut: int,
     ) -> AlignReport:
         """Judge the first and the kept draft on all held-out prompts, and write the report."""
         config, workspace = self.config, self.workspace
-        first, temperatures = workspace.snapshot(0), {0.0, 1.0} - {config.sampling.temperature}
+        first = workspace.snapshot(0)
+        temperatures = {*config.evaluation.temperatures} - {config.sampling.temperature}
         judges = [selector.judge]
         judges += [
             selector.judge.at(temperature, self._costs_at(temperature, identity["target"]))
@@ -304,6 +307,7 @@ class Alignment:
                 num_samples=len(packing.samples),
                 num_learned_tokens=packing.num_learned,
                 num_rows=packing.rows_per_epoch,
+                num_cut_responses=num_cut,
             ),
             judged=judged,
             judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),

@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,17 @@ def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
     return alike.tril()[:, None]
 
 
+def texts_in(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
+    """Yield row, start and end of every packed text."""
+    for row, owners in enumerate(batch.samples.tolist()):
+        starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
+        for start, end in pairwise((*starts, len(owners))):
+            if (length := sum(owner >= 0 for owner in owners[start:end])) > 0:
+                yield row, start, start + length
+
+
 COVERED = 0.995
-"""Share of the learned tokens that a vocabulary covers if no size is given."""
+"""Share of unseen answers that a vocabulary covers if no size is given and as far as it can."""
 MULTIPLE = 128
 """Chosen vocabulary sizes are multiples of this, for which matrix products are fast."""
 MOST = 32_000
@@ -113,20 +123,44 @@ MOST = 32_000
 def drafted_tokens(
     samples: Sequence[Sample], vocab_size: int, size: int | None = None
 ) -> Int64[Tensor, " draft_vocab"]:
+    """Return the most frequent tokens of the answers, ascending.
+
+    Without a size there are as many as cover answers to other prompts: the tokens of one half of
+    the prompts are counted on the answers to the other half. Where even all tokens of a half cover
+    too little, which is so for few texts, every token that was seen is taken.
+    """
     if size is not None and size > vocab_size:
         raise InvalidRequest(
             f"draft_vocab_size is {size}, but the target has {vocab_size} tokens; give at most that"
         )
-    learned, read = _token_counts(samples, vocab_size)
-    order = sorted(range(vocab_size), key=lambda token: (-learned[token], -read[token], token))
+    halves: tuple[list[Sample], list[Sample]] = ([], [])
+    for sample in samples:
+        halves[is_held_out(sample.prompt_hash, 0.5)].append(sample)
+    counts = [_token_counts(half, vocab_size) for half in halves]
+    learned, read = (one + other for one, other in zip(*counts, strict=True))
     if size is None:
-        covered = torch.tensor([learned[token] for token in order]).cumsum(0)
-        enough = int((covered < COVERED * covered[-1]).sum()) + 1
+        enough = _enough_tokens(counts[0][0], counts[1][0])
         size = min(-(-enough // MULTIPLE) * MULTIPLE, MOST, vocab_size)
-    return torch.tensor(sorted(order[:size]))
+    return _ranked_tokens(learned, read)[:size].sort().values
 
 
-def _token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int], list[int]]:
+def _ranked_tokens(learned: Tensor, read: Tensor) -> Int64[Tensor, " vocab"]:
+    """Return all tokens, those learned most often first, then those read most often."""
+    by_read = read.argsort(descending=True, stable=True)
+    return by_read[learned[by_read].argsort(descending=True, stable=True)]
+
+
+def _enough_tokens(one: Int64[Tensor, " vocab"], other: Int64[Tensor, " vocab"]) -> int:
+    """Return how many tokens of each half cover `COVERED` of the other; all seen ones at most."""
+    pairs = ((one, other), (other, one))
+    covered = sum(tested[_ranked_tokens(own, own)].cumsum(0) for own, tested in pairs)
+    assert isinstance(covered, Tensor)
+    enough = int((covered < COVERED * covered[-1]).sum()) + 1
+    known = int(torch.minimum((one > 0).sum(), (other > 0).sum()))
+    return enough if enough <= known else int((one + other > 0).sum())
+
+
+def _token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return how often every token is learned, and how often it occurs in total."""
     learned = torch.zeros(vocab_size, dtype=torch.int64)
     read = torch.zeros(vocab_size, dtype=torch.int64)
@@ -135,7 +169,7 @@ def _token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int]
         read += torch.bincount(ids, minlength=vocab_size)
         for start, end in sample.spans:
             learned += torch.bincount(ids[start:end], minlength=vocab_size)
-    return learned.tolist(), read.tolist()
+    return learned, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,22 +189,25 @@ class PromptRecord:
     brought: tuple[Sample, ...] = ()
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[PromptRecord]:
+def read_prompts(
+    path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, *, raw: bool = False
+) -> list[PromptRecord]:
     """Read the prompts of a file or folder without duplicates, in the order of the file.
 
-    Texts are continued as they are. Conversations go through the tokenizer's chat template and are
-    continued with the assistant's last answer, which the record may have.
+    Conversations go through the tokenizer's chat template and are continued with the assistant's
+    last answer, which the record may have. Texts are a user's messages where there is a template,
+    unless `raw`, and otherwise continued as they are.
     """
     found: dict[str, PromptRecord] = {}
     brought: dict[str, list[Sample]] = {}
     seen: set[str] = set()
     for entry in read_entries(path):
-        key = hash_of(repr((entry.text, entry.messages, entry.response)).encode())
+        key = hash_of(repr(replace(entry, where="", tag="")).encode())
         if key in seen:  # a table may repeat one row millions of times
             continue
         seen.add(key)
         try:
-            record = build_record(entry, tokenizer, max_prompt_tokens)
+            record = build_record(entry, tokenizer, max_prompt_tokens, raw=raw)
         except InvalidRequest as error:
             raise InvalidRequest(f"{entry.where}: {error}") from error
         found.setdefault(record.prompt_hash, record)
@@ -180,15 +217,27 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
     return [replace(record, brought=tuple(brought[key])) for key, record in found.items()]
 
 
-def build_record(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
+def build_record(
+    entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int, *, raw: bool = False
+) -> PromptRecord:
     messages = _with_response(entry)
     if messages:
         has_answer = messages[-1]["role"] == "assistant"
         asked = messages[:-1] if has_answer else messages
+    else:
+        has_answer, asked = entry.response is not None, ()
+    if not raw and not messages and tokenizer.has_chat_template:
+        asked = ({"role": "user", "content": entry.text or ""},)
+        answer = {"role": "assistant", "content": entry.response or ""}
+        messages = (*asked, answer) if has_answer else asked
+    text = None
+    if entry.prompt_ids:
+        prompt_ids = list(entry.prompt_ids)
+        text = _text_of_ids(entry, messages, tokenizer)
+    elif messages:
         prompt_ids = tokenizer.encode(tokenizer.render_chat(asked), add_special_tokens=False)
         text = _learned_text(messages, tokenizer) if has_answer else None
     else:
-        asked = ()
         prompt_ids = tokenizer.encode(entry.text or "")
         text = continued(prompt_ids, entry.response, tokenizer)
     if not prompt_ids:
@@ -203,6 +252,34 @@ def build_record(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: in
         messages=asked,
         brought=() if text is None else (build_fixed_sample(text, own_hash, entry.tag),),
     )
+
+
+def _text_of_ids(
+    entry: PromptEntry, messages: Sequence[Message], tokenizer: Tokenizer
+) -> Text | None:
+    """Return the tokens that a record has, after comparing them with its text."""
+    ids, answer = [*entry.prompt_ids, *entry.token_ids], entry.response
+    if messages and messages[-1]["role"] == "assistant":
+        answer = messages[-1]["content"]
+    if outside := [token for token in ids if token not in tokenizer.vocabulary]:
+        raise InvalidRequest(
+            f"it has the token {outside[0]}, which is not in this model's vocabulary: its ids are "
+            "of another model; leave prompt_ids and token_ids out"
+        )
+    if not entry.token_ids:
+        return None
+    decoded = squeezed(tokenizer.decode(entry.token_ids))
+    if answer is not None and not decoded.startswith(squeezed(answer)):
+        raise InvalidRequest(
+            f"its token_ids are not this tokenizer's way to write its answer {answer!r:.40}: they "
+            "are of another model; leave prompt_ids and token_ids out"
+        )
+    return ids, [(len(entry.prompt_ids), len(ids))]
+
+
+def squeezed(text: str) -> str:
+    """Return a text without spaces and without characters that are cut off."""
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
 def _with_response(entry: PromptEntry) -> tuple[Message, ...]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forerun.align.samples import PackedBatch, Sample, packed_inputs
+from forerun.align.samples import PackedBatch, Sample, packed_inputs, texts_in
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import check_trainable, read_architecture
+from forerun.models.base import Context, pack
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.models.memory import available_bytes, readable
+from forerun.models.runner.native import NativeModel
 
 Part = TypeVar("Part")
 
@@ -72,9 +76,17 @@ class TargetHead:
     def vocab_size(self) -> int:
         return self.weight.shape[0]
 
-    def to(self, device: torch.device | str) -> TargetHead:
-        bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, weight=self.weight.to(device), bias=bias)
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> TargetHead:
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return replace(self, weight=self.weight.to(device, dtype), bias=bias)
+
+    def rows(self, tokens: Int64[Tensor, " some"]) -> TargetHead:
+        """Return the projection to the logits of some tokens."""
+        tokens = tokens.to(self.weight.device)
+        bias = None if self.bias is None else self.bias[tokens]
+        return replace(self, weight=self.weight[tokens], bias=bias)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
@@ -121,19 +133,72 @@ class TargetModel:
         return torch.stack([state.to(self.device) for state in states], dim=2)
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Refuse samples that are too long, or that have ids outside the vocabulary."""
-        vocab_size = self.head.vocab_size
-        for sample in samples:
-            if max(sample.token_ids) >= vocab_size:
-                raise InvalidRequest(
-                    f"a sample holds the token {max(sample.token_ids)}, the target's vocabulary "
-                    f"ends at {vocab_size - 1}: the text was tokenised for another model"
-                )
-            if len(sample.token_ids) > self.max_positions:
-                raise InvalidRequest(
-                    f"a sample has {len(sample.token_ids)} tokens, the target reads "
-                    f"{self.max_positions}: lower the window"
-                )
+        check_samples(samples, self.head.vocab_size, self.max_positions)
+
+
+def check_samples(samples: Sequence[Sample], vocab_size: int, max_positions: int) -> None:
+    """Refuse samples that are too long, or that have ids outside the vocabulary."""
+    for sample in samples:
+        if max(sample.token_ids) >= vocab_size:
+            raise InvalidRequest(
+                f"a sample holds the token {max(sample.token_ids)}, the target's vocabulary "
+                f"ends at {vocab_size - 1}: the text was tokenised for another model"
+            )
+        if len(sample.token_ids) > max_positions:
+            raise InvalidRequest(
+                f"a sample has {len(sample.token_ids)} tokens, the target reads "
+                f"{max_positions}: lower the window"
+            )
+
+
+PASS_ROWS = 256
+"""Rows of one pass of the engine's model."""
+
+
+@dataclass(kw_only=True, eq=False)
+class EngineTarget:
+    """The target as the engine runs it, whose kernels take half the time; see `TargetModel`."""
+
+    model: NativeModel
+    load_head: Callable[[], TargetHead]
+
+    @cached_property
+    def head(self) -> TargetHead:
+        return self.load_head()
+
+    @torch.inference_mode()
+    def states(
+        self, batch: PackedBatch, layers: tuple[int, ...] = ()
+    ) -> Float[Tensor, "rows width states hidden"]:
+        model = self.model
+        wanted = tuple(sorted({*layers, model.num_layers}))
+        columns = [wanted.index(layer) for layer in (*layers, model.num_layers)]
+        model.store.keep_features(())  # an engine over it may have asked for some
+        shape = (*batch.ids.shape, len(columns), model.hidden_size)
+        states = torch.zeros(shape, dtype=model.dtype)
+        for row, start, end in texts_in(batch):
+            ids = batch.ids[row, start:end].tolist()
+            states[row, start:end] = torch.cat([*self._features(ids, wanted)])[:, columns]
+        states[:, :, -1] = model.final_norm(states[:, :, -1].flatten(0, 1)).view_as(
+            states[:, :, -1]
+        )
+        return states
+
+    def _features(self, ids: list[int], layers: tuple[int, ...]) -> Iterator[Tensor]:
+        context = Context(self.model.store, ids)
+        try:
+            while size := min(PASS_ROWS, context.num_pending):
+                tokens = context.pending(size)
+                batch = pack([context.span(size)], tokens, [0], self.model.device)
+                features = self.model.forward(replace(batch, feature_layers=layers)).features
+                assert features is not None  # layers are asked for
+                yield features
+                context.commit(range(size))
+        finally:
+            context.close()
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        check_samples(samples, self.model.vocab_size, self.model.max_context)
 
 
 def adopt_target(model: Any) -> TargetModel:
@@ -183,12 +248,38 @@ def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
     return table
 
 
+MEASURED_SIZE, NUM_MEASURED = 256, 3
+
+
+@cache
+def suited_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Return fp32 where this device multiplies matrices faster in it than in a smaller type.
+
+    A processor without instructions for bf16 takes several times as long for it. This is measured
+    once, and never on other devices than a CPU, which have such instructions.
+    """
+    if device != "cpu" or dtype.itemsize >= torch.float32.itemsize:
+        return dtype
+
+    def seconds(kind: torch.dtype) -> float:
+        matrix = torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=kind)
+        found = []
+        for _ in range(NUM_MEASURED):
+            started_s = time.perf_counter()
+            matrix @ matrix
+            found.append(time.perf_counter() - started_s)
+        return min(found)
+
+    return dtype if seconds(dtype) < seconds(torch.float32) else torch.float32
+
+
 def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
     """Load a target that only scores text; it needs no KV store."""
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
     chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
-    needed = checkpoint.num_parameters * chosen_dtype.itemsize
+    scored = suited_dtype(chosen_dtype, chosen_device.type)
+    needed = checkpoint.num_parameters * scored.itemsize
     available = available_bytes(chosen_device)
     if needed > available:
         raise NotEnoughMemory(
@@ -196,7 +287,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
             'available; spread it over several GPUs with device "sharded", or take its '
             "log-probabilities from a server (teacher top-k)"
         )
-    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device))
+    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device, scored))
 
 
 def load_sharded(
@@ -210,7 +301,7 @@ def load_sharded(
     """
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype = choose_dtype(dtype, checkpoint)
+    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
     if share.number == 1:
         model = read_weights(checkpoint, chosen_dtype, device_map="auto")
         refuse_offloaded(str(source), model)
@@ -219,7 +310,8 @@ def load_sharded(
     for turn in range(share.number):  # the host holds one whole copy at a time
         if turn == share.index:
             model = read_weights(checkpoint, chosen_dtype)
-            target = split(model, choose_device(device), share.number)
+            model = model.to(suited_dtype(chosen_dtype, chosen_device.type))
+            target = split(model, chosen_device, share.number)
         share.wait()
     assert target is not None
     return target

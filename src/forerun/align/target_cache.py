@@ -27,19 +27,23 @@ from forerun.align.config import TeacherConfig
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import (
     ALONE,
+    EngineTarget,
     ProcessShare,
     TargetHead,
     TargetModel,
     load_sharded,
     load_target,
+    suited_dtype,
 )
 from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
 from forerun.cache import find_cached, hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
-from forerun.models.load import choose_device, model_folder
+from forerun.models.load import choose_device, choose_dtype, model_folder
 from forerun.models.memory import readable
+from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import SamplingParams
 
 logger = logging.getLogger("forerun.cache")
@@ -61,6 +65,7 @@ class TeacherSource:
     Attributes:
         share: this process's part of filling a cache. With several processes all must then prepare
             the teacher together; or one fills it first, alone, and the others find it filled.
+        runs: the target in an engine of this process that is idle, which then scores texts.
         on_progress: called after every pass with the learned rows done, of this process's share.
     """
 
@@ -70,6 +75,7 @@ class TeacherSource:
     cache_dir: Path
     device: str = "auto"
     dtype: str = "auto"
+    runs: LanguageModel | None = None
     on_progress: OnProgress = lambda num_done, num_all: None
     share: ProcessShare = ALONE
 
@@ -78,10 +84,23 @@ class TeacherSource:
             return load_target(self.target, dtype=self.dtype, device=self.device)
         return load_sharded(self.target, dtype=self.dtype, device="auto", share=self.share)
 
+    def scorer(self, samples: Sequence[Sample]) -> TargetModel | EngineTarget:
+        """Return the target that scores these samples fastest."""
+        runs = self.runs
+        longest = max(len(sample.token_ids) for sample in samples)
+        if self.share.number > 1 or not isinstance(runs, NativeModel) or longest > runs.max_context:
+            return self.load()
+        return EngineTarget(model=runs, load_head=lambda: self.load().head)
+
     @property
     def probs_device(self) -> torch.device:
         """Device on which distributions are computed from a cache."""
         return choose_device("auto" if self.device == SHARDED else self.device)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Type of cached states: that of the target, in whichever type it is scored."""
+        return choose_dtype(self.dtype, read_checkpoint(model_folder(self.target)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +155,8 @@ def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
 
 
 Columns = Mapping[str, Tensor]
-MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows states hidden"]], Columns]
+Target = TargetModel | EngineTarget
+MakeColumns = Callable[[Target, Sample, Float[Tensor, "rows states hidden"]], Columns]
 """Returns what is cached of a sample, from the target's states at the rows that are learned."""
 
 
@@ -188,7 +208,7 @@ class TargetCache:
                 "computed again"
             ) from error
 
-    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
+    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> Target | None:
         """Compute what is missing; returns the target if it was loaded.
 
         Raises:
@@ -200,24 +220,25 @@ class TargetCache:
         self.source.share.wait()  # no process writes before all have listed what is missing
         if not missing:
             return None
-        target = self.source.load()
+        target = self.source.scorer(missing)
         target.check(missing)
         self._run(target, missing, make_columns)
         self.source.share.wait()
         self._list_files()
         return target
 
-    def head(self, target: TargetModel | None) -> TargetHead:
-        """Return the target's output layer (LM head), which is kept beside its hidden states."""
+    def head(self, target: Target | None) -> TargetHead:
+        """Return the target's output layer (LM head), kept beside its states, ready for logits."""
         head = _read_head(self.folder)
         self.source.share.wait()  # no process writes before all have read
         if head is None:
-            head = (target or self.source.load()).head
+            head = (target or self.source.load()).head.to(dtype=self.source.state_dtype)
             if self.source.share.index == 0:
                 with full_disk_named(self.folder):
                     write_cached(self.folder, HEAD, SUFFIX, _packed_head(head))
             self.source.share.wait()
-        return head
+        device = self.source.probs_device
+        return head.to(device, suited_dtype(head.weight.dtype, device.type))
 
     def _list_files(self) -> None:
         files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
@@ -264,9 +285,7 @@ class TargetCache:
                 "folder, a higher limit, or the teacher that reruns the target (model)"
             )
 
-    def _run(
-        self, target: TargetModel, samples: Sequence[Sample], make_columns: MakeColumns
-    ) -> None:
+    def _run(self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns) -> None:
         parts = [*self.source.share.of([*passes(samples, MAX_TOKENS)])]
         num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
         num_done = 0

@@ -44,6 +44,7 @@ from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import TargetHead, TargetModel
 from forerun.align.target_cache import (
     RowSizes,
+    Target,
     TargetCache,
     TeacherSource,
     allowed_bytes,
@@ -52,7 +53,7 @@ from forerun.align.target_cache import (
 )
 from forerun.errors import InvalidCache, InvalidRequest, NumericalError
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.load import choose_dtype, model_folder, read_config
+from forerun.models.load import model_folder, read_config
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import position_key, request_key, uniform
@@ -61,8 +62,9 @@ logger = logging.getLogger("forerun.align")
 preparation = logging.getLogger("forerun.preparation")
 
 ID_BYTES, COUNT_BYTES = 4, 2
-STATES = "states"
-"""The column of a cache that holds hidden states."""
+STATES, LOG_SUMS = "states", "log_sums"
+"""Columns of a cache: hidden states, and log sums of the exponentials of their logits over T."""
+LOG_SUM_BYTES = 4
 
 
 @runtime_checkable
@@ -91,6 +93,9 @@ class FeatureTeacherRows(TeacherRows, Protocol):
     @property
     def last(self) -> Float[Tensor, "rows width hidden"]:
         """The last hidden state, after the final norm."""
+
+    def over(self, tokens: Int64[Tensor, " some"]) -> TeacherRows:
+        """Return the rows with the probabilities of these tokens alone, whose sum is below 1."""
 
 
 @runtime_checkable
@@ -147,7 +152,9 @@ def make_teacher(
 def _cached_states(
     config: TeacherConfig, source: TeacherSource, layers: tuple[int, ...] | None
 ) -> CachedStates:
-    settings = {"dtype": str(_state_dtype(source)), "layers": ",".join(map(str, layers or ()))}
+    settings = {"dtype": str(source.state_dtype), "layers": ",".join(map(str, layers or ()))}
+    if _keeps_log_sums(source.sampling, layers):
+        settings["temperature"] = str(source.sampling.temperature)
     kind, sizes = "hidden" if layers is None else "features", state_sizes(source, layers)
     return CachedStates(TargetCache(source, config, kind, settings, sizes, layers or ()), layers)
 
@@ -173,18 +180,23 @@ def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) ->
     width = architecture.hidden_size
     if layers is None:
         width = settings.get("word_embed_proj_dim") or width
-    itemsize = _state_dtype(source).itemsize
+    itemsize = source.state_dtype.itemsize
     return RowSizes(
         what=f"features of {len(layers)} layers and last hidden states"
         if layers
         else "last hidden states",
-        row_bytes=(len(layers or ()) + 1) * width * itemsize,
+        row_bytes=(len(layers or ()) + 1) * width * itemsize
+        + LOG_SUM_BYTES * _keeps_log_sums(source.sampling, layers),
         fixed_bytes=(width + 1) * architecture.vocab_size * itemsize,
     )
 
 
-def _state_dtype(source: TeacherSource) -> torch.dtype:
-    return choose_dtype(source.dtype, read_checkpoint(model_folder(source.target)))
+def _keeps_log_sums(sampling: SamplingParams, layers: tuple[int, ...] | None) -> bool:
+    """Whether a row's normaliser is cached: for heads, which may draft a part of the vocabulary.
+
+    A truncated distribution has another one, which depends on every logit.
+    """
+    return bool(layers) and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
 
 
 class HeadRows:
@@ -204,8 +216,32 @@ class HeadRows:
         return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 
+class RowsOverTokens(HeadRows):
+    """Probabilities of some tokens, whose logits alone are computed where normalisers are known."""
+
+    def __init__(
+        self, rows: HeadRows, tokens: Int64[Tensor, " some"], log_sums: Tensor | None
+    ) -> None:
+        head = rows._head if log_sums is None else rows._head.rows(tokens)
+        super().__init__(hidden=rows._hidden, head=head, sampling=rows._sampling)
+        self._tokens = tokens
+        self._log_sums = log_sums
+
+    def distribution(self, rows: slice) -> DenseDistribution:
+        if self._log_sums is None:
+            whole = super().distribution(rows)
+            assert isinstance(whole, DenseDistribution)  # heads learn at a temperature above 0
+            return DenseDistribution(target_probs=whole.target_probs[:, self._tokens])
+        logits = self._head.logits(self._hidden[rows]).float() / self._sampling.temperature
+        return DenseDistribution(target_probs=(logits - self._log_sums[rows, None]).exp())
+
+
 class StateRows(HeadRows):
-    """Distributions and features of a batch, from given hidden states."""
+    """Distributions and features of a batch, from given hidden states.
+
+    Args:
+        log_sums: of every learned row, as `CachedStates` keeps them; None where they are not known.
+    """
 
     def __init__(
         self,
@@ -214,10 +250,15 @@ class StateRows(HeadRows):
         batch: PackedBatch,
         head: TargetHead,
         sampling: SamplingParams,
+        log_sums: Float[Tensor, " learned"] | None = None,
     ) -> None:
         self._states = states
+        self._log_sums = log_sums
         learned = self.last[batch.predicts.to(states.device)]
         super().__init__(hidden=learned, head=head, sampling=sampling)
+
+    def over(self, tokens: Int64[Tensor, " some"]) -> RowsOverTokens:
+        return RowsOverTokens(self, tokens, self._log_sums)
 
     @property
     def features(self) -> Float[Tensor, "rows width layers hidden"]:
@@ -256,9 +297,11 @@ def _rows_of_states(
     head: TargetHead,
     sampling: SamplingParams,
     layers: tuple[int, ...] | None,
+    log_sums: Float[Tensor, "rows width"] | None = None,
 ) -> HeadRows:
     if layers is not None:
-        return StateRows(states=states, batch=batch, head=head, sampling=sampling)
+        known = None if log_sums is None else log_sums[batch.predicts.to(states.device)]
+        return StateRows(states=states, batch=batch, head=head, sampling=sampling, log_sums=known)
     hidden = states[batch.predicts.to(states.device)][:, -1]
     return HeadRows(hidden=hidden, head=head, sampling=sampling)
 
@@ -280,25 +323,45 @@ class CachedStates:
         """Run the target over the samples whose hidden states are not cached."""
         if self._layers is not None:
             samples = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
-        target = self.cache.fill(samples, lambda target, sample, states: {STATES: states})
-        self._head = self.cache.head(target).to(self.cache.source.probs_device)
+        self._head = self.cache.head(self.cache.fill(samples, self._columns))
         self._samples = samples
+
+    def _columns(
+        self, target: Target, sample: Sample, states: Float[Tensor, "rows states hidden"]
+    ) -> dict[str, Tensor]:
+        source = self.cache.source
+        columns = {STATES: states.to(source.state_dtype)}
+        if _keeps_log_sums(source.sampling, self._layers):
+            last, temperature = columns[STATES][:, -1], source.sampling.temperature
+            columns[LOG_SUMS] = torch.cat(
+                [
+                    (target.head.logits(last[rows]).float() / temperature).logsumexp(-1)
+                    for rows in row_chunks(len(last), target.head.vocab_size)
+                ]
+            )
+        return columns
 
     def rows(self, batch: PackedBatch) -> HeadRows:
         head, source = self._head, self.cache.source
         assert head is not None, "prepare comes first"
         cached = batch if self._layers is None else _with_all_learned(batch)
-        states = torch.zeros(
-            (*batch.ids.shape, len(self._layers or ()) + 1, head.width), dtype=head.weight.dtype
-        )
+        places = cached.predicts.cpu()
+        width = len(self._layers or ()) + 1
+        states = torch.zeros((*batch.ids.shape, width, head.width), dtype=head.weight.dtype)
+        log_sums = None
+        if _keeps_log_sums(source.sampling, self._layers):
+            log_sums = torch.zeros(batch.ids.shape)
         found = [
-            self.cache.read(self._samples[index])[STATES][rows]
+            (self.cache.read(self._samples[index]), rows)
             for index, rows in sample_runs(cached, self._samples)
         ]
         if found:
-            states[cached.predicts.cpu()] = torch.cat(found)
+            states[places] = torch.cat([part[STATES][rows] for part, rows in found]).to(states)
+        if found and log_sums is not None:
+            log_sums[places] = torch.cat([part[LOG_SUMS][rows] for part, rows in found])
+            log_sums = log_sums.to(source.probs_device)
         states = states.to(source.probs_device)
-        return _rows_of_states(states, batch, head, source.sampling, self._layers)
+        return _rows_of_states(states, batch, head, source.sampling, self._layers, log_sums)
 
 
 def _with_all_learned(batch: PackedBatch) -> PackedBatch:
@@ -370,7 +433,7 @@ class SampledTeacher:
         return _joined(parts, self.cache.source.probs_device)
 
     def _columns(
-        self, target: TargetModel, sample: Sample, states: Float[Tensor, "rows 1 hidden"]
+        self, target: Target, sample: Sample, states: Float[Tensor, "rows 1 hidden"]
     ) -> dict[str, Tensor]:
         """Return the cache's columns: distinct ids of all rows, their counts, and ids per row."""
         key = request_key(int(hash_sample(sample), 16), 0)

@@ -29,6 +29,7 @@ from forerun.align.samples import (
     read_prompts,
     shortened,
     split,
+    squeezed,
 )
 from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
@@ -364,7 +365,7 @@ def _tokens(
             )
     # Servers differ in how they write spaces at the ends and characters that are cut off, and a
     # stop string may have been removed.
-    if not _squeezed(tokenizer.decode(ids)).startswith(_squeezed(text)):
+    if not squeezed(tokenizer.decode(ids)).startswith(squeezed(text)):
         raise InvalidRequest(
             f"the server's tokens {list(ids[:8])} are not this tokenizer's way to write "
             f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
@@ -390,10 +391,6 @@ def _encoded(
     if by_itself and not params.stop and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     return ids
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
 def write_responses_from(
@@ -521,11 +518,11 @@ class PromptSplit:
 
 def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
     """Read the prompts and hold some out for judging."""
-    found = read_prompts(config.prompts, tokenizer, config.max_prompt_tokens)
+    found = read_prompts(config.prompts, tokenizer, config.max_prompt_tokens, raw=config.raw)
     if config.held_out is None:
         training, held_out = split(found, config.held_out_share)
         return PromptSplit(training=tuple(training), held_out=tuple(held_out))
-    judged = read_prompts(config.held_out, tokenizer, config.max_prompt_tokens)
+    judged = read_prompts(config.held_out, tokenizer, config.max_prompt_tokens, raw=config.raw)
     known = {prompt.prompt_hash for prompt in judged}
     training = [prompt for prompt in found if prompt.prompt_hash not in known]
     if not training:
@@ -551,7 +548,11 @@ def warn_of_few_prompts(prompts: PromptSplit) -> None:
 
 
 class TrainingTexts:
-    """All training texts of a draft, generated on demand and stored."""
+    """All training texts of a draft, generated on demand and stored.
+
+    Attributes:
+        num_cut: responses of the target that `max_tokens` ended, once there are any.
+    """
 
     def __init__(
         self,
@@ -570,6 +571,7 @@ class TrainingTexts:
         self.target_hash = target_hash
         self.tokenizer = tokenizer
         self.folder = folder
+        self.num_cut = 0
 
     @property
     def shares(self) -> dict[Source, float]:
@@ -644,6 +646,8 @@ class TrainingTexts:
                     write_responses(self.target, self.prompts, store, on_progress)
                 else:
                     write_responses_from(server, self.prompts, store, on_progress)
+        found = (store.response(prompt.prompt_hash) for prompt in self.prompts)
+        self.num_cut = sum(r is not None and r.finish_reason == "length" for r in found)
         return [_without_loop(sample) for sample in store.samples(self.prompts)]
 
     def _replayed(self) -> list[Sample]:

@@ -255,8 +255,15 @@ Identity = Mapping[str, str]
 
 FREE = {
     "sampling": ("n", "logprobs"),  # responses are single samples
-    # The two hashes cover the first four.
-    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens", "responses_key_env"),
+    # The two hashes cover all but the key.
+    "data": (
+        "prompts",
+        "held_out",
+        "held_out_share",
+        "max_prompt_tokens",
+        "responses_key_env",
+        "raw",
+    ),
     "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
     "objective": (),
     "attached": (),
@@ -426,12 +433,38 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of items done and the number of all items, whenever the first grows."""
 
 
-class Phases:
-    """Measures the durations of an alignment's phases and shows their progress bars."""
+LINE_EVERY_S = 30.0
+"""Between two lines of progress where there is no terminal to draw a bar on."""
 
-    def __init__(self, console: Console | None) -> None:
+
+class Phases:
+    """Measures the durations of an alignment's phases and shows their progress."""
+
+    def __init__(
+        self, console: Console | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.console = console or Console(quiet=True)
+        self.clock = clock
         self.seconds: dict[str, float] = {}
+
+    def _lines(self, what: str) -> Callable[[int, int | None, str], None]:
+        """Return what prints rate and time left now and then, unless a terminal shows bars."""
+        begun_s = last_s = self.clock()
+        first: int | None = None
+
+        def show(num_done: int, num_all: int | None, figures: str = "") -> None:
+            nonlocal last_s, first
+            first = num_done if first is None else first
+            now_s = self.clock()
+            if self.console.is_terminal or now_s - last_s < LINE_EVERY_S or not num_all:
+                return
+            last_s = now_s
+            rate = (num_done - first) / (now_s - begun_s)
+            left = f"{(num_all - num_done) / rate / 60:.0f} min left" if rate else "time unknown"
+            line = f"{what} {num_done:,}/{num_all:,}, {rate * 60:,.0f} a minute, {left}  {figures}"
+            self.console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+        return show
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -454,7 +487,13 @@ class Phases:
         )
         with self.phase(phase), Progress(*columns, console=self.console) as shown:
             task = shown.add_task(what, total=None)
-            yield lambda num_done, num_all: shown.update(task, completed=num_done, total=num_all)
+            lines = self._lines(what)
+
+            def on_progress(num_done: int, num_all: int) -> None:
+                shown.update(task, completed=num_done, total=num_all)
+                lines(num_done, num_all, "")
+
+            yield on_progress
             if shown.tasks[0].total is None:  # there was nothing to do
                 shown.update(task, visible=False)
 
@@ -485,6 +524,8 @@ class Phases:
         means: dict[str, float] = {}
         with self.phase("training"), Progress(*columns, console=self.console) as shown:
             task = shown.add_task("  ".join(judged), total=num_steps, completed=first_step)
+            lines = self._lines("training step")
+            lines(first_step, num_steps, "")
 
             def on_step(metrics: StepMetrics) -> None:
                 now = {"loss": metrics.loss, "alpha": metrics.acceptance_probability}
@@ -492,8 +533,8 @@ class Phases:
                     if value is not None:
                         means[name] = MEMORY * means.get(name, value) + (1 - MEMORY) * value
                 figures = [f"{name} {mean:.3f}" for name, mean in means.items()]
-                shown.update(
-                    task, completed=metrics.step, description="  ".join([*figures, *judged])
-                )
+                text = "  ".join([*figures, *judged])
+                shown.update(task, completed=metrics.step, description=text)
+                lines(metrics.step, num_steps, text)
 
             yield on_step

@@ -300,5 +300,10 @@ def print_report(report: AlignReport) -> None:
         f"kept step {step} of {num_steps}: {report.data.num_learned_tokens:,} tokens of "
         f"{report.data.num_samples:,} texts, objective {report.objective}"
     )
+    if num_cut := report.data.num_cut_responses:
+        console.print(
+            f"{num_cut:,} responses of {report.data.num_training_prompts:,} were cut at "
+            "--max-tokens; a draft learns how answers end from whole ones"
+        )
     console.print(f"draft: {escape(str(report.draft))}")
     console.print(f"[dim]{escape(report.provenance.line)}[/]")

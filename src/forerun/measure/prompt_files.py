@@ -39,10 +39,13 @@ SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 """Suffixes of all files that are read."""
 SEPARATOR = "---"
 OWN_FIELDS = ("prompt", "text", "messages")
+ID_FIELDS = ("prompt_ids", "token_ids")
 FIELDS = (
     *OWN_FIELDS,
     "response",
     "tag",
+    "prompt_ids",
+    "token_ids",
     "conversations",
     "system",
     "instruction",
@@ -75,6 +78,8 @@ class PromptEntry:
 
     Attributes:
         text: a text to continue as it is, None for a conversation.
+        prompt_ids: tokens of the prompt, where the record has them.
+        token_ids: tokens of the response after them.
     """
 
     where: str
@@ -82,6 +87,8 @@ class PromptEntry:
     messages: tuple[Message, ...] = ()
     response: str | None = None
     tag: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     @property
     def num_characters(self) -> int:
@@ -229,16 +236,16 @@ def _csv_rows(file: Path) -> Rows:
         try:
             for row in table:
                 where = f"{file}:{table.line_num}"
-                yield where, {name: _read_cell(row.get(name), where) for name in FIELDS}
+                yield where, {name: _read_cell(row.get(name), where, name) for name in FIELDS}
         except csv.Error as error:
             raise InvalidRequest(f"{file}:{table.line_num} is not CSV: {error}") from error
 
 
-def _read_cell(cell: Any, where: str) -> object:
+def _read_cell(cell: Any, where: str, name: str) -> object:
     """Return the value of a CSV cell: None if it is empty, a list if it is a JSON list."""
     if not isinstance(cell, str) or not cell:
         return None
-    if cell.startswith("[{"):
+    if cell.startswith("[{") or name in ID_FIELDS:
         return parse_json(cell, where)
     return cell
 
@@ -315,6 +322,9 @@ def _build_entry(row: object, where: str) -> PromptEntry:
             '("conversations") or Alpaca ("instruction")'
         )
     messages = fields.pop("messages", None)
+    ids = {name: _checked_ids(fields.pop(name, []), name, where) for name in ID_FIELDS}
+    if ids["token_ids"] and not ids["prompt_ids"]:
+        raise InvalidRequest(f'{where} has "token_ids" without the "prompt_ids" they follow')
     for name, value in fields.items():
         if not isinstance(value, str) or (name != "tag" and not value):
             raise InvalidRequest(f'{where}: "{name}" is {value!r:.60}; it must be text, not empty')
@@ -324,12 +334,22 @@ def _build_entry(row: object, where: str) -> PromptEntry:
         messages=() if messages is None else _checked_messages(messages, where),
         response=fields.get("response"),
         tag=fields.get("tag", ""),
+        **ids,
     )
+
+
+def _checked_ids(ids: object, name: str, where: str) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not all(
+        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
+    ):
+        raise InvalidRequest(f'{where}: "{name}" is {ids!r:.60}; it must be a list of token ids')
+    return tuple(ids)
 
 
 def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Convert the fields of a ShareGPT or Alpaca record to forerun's field names."""
-    found = {name: fields[name] for name in (*OWN_FIELDS, "response", "tag") if name in fields}
+    own = (*OWN_FIELDS, *ID_FIELDS, "response", "tag")
+    found = {name: fields[name] for name in own if name in fields}
     if any(name in found for name in OWN_FIELDS):
         return found
     system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []

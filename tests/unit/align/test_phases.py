@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from forerun.align.workspace import Phases
+from forerun.align.workspace import Phases, StepMetrics
 
 
 def shown(*told: tuple[int, int]) -> str:
@@ -45,3 +45,38 @@ def test_training_says_where_no_k_pays(speedup: float | None, words: str):
     with Phases(console).training(8, 0, speedup):
         pass
     assert words in console.file.getvalue()
+
+
+def test_where_there_is_no_terminal_a_line_now_and_then_says_rate_and_time_left():
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    times = iter((0.0, 1.0, 40.0, 50.0, 80.0))  # begun, then one per call
+    with Phases(console, clock=lambda: next(times)).bar("responses", "responses") as on_progress:
+        for num_done in (100, 140, 150, 180):
+            on_progress(num_done, 260)
+    lines = [line for line in console.file.getvalue().splitlines() if "a minute" in line]
+    assert lines == [
+        "responses 140/260, 60 a minute, 2 min left",
+        "responses 180/260, 60 a minute, 1 min left",
+    ]
+
+
+def test_training_prints_lines_too():
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    times = iter((0.0, 0.0, 60.0))
+    phases = Phases(console, clock=lambda: next(times))
+    with phases.training(10, 4, None) as on_step:
+        on_step(
+            StepMetrics(
+                step=6,
+                loss=2.0,
+                acceptance_probability=0.5,
+                num_learned=1,
+                num_tokens=1,
+                grad_norm=1.0,
+                learning_rate=1.0,
+                duration_s=1.0,
+            )
+        )
+    assert "training step 6/10, 2 a minute, 2 min left  loss 2.000  alpha 0.500" in (
+        console.file.getvalue()
+    )

@@ -136,3 +136,39 @@ def test_long_prompts_lose_their_beginning_but_not_the_start_token(write_lines, 
     assert shortened([2, 4, 5, 6, 7], [1], 3) == (5, 6, 7)
     assert shortened([1, 4, 5], [1], 3) == (1, 4, 5)
     assert shortened([1, 4, 5], [1], 1) == (5,)
+
+
+def test_ids_of_a_record_are_used_as_they_are(write_lines, chat):
+    asked = chat.encode("x", add_special_tokens=False)
+    split = [i for letter in "import" for i in chat.encode(letter, add_special_tokens=False)]
+    assert split != chat.encode("import", add_special_tokens=False)  # it is one token
+    row = {"prompt": "x = 1", "response": "import", "prompt_ids": asked, "token_ids": split}
+    (record,) = read_prompts(write_lines(row), chat, MOST)
+    assert list(record.prompt_ids) == asked
+    (sample,) = record.brought
+    assert list(sample.token_ids) == asked + split
+    assert sample.spans == ((len(asked), len(asked) + len(split)),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": [1]}, '"token_ids" without the "prompt_ids"'),
+        ({"prompt_ids": [1 << 40], "token_ids": [1]}, "not in this model's vocabulary"),
+        ({"prompt_ids": [1, True]}, "must be a list of token ids"),
+        ({"prompt_ids": "1"}, "must be a list of token ids"),
+        ({"prompt_ids": [1], "token_ids": [1]}, "are of another model"),
+    ],
+)
+def test_ids_that_cannot_be_are_refused(fields, message, write_lines, chat):
+    with pytest.raises(InvalidRequest, match=message):
+        read_prompts(write_lines({"messages": [HELLO, ANSWER], **fields}), chat, MOST)
+
+
+def test_a_text_is_a_users_message_to_a_chat_model(write_lines, chat):
+    path = write_lines({"prompt": "x = 1", "response": "y = 2"})
+    (record,), (raw,) = (read_prompts(path, chat, MOST, raw=raw) for raw in (False, True))
+    (same,) = read_prompts(write_lines({"messages": [HELLO, ANSWER]}), chat, MOST)
+    assert (record.prompt_ids, record.messages) == (same.prompt_ids, (HELLO,))
+    assert record.brought[0].token_ids == same.brought[0].token_ids
+    assert list(raw.prompt_ids) == chat.encode("x = 1")

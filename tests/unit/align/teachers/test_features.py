@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
-from forerun.align.target import adopt_target, embedding_table
+from forerun.align.target import (
+    EngineTarget,
+    TargetModel,
+    adopt_target,
+    embedding_table,
+    load_target,
+)
 from forerun.align.teachers import ModelTeacher, StateRows, Teacher, make_teacher
 from forerun.errors import CacheTooLarge, UnsupportedFeatures
+from forerun.models.load import load_model
+from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import SamplingParams
 
 KINDS = ("model", "hidden")
@@ -118,3 +127,40 @@ def test_projected_embeddings_are_refused():
     _, batch = all_rows(texts())
     with pytest.raises(UnsupportedFeatures, match="the head of this opt target reads 16 values"):
         ModelTeacher(adopt_target(network), SamplingParams(), (1,)).rows(batch)
+
+
+def test_probabilities_of_some_tokens_are_those_of_the_whole_distribution(on_disk):
+    packing, batch = all_rows(texts())
+    source = on_disk.with_(sampling=SamplingParams(temperature=0.7))
+    tokens = torch.tensor([1, 4, 7])
+    for sampling, is_kept in ((source.sampling, True), (replace(source.sampling, top_k=5), False)):
+        teacher = make_teacher(caching("hidden"), replace(source, sampling=sampling), 300, (0, 1))
+        teacher.prepare(packing.samples)
+        rows = teacher.rows(batch)
+        every = slice(0, len(rows))
+        whole = rows.distribution(every).target_probs
+        found = rows.over(tokens)
+        assert (found._log_sums is not None) == is_kept  # else every logit is computed
+        torch.testing.assert_close(found.distribution(every).target_probs, whole[:, tokens])
+
+
+def test_the_engines_kernels_give_the_states_of_transformers(on_disk):
+    _, batch = all_rows(texts())
+    model = load_model(on_disk.source.target, dtype="float32", device="cpu", max_context=64)
+    assert isinstance(model, NativeModel)
+    target = load_target(on_disk.source.target, dtype="float32", device="cpu")
+    runs = EngineTarget(model=model, load_head=lambda: target.head)
+    inside = batch.samples >= 0
+    for layers in ((), (1, 0), (1, 1)):
+        found, expected = runs.states(batch, layers), target.states(batch, layers)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found[inside], expected[inside], atol=1e-4, rtol=1e-3)
+
+
+def test_an_engine_of_this_process_scores_the_texts(on_disk):
+    packing, _ = all_rows(texts())
+    model = load_model(on_disk.source.target, dtype="float32", device="cpu", max_context=64)
+    source = on_disk.with_(runs=model)
+    assert isinstance(source.scorer(packing.samples), EngineTarget)
+    long = replace(packing.samples[0], token_ids=(1,) * 65)
+    assert isinstance(source.scorer([long]), TargetModel)

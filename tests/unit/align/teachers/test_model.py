@@ -17,6 +17,7 @@ from forerun.align.target import (
     load_sharded,
     load_target,
     refuse_offloaded,
+    suited_dtype,
 )
 from forerun.align.teachers import ModelTeacher, Teacher
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
@@ -156,3 +157,19 @@ def test_pickled_weights_are_refused(on_disk):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidModel, match="only pickled weights"):
         load_target(folder, device="cpu")
+
+
+def test_a_type_that_is_slower_than_fp32_is_replaced_by_it_on_a_processor(monkeypatch):
+    times = {torch.bfloat16: 2.0, torch.float16: 0.5, torch.float32: 1.0}
+    clock = [0.0]
+
+    def product(one, other):
+        clock[0] += times[one.dtype]
+
+    monkeypatch.setattr("forerun.align.target.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    measured = suited_dtype.__wrapped__
+    assert measured(torch.bfloat16, "cpu") == torch.float32
+    assert measured(torch.float16, "cpu") == torch.float16
+    assert measured(torch.float64, "cpu") == torch.float64
+    assert measured(torch.bfloat16, "cuda") == torch.bfloat16
