@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -159,6 +160,11 @@ class Rows:
 
     def distribution(self, rows: slice) -> DenseDistribution:
         return DenseDistribution(target_probs=self.probs[rows])
+
+    def over(self, tokens: Tensor) -> Rows:
+        found = copy.copy(self)
+        found.probs = self.probs[:, tokens]
+        return found
 
 
 def slow_loss(
