@@ -152,7 +152,7 @@ class Story:
             *("--prompts", str(self.out / prompts)),
             *("--held-out", str(self.out / "held-out.jsonl")),
             *("--max-tokens", str(self.recipe.max_tokens), "--max-prompt-tokens", "160"),
-            *("--temperature", "1"),
+            *("--temperature", "1", "--temperatures", "0", "1"),
             *("--num-steps", str(num_steps), "--learning-rate", learning_rate),
             # A small draft learns more from many small steps than from few large ones.
             *("--tokens-per-step", "1024", "--rows-per-pass", "2"),

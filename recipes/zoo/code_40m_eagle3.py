@@ -90,7 +90,17 @@ class Args:
 def flags(args: Args, stage: Stage) -> tuple[str, ...]:
     """Flags of `forerun align` for a stage."""
     return (
-        *("--method", "eagle3", "--temperature", "1", "--max-tokens", str(args.max_tokens)),
+        *(
+            "--method",
+            "eagle3",
+            "--temperature",
+            "1",
+            "--temperatures",
+            "0",
+            "1",
+            "--max-tokens",
+            str(args.max_tokens),
+        ),
         *("--max-prompt-tokens", str(MAX_PROMPT), "--fixed-share", str(args.fixed_share)),
         *("--objective", args.objective, "--num-heads", str(args.heads)),
         *("--num-kv-heads", str(args.heads // 2)),

@@ -38,7 +38,7 @@ class DistilConfig:
         """Flags of `forerun align`."""
         return (
             *("--max-tokens", str(self.max_tokens), "--max-prompt-tokens", "160"),
-            *("--temperature", "1", "--num-steps", str(self.num_steps)),
+            *("--temperature", "1", "--temperatures", "0", "1", "--num-steps", str(self.num_steps)),
             *("--learning-rate", self.learning_rate, "--fixed-share", str(self.fixed_share)),
             *("--tokens-per-step", "2048", "--rows-per-pass", "4"),
             *("--num-evaluations", "8", "--max-prompts", "24", "--no-prediction"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -127,7 +128,10 @@ def show_example(example: ExampleText, options: DemoOptions) -> None:
     if options.out is not None:
         picture = Console(record=True, width=100, file=io.StringIO(), highlight=False)
         picture.print(both)
-        picture.save_svg(str(options.out / "text.svg"), title="forerun demo")
+        svg = re.sub(
+            r"@font-face \{.*?\}", "", picture.export_svg(title="forerun demo"), flags=re.S
+        )
+        (options.out / "text.svg").write_text(svg, encoding="utf-8")
 
 
 def side_by_side(example: ExampleText) -> Group:
