@@ -72,7 +72,7 @@ def test_a_warning_comes_after_the_text_that_is_streamed(run, monkeypatch):
             yield chunk
 
     monkeypatch.setattr(Session, "run", with_warning)
-    code, _, err = run("def f", *GREEDY, "--quiet")
+    code, _, err = run("def f", *GREEDY)
     assert code == 0
     assert err.rindex("|") < err.index("forerun: careful")
 
@@ -389,7 +389,6 @@ def test_several_drafts_keep_their_order_where_somebody_chooses():
     ("drafts", "controller", "message"),
     [
         (("a", "a"), "auto", "--draft a is given twice"),
-        (("auto", "auto"), "auto", "zoo:code-2m-for-40m is given twice"),
         (("a", "none"), "auto", "decodes plainly"),
         (("a", "suffix"), "fixed", "fixed takes the first"),
         (("a", "suffix"), "fixed", "--controller auto"),

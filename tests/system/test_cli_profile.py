@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.profiles import exact_times
+from tests.profiles import exact_times, rising_costs
 
 from forerun.cli.main import main
 from forerun.errors import InvalidProfile
 from forerun.measure.profile import load_profile, load_profiles
 
 FEW = ["--rows", "1,2,5", "--batches", "1,2", "--contexts", "8", "--budget-s", "0.001"]
+
+WORKLOAD = """requests = 3
+prompt_tokens = 9
+output_tokens = 9
+acceptance = {kind = "constant", alpha = 0.5}
+"""
 
 
 @pytest.fixture
@@ -68,8 +74,8 @@ def test_every_kind_of_draft_is_profiled_and_planned(tiny_pair, draft, tmp_path,
     assert line.overhead_ks == (1, 4)
     assert line.draft_s + max(line.overhead_s) > 0
     capsys.readouterr()
-    assert main(["plan", "--profile", str(out), "--draft", draft, "--acceptance", "0.5"]) == 0
     exact_times(out)
+    assert main(["plan", "--profile", str(out), "--draft", draft, "--acceptance", "0.5"]) == 0
     used = ["--target", target, "--draft", draft, "--profile", str(out), "--max-tokens", "6"]
     assert main(["generate", "x =", *used]) == 0
 
@@ -89,9 +95,12 @@ def test_plain_decoding_is_profiled_planned_and_simulated(tiny_pair, tmp_path, c
     target = ["--target", str(tiny_pair.target), "--draft", "none"]
     assert main(["profile", *target, *few, "--out", str(out)]) == 0
     assert load_profile(out).draft == "none"
+    exact_times(out)
+    rising_costs(out)
+    capsys.readouterr()
     assert main(["plan", "--profile", str(out)]) == 0
     assert "decode plainly" in capsys.readouterr().out
-    workload.write_text("requests = 3\nprompt_tokens = 9\noutput_tokens = 9\nacceptance = 0.5\n")
+    workload.write_text(WORKLOAD)
     simulated = ["simulate", "--workload", str(workload), "--profile", str(out)]
     assert main([*simulated, "--json"]) == 0
     assert [r["controller"] for r in json.loads(capsys.readouterr().out)["results"]] == ["plain"]
@@ -108,6 +117,7 @@ def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
     assert main([*command, "--out", str(out)]) == 0
     names = [profile.draft for profile in load_profiles(out)]
     assert names == ["suffix", str(tiny_pair.draft)]
+    exact_times(out)
     with pytest.raises(InvalidProfile, match="has profiles of suffix"):
         load_profile(out)
     given = [f"{name}=0.5" for name in names]
@@ -115,7 +125,7 @@ def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
         capsys.readouterr()
         assert main(["plan", "--profile", str(out), "--json", *chosen, "--acceptance", *given]) == 0
         assert list(json.loads(capsys.readouterr().out)["curves"]) == names
-    workload.write_text("requests = 3\nprompt_tokens = 9\noutput_tokens = 9\nacceptance = 0.5\n")
+    workload.write_text(WORKLOAD)
     simulated = ["simulate", "--workload", str(workload), "--profile", str(out), "--no-oracle"]
     assert main([*simulated, "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["drafts"]) == names

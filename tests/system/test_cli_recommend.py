@@ -112,7 +112,7 @@ def test_the_gain_of_a_draft_to_be_trained_uses_the_measured_passes():
 
 def measured(k, estimate, low, disturbance=None):
     interval = Interval(estimate=estimate, low=low, high=2 * estimate - low)
-    engine = SimpleNamespace(generate=None)
+    engine = SimpleNamespace(generate=lambda prompts, params: [])
     arm = BenchArm(name="a", method="draft_model", num_speculative_tokens=k, engine=engine)
     return ArmSummary(
         arm=arm,

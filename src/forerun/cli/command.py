@@ -88,8 +88,8 @@ class Command(Generic[OptionsT]):
         parsed, rest = parse(return_unknown_args=True)
         if rest and not is_flag(rest[0]):
             raise InvalidRequest(
-                f"{rest[0]!r:.200} is one word too many for forerun {name}; put quotes around a "
-                "text of several words"
+                f"{rest[0]!r:.200} is one word too many for forerun {name}; name its flag, or put "
+                "quotes around a text of several words"
             )
         if rest:
             parse()  # which says what is unknown, and what is like it

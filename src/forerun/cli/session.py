@@ -62,7 +62,7 @@ class Figures:
     Attributes:
         ttft_s: from the request to the first token; None where there was none.
         speedup: of the steps after the prefill over plain steps of this request; None where too few
-            of its steps were plain.
+            of its steps were plain or drafted.
         methods: drafters that proposed a token, the most used first.
         choices: of a controller that has several drafters.
     """
@@ -109,7 +109,7 @@ class Figures:
             return f"{text}, by plain decoding"
         text += f", with {' and '.join(self.methods)}: "
         if self.speedup is None:
-            return f"{text}too few steps were plain to say how much faster that is"
+            return f"{text}too few steps to say how much faster than plain decoding that is"
         ratio = self.speedup
         interval = f"95% between {ratio.low:.2f} and {ratio.high:.2f}"
         if ratio.is_above(1.0) or ratio.is_below(1.0):
@@ -150,8 +150,8 @@ class Figures:
         }
 
 
-MIN_PLAIN_STEPS = 8
-"""Plain steps without which their time is not known."""
+MIN_COMPARED_STEPS = 8
+"""Plain steps, and steps with a draft, without which their times are not compared."""
 
 
 def measured_speedup(records: Sequence[StepRecord]) -> Interval | None:
@@ -167,7 +167,8 @@ def measured_speedup(records: Sequence[StepRecord]) -> Interval | None:
         for seconds, before, record in zip(times[1:], decoding, decoding[1:], strict=False)
         if not record.k_budget and not before.k_budget
     ]
-    if len(plain) < MIN_PLAIN_STEPS or len(plain) == len(times) - 1:
+    num_drafting = sum(record.k_budget > 0 for record in decoding)
+    if min(len(plain), num_drafting) < MIN_COMPARED_STEPS:
         return None
     plain_s = fmean(plain)
     ratio = plain_s * sum(record.num_emitted for record in decoding) / sum(times)

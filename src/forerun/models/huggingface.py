@@ -469,8 +469,11 @@ def read_weights(
 
 
 def _check_count(checkpoint: Checkpoint, num_described: int) -> None:
-    """Refuse a configuration of more parameters than stored, before memory is taken for them."""
-    if num_described > checkpoint.num_parameters:
+    """Refuse a configuration of far more parameters than stored before memory is taken for them.
+
+    Weights that lack less are read, so that the error can name what is missing.
+    """
+    if num_described > 2 * checkpoint.num_parameters:
         raise InvalidModel(
             f"the weights in {checkpoint.folder} do not fit its configuration: it describes "
             f"{num_described} parameters, and {checkpoint.num_parameters} are stored"

@@ -88,19 +88,19 @@ def test_a_small_difference_is_not_called_one():
     assert "about as fast as plain decoding" in found.sentence
 
 
-@pytest.mark.parametrize("num_plain", [0, 8])
-def test_few_plain_steps_say_nothing_of_the_speedup(num_plain):
-    found = figures(*request([0.1] * num_plain, [0.15] * 20))
+@pytest.mark.parametrize(("num_plain", "num_drafting"), [(0, 20), (7, 20), (20, 7)])
+def test_few_steps_say_nothing_of_the_speedup(num_plain, num_drafting):
+    found = figures(*request([0.1] * num_plain, [0.15] * num_drafting))
     assert found.speedup is None
-    assert found.sentence.endswith("too few steps were plain to say how much faster that is")
+    assert "too few steps to say how much faster" in found.sentence
 
 
 def test_plain_steps_right_after_a_draft_are_not_measured():
-    records = request([0.1] * 12, [0.15, 0.15])
+    records = request([0.1] * 12, [0.15] * 8)
     slow = replace(step(0, 0), verify_s=9.0)
     before = measured_speedup(records)
     after = measured_speedup([*records, slow])
-    tokens, seconds = 18, 1.5
+    tokens, seconds = 36, 2.4
     assert before.estimate == pytest.approx(0.1 * tokens / seconds)
     assert after.estimate == pytest.approx(0.1 * (tokens + 1) / (seconds + 9.0))
 

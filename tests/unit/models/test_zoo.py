@@ -51,7 +51,7 @@ def test_the_wheel_is_small_and_has_no_test_model():
         for file in builder.recurse_included_files()
     }
     in_zoo = {path.removeprefix(f"{ZOO}/") for path in sizes if path.startswith(f"{ZOO}/")}
-    assert in_zoo >= {"chats.jsonl", "prompts.jsonl", "edits.jsonl", "LICENSE-PSF-2.0.txt"}
+    assert in_zoo >= {"chats.jsonl", "prompts.jsonl", "LICENSE-PSF-2.0.txt"}
     assert {name.partition("/")[0] for name in in_zoo if "/" in name} <= WITH_WEIGHTS
     assert sum(sizes.values()) <= 25_000_000
     assert sum(n for path, n in sizes.items() if path.startswith(f"{ZOO}/")) <= 8_500_000

@@ -161,7 +161,7 @@ SHIPPED_TARGET = PREFIX + "code-40m"
 """The target of the demonstration where no package index is reachable."""
 DEMO_ARMS: Mapping[str, DraftArms] = MappingProxyType(
     {
-        SMALL_CHAT_MODEL: DraftArms(name="4-bit copy", draft="self:int4", ks=(3,)),
+        SMALL_CHAT_MODEL: DraftArms(name="self:int4", draft="self:int4", ks=(2,)),
         SHIPPED_TARGET: DraftArms(name="EAGLE-3 head", draft="zoo:eagle3-for-40m", ks=(4,)),
     }
 )

@@ -105,7 +105,7 @@ def test_conversations_need_a_template(write_lines, plain):
 
 
 def test_a_prompt_of_no_tokens_is_named(write_lines):
-    silent = chatty("")
+    silent = chatty("{# nothing #}")
     with pytest.raises(InvalidRequest, match=r"prompts\.jsonl:1: the prompt is empty"):
         read_prompts(write_lines({"messages": [HELLO]}), silent, MOST)
 
