@@ -77,6 +77,19 @@ def test_a_warning_comes_after_the_text_that_is_streamed(run, monkeypatch):
     assert err.rindex("|") < err.index("forerun: careful")
 
 
+def test_quiet_hides_warnings_while_text_is_streamed(run, monkeypatch):
+    streamed = Session.run
+
+    def with_warning(session, ids, params):
+        logging.getLogger("forerun.engine").warning("careful")
+        logging.getLogger("forerun.engine").error("lost")
+        return streamed(session, ids, params)
+
+    monkeypatch.setattr(Session, "run", with_warning)
+    _, _, err = run("def f", *GREEDY, "--quiet")
+    assert "careful" not in err and "forerun: lost" in err
+
+
 def test_flags_that_are_left_out_are_those_of_the_model(tiny_pair, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_pair.target, tmp_path / "stated")
     (folder / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 7}')

@@ -101,9 +101,9 @@ def test_what_is_prepared_is_said_on_stderr_alone(tiny_pair, monkeypatch, capsys
     """As if the tiny weights were large."""
     monkeypatch.setattr(load, "LARGE_BYTES", 0)
     pair = ["--target", str(tiny_pair.target), "--draft", "none", "--threads", "1"]
-    assert main(["generate", "x", *pair, "--max-tokens", "3", "--json", "--quiet"]) == 0
+    assert main(["generate", "x", *pair, "--max-tokens", "3", "--json"]) == 0
     captured = capsys.readouterr()
     json.loads(captured.out)
-    first, second = captured.err.splitlines()
+    first, second, _ = captured.err.splitlines()
     assert first == f"forerun: preparing 0.0 GB of weights of {tiny_pair.target} ..."
     assert second.startswith("forerun: prepared them in ")

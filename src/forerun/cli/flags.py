@@ -280,7 +280,7 @@ class OutputFlags:
     verbose: bool = False
     """Also say how much was accepted at every position, and which drafts were chosen."""
     quiet: bool = False
-    """Print the text alone: no figures and no notices. Errors are still printed."""
+    """Print the text alone: no figures, no notices and no warnings. Errors are still printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

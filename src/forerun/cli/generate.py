@@ -77,9 +77,9 @@ def run(options: GenerateOptions) -> int:
     options.check()
     prompt, template = _read_prompt(options.prompt), read_template(options.chat_template)
 
-    from forerun.cli.main import notices_dropped
+    from forerun.cli.main import hide_notices
 
-    with notices_dropped() if options.output.quiet else nullcontext():
+    with hide_notices() if options.output.quiet else nullcontext():
         return _generate(options, prompt, template)
 
 

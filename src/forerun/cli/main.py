@@ -140,7 +140,8 @@ def notices_held() -> Iterator[None]:
     ]
     for handler in shown:
         package.removeHandler(handler)
-    for memory in held:
+    for memory, handler in zip(held, shown, strict=True):
+        memory.setLevel(handler.level)
         package.addHandler(memory)
     try:
         yield
@@ -153,17 +154,17 @@ def notices_held() -> Iterator[None]:
 
 
 @contextmanager
-def notices_dropped() -> Iterator[None]:
-    """Print no warnings and no progress messages while the block runs; errors are raised."""
+def hide_notices() -> Iterator[None]:
+    """Print no warnings and no progress messages while the block runs, only errors."""
     package = logging.getLogger("forerun")
     shown = [handler for handler in package.handlers if isinstance(handler, Notices)]
     for handler in shown:
-        package.removeHandler(handler)
+        handler.setLevel(logging.ERROR)
     try:
         yield
     finally:
         for handler in shown:
-            package.addHandler(handler)
+            handler.setLevel(logging.NOTSET)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -264,7 +264,7 @@ class TraceWriter:
     def _fail(self, error: OSError | UnicodeEncodeError) -> None:
         if not self.failed:
             self.error = getattr(error, "strerror", None) or str(error)
-            logger.warning(
+            logger.error(
                 "the trace %s cannot be written (%s); it ends after %d records, the rest goes on",
                 self.name,
                 self.error,

@@ -149,7 +149,7 @@ def test_a_device_that_is_always_full(tmp_path, caplog):
     path = tmp_path / "trace.jsonl"
     path.symlink_to("/dev/full")
     write(path, [HEADER, *steps(1000)])
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "No space left on device" in caplog.text
     assert "after 0 records" in caplog.text
 
