@@ -17,12 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.loading import default_controller
+from forerun.measure.bench.compare import under
 from forerun.measure.prompt_files import prompt_ids, read_prompts, shipped_prompts
 from forerun.models.catalog import zoo_path
 from forerun.provenance import collect, content_hash
@@ -116,10 +116,7 @@ def arms_of(options: argparse.Namespace) -> tuple[list[Arm], str]:
             drafter = plain.with_draft(draft, max(options.ks)).drafter
             for k in options.ks:
                 engines[f"forerun {name} K={k}"] = plain.with_draft(drafter, k)
-            adaptive = default_controller(replace(config, controller="auto"), drafter, {})
-            engines[f"forerun {name} auto"] = plain.with_draft(
-                drafter, max(options.ks), controller=adaptive
-            )
+            engines[f"forerun {name} auto"] = under(plain, drafter, max(options.ks), "auto", {})
         arms += [
             Arm(name=name, weights=weights, generate=timed(engine, options.temperature))
             for name, engine in engines.items()
