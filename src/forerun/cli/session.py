@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby, pairwise
 from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
@@ -157,23 +159,54 @@ MIN_COMPARED_STEPS = 8
 def measured_speedup(records: Sequence[StepRecord]) -> Interval | None:
     """Compare the time of decode steps with that of plain steps for as many tokens.
 
-    Steps that read the prompt are left out. A plain step after a draft is not measured, because
-    drafting leaves the target's weights uncached. The interval is of the mean plain step, at 95%.
+    Samples of one request share their steps. Steps that read the prompt are left out. A plain step
+    after a draft is not measured, because drafting leaves the target's weights uncached. The
+    interval has the errors of the mean plain step and of the time per token of all steps, at 95%.
     """
-    decoding = [record for record in records if not record.num_prefill_rows]
-    times = [record.draft_s + record.verify_s + record.other_s for record in decoding]
-    plain = [
-        seconds
-        for seconds, before, record in zip(times[1:], decoding, decoding[1:], strict=False)
-        if not record.k_budget and not before.k_budget
+    cycles = [
+        Cycle.of(list(found)) for _, found in groupby(records, key=lambda record: record.cycle_id)
     ]
-    num_drafting = sum(record.k_budget > 0 for record in decoding)
+    decoding = [cycle for cycle in cycles if not cycle.reads_prompt]
+    plain = [
+        here.seconds / here.num_samples
+        for before, here in pairwise(decoding)
+        if not (before.drafts or here.drafts)
+    ]
+    num_drafting = sum(cycle.drafts for cycle in decoding)
     if min(len(plain), num_drafting) < MIN_COMPARED_STEPS:
         return None
-    plain_s = fmean(plain)
-    ratio = plain_s * sum(record.num_emitted for record in decoding) / sum(times)
-    error = student_quantile(0.975, len(plain) - 1) * stdev(plain) / len(plain) ** 0.5 / plain_s
+    plain_s, total_s = fmean(plain), sum(cycle.seconds for cycle in decoding)
+    num_tokens = sum(cycle.num_tokens for cycle in decoding)
+    ratio = plain_s * num_tokens / total_s
+    saved = [plain_s * cycle.num_tokens - ratio * cycle.seconds for cycle in decoding]
+    error = student_quantile(0.975, min(len(plain), len(decoding)) - 1) * math.hypot(
+        stdev(plain) / math.sqrt(len(plain)) / plain_s,
+        stdev(saved) * math.sqrt(len(saved)) / (plain_s * num_tokens),
+    )
     return Interval(estimate=ratio, low=max(0.0, ratio * (1.0 - error)), high=ratio * (1.0 + error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """One pass of the engine over the samples of a request."""
+
+    seconds: float
+    num_samples: int
+    num_tokens: int
+    drafts: bool
+    reads_prompt: bool
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord]) -> Cycle:
+        """Count the records of one cycle; its durations are in each of them."""
+        first = records[0]
+        return cls(
+            seconds=first.draft_s + first.verify_s + first.other_s,
+            num_samples=len(records),
+            num_tokens=sum(record.num_emitted for record in records),
+            drafts=any(record.k_budget for record in records),
+            reads_prompt=first.num_prefill_rows > 0,
+        )
 
 
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:

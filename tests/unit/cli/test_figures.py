@@ -66,20 +66,43 @@ def request(plain_s, drafting_s):
     """A prompt, plain steps of these times, then steps that draft 3 tokens and accept 2."""
     prompt = replace(step(0, 0), num_prefill_rows=9, verify_s=1.0)
     plain = [replace(step(0, 0), verify_s=seconds) for seconds in plain_s]
-    return [prompt, *plain, *(replace(step(3, 2), verify_s=seconds) for seconds in drafting_s)]
+    drafting = [replace(step(3, 2), verify_s=seconds) for seconds in drafting_s]
+    return numbered([prompt, *plain, *drafting])
+
+
+def numbered(records):
+    """Every step in a cycle of its own."""
+    return [replace(record, cycle_id=number) for number, record in enumerate(records)]
 
 
 def test_decode_steps_are_compared_with_plain_steps_for_as_many_tokens():
     found = figures(*request([0.1] * 12, [0.15] * 20))
     # 12 plain steps and 20 that emit 3 tokens: 72 tokens in 4.2 s, plain they would take 7.2 s.
     assert found.speedup.estimate == pytest.approx(7.2 / 4.2)
-    assert found.speedup.low == pytest.approx(found.speedup.high)
+    assert found.speedup.low < found.speedup.estimate < found.speedup.high
     assert "with draft_model: 1.71 times as fast as plain decoding" in found.sentence
 
 
 def test_plain_steps_of_uneven_time_widen_the_interval():
     found = figures(*request([0.05, 0.15] * 6, [0.15] * 20))
     assert found.speedup.low < 1.4 < 2.0 < found.speedup.high
+
+
+def test_one_lucky_draft_widens_the_interval():
+    unlucky = [replace(step(3, 0), verify_s=0.1)] * 7
+    lucky = replace(step(20, 20), verify_s=0.1)
+    records = numbered([*(replace(step(0, 0), verify_s=0.1) for _ in range(20)), *unlucky, lucky])
+    found = measured_speedup(records)
+    assert found.estimate == pytest.approx(4.8 / 2.8)
+    assert found.low < 1.0
+
+
+def test_samples_of_one_request_share_their_steps():
+    records = request([0.09, 0.11] * 8, [0.14, 0.16] * 10)
+    shared = [record for record in records for _ in range(4)]  # 4 samples, one time for all
+    one, four = measured_speedup(records), measured_speedup(shared)
+    assert four.estimate == pytest.approx(one.estimate)
+    assert four.high - four.low == pytest.approx(one.high - one.low)
 
 
 def test_a_small_difference_is_not_called_one():
@@ -99,7 +122,7 @@ def test_plain_steps_right_after_a_draft_are_not_measured():
     records = request([0.1] * 12, [0.15] * 8)
     slow = replace(step(0, 0), verify_s=9.0)
     before = measured_speedup(records)
-    after = measured_speedup([*records, slow])
+    after = measured_speedup(numbered([*records, slow]))
     tokens, seconds = 36, 2.4
     assert before.estimate == pytest.approx(0.1 * tokens / seconds)
     assert after.estimate == pytest.approx(0.1 * (tokens + 1) / (seconds + 9.0))

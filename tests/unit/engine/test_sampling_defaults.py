@@ -46,7 +46,9 @@ def test_a_request_without_parameters_takes_what_the_model_states(folder, monkey
         assert seen == [SamplingParams(**STATED), SamplingParams()]
         seen.clear()
     assert engine.intake.default_params == SamplingParams(**STATED)
-    with EngineThread(engine) as running:
+    fresh = engine_of(folder, json.dumps(STATED))  # a thread knows only what was submitted to it
+    monkeypatch.setattr(fresh.intake, "check", noted)
+    with EngineThread(fresh) as running:
         running.submit([1, 2]).abort()
         running.submit([1, 2], SamplingParams()).abort()
     assert seen == [SamplingParams(**STATED), SamplingParams()]
