@@ -328,7 +328,7 @@ def test_the_count_must_fit_the_events_of_a_text_that_has_ended(owner, num_count
     assert answer.token_ids == ((7, 8, 9) if owner in owners else None)
 
 
-@pytest.mark.parametrize("owner", ["llamacpp", "vllm", "sglang", "another"])
+@pytest.mark.parametrize("owner", ["llamacpp", "forerun", "vllm", "sglang", "another"])
 def test_a_servers_own_filters_are_switched_off(owner):
     bodies: list[dict[str, object]] = []
 
@@ -338,7 +338,7 @@ def test_a_servers_own_filters_are_switched_off(owner):
 
     asked(answer, msgspec.structs.replace(QUESTION, kind="filtered"), owner=owner)
     assert all((body["temperature"], body["top_p"]) == (0.8, 0.9) for body in bodies)
-    unfiltered = {"llamacpp": 0, "vllm": -1, "sglang": -1}
+    unfiltered = {"llamacpp": 0, "forerun": -1, "vllm": -1, "sglang": -1}
     assert all(body.get("top_k") == unfiltered.get(owner) for body in bodies)
     assert all(body.get("min_p") == (0.0 if owner in unfiltered else None) for body in bodies)
     order = ["penalties", "temperature", "top_p"] if owner == "llamacpp" else None

@@ -30,13 +30,14 @@ NEUTRAL_FIELDS: Mapping[str | None, Mapping[str, object]] = {
         "repeat_last_n": 1 << 16,
         "samplers": ["penalties", "temperature", "top_p"],
     },
+    "forerun": _UNFILTERED,
     "vllm": _UNFILTERED,
     "sglang": _UNFILTERED,
 }
 """Request fields, by kind of server, that switch off its default filters and penalties.
 
 llama.cpp has top_k 40 and min_p .05, and filters before it divides by the temperature unless a
-request orders its samplers; vLLM and SGLang take defaults from the model's generation_config.json.
+request orders its samplers; the others take defaults from the model's generation_config.json.
 """
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from forerun.errors import InvalidRequest
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]*", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*:/{1,2})[^\s/@]*@", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*:/{1,2})[^\s/]*@", re.IGNORECASE)
 _PAGES = "/metrics /health /version /v1 /models /v1/models".split()
 _PUBLIC = {
     "",
