@@ -365,27 +365,19 @@ def test_the_token_bucket_refills():
         pass
 
 
-def test_an_allowance_does_not_grow_beyond_a_minute():
+@pytest.mark.parametrize(
+    ("a_minute", "num_at_once", "later_s"),
+    [pytest.param(2, 2, 3600.0, id="full"), pytest.param(0.5, 1, 120.0, id="below_one")],
+)
+def test_an_allowance_is_that_of_a_minute_and_at_least_one(a_minute, num_at_once, later_s):
     now = [0.0]
-    key = ApiKey(tenant="a", requests_per_minute=2)
+    key = ApiKey(tenant="a", requests_per_minute=a_minute)
     ring = Keyring([key], clock=lambda: now[0])
-    for at_s in (0.0, 3600.0):
+    for at_s in (0.0, later_s):
         now[0] = at_s
-        for _ in range(2):
+        for _ in range(num_at_once):
             with ring.admitted(key):
                 pass
-        with pytest.raises(LimitReached), ring.admitted(key):
-            pass
-
-
-def test_a_key_of_less_than_one_request_a_minute_may_send_one():
-    now = [0.0]
-    key = ApiKey(tenant="a", requests_per_minute=0.5)
-    ring = Keyring([key], clock=lambda: now[0])
-    for at_s in (0.0, 120.0):
-        now[0] = at_s
-        with ring.admitted(key):
-            pass
         with pytest.raises(LimitReached), ring.admitted(key):
             pass
 

@@ -167,10 +167,10 @@ def test_without_a_package_index_the_shipped_target_is_shown(monkeypatch, capsys
             raise InvalidModel("it could not be downloaded")
 
     monkeypatch.setattr("forerun.models.catalog.zoo_path", missing)
-    assert command.reachable_model("zoo:smollm2-135m") == "zoo:code-40m"
+    assert command.choose_reachable_model("zoo:smollm2-135m") == "zoo:code-40m"
     (line,) = capsys.readouterr().err.splitlines()
     assert "could not be downloaded" in line and "zoo:code-40m" in line
-    assert command.reachable_model("zoo:code-40m") == "zoo:code-40m"
+    assert command.choose_reachable_model("zoo:code-40m") == "zoo:code-40m"
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_slow(tmp_path, capsys):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.measure.bench.compare import under
+from forerun.measure.bench.compare import build_controlled_engine
 from forerun.measure.prompt_files import prompt_ids, read_prompts, shipped_prompts
 from forerun.models.catalog import zoo_path
 from forerun.provenance import collect, content_hash
@@ -116,7 +116,9 @@ def arms_of(options: argparse.Namespace) -> tuple[list[Arm], str]:
             drafter = plain.with_draft(draft, max(options.ks)).drafter
             for k in options.ks:
                 engines[f"forerun {name} K={k}"] = plain.with_draft(drafter, k)
-            engines[f"forerun {name} auto"] = under(plain, drafter, max(options.ks), "auto", {})
+            engines[f"forerun {name} auto"] = build_controlled_engine(
+                plain, drafter, max(options.ks), "auto", {}
+            )
         arms += [
             Arm(name=name, weights=weights, generate=timed(engine, options.temperature))
             for name, engine in engines.items()

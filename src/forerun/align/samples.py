@@ -104,7 +104,7 @@ def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
     return alike.tril()[:, None]
 
 
-def texts_in(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
+def list_texts(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
     """Yield row, start and end of every packed text."""
     for row, owners in enumerate(batch.samples.tolist()):
         starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
@@ -268,8 +268,8 @@ def _text_of_ids(
         )
     if not entry.token_ids:
         return None
-    decoded = squeezed(tokenizer.decode(entry.token_ids))
-    if answer is not None and not decoded.startswith(squeezed(answer)):
+    decoded = remove_spaces(tokenizer.decode(entry.token_ids))
+    if answer is not None and not decoded.startswith(remove_spaces(answer)):
         raise InvalidRequest(
             f"its token_ids are not this tokenizer's way to write its answer {answer!r:.40}: they "
             "are of another model; leave prompt_ids and token_ids out"
@@ -277,7 +277,7 @@ def _text_of_ids(
     return ids, [(len(entry.prompt_ids), len(ids))]
 
 
-def squeezed(text: str) -> str:
+def remove_spaces(text: str) -> str:
     """Return a text without spaces and without characters that are cut off."""
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 

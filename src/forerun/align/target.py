@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forerun.align.samples import PackedBatch, Sample, packed_inputs, texts_in
+from forerun.align.samples import PackedBatch, Sample, list_texts, packed_inputs
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.base import Context, pack
@@ -176,7 +176,7 @@ class EngineTarget:
         model.store.keep_features(())  # an engine over it may have asked for some
         shape = (*batch.ids.shape, len(columns), model.hidden_size)
         states = torch.zeros(shape, dtype=model.dtype)
-        for row, start, end in texts_in(batch):
+        for row, start, end in list_texts(batch):
             ids = batch.ids[row, start:end].tolist()
             states[row, start:end] = torch.cat([*self._features(ids, wanted)])[:, columns]
         states[:, :, -1] = model.final_norm(states[:, :, -1].flatten(0, 1)).view_as(
@@ -252,7 +252,7 @@ MEASURED_SIZE, NUM_MEASURED = 256, 3
 
 
 @cache
-def suited_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+def choose_faster_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """Return fp32 where this device multiplies matrices faster in it than in a smaller type.
 
     A processor without instructions for bf16 takes several times as long for it. This is measured
@@ -278,7 +278,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
     chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
-    scored = suited_dtype(chosen_dtype, chosen_device.type)
+    scored = choose_faster_dtype(chosen_dtype, chosen_device.type)
     needed = checkpoint.num_parameters * scored.itemsize
     available = available_bytes(chosen_device)
     if needed > available:
@@ -310,7 +310,7 @@ def load_sharded(
     for turn in range(share.number):  # the host holds one whole copy at a time
         if turn == share.index:
             model = read_weights(checkpoint, chosen_dtype)
-            model = model.to(suited_dtype(chosen_dtype, chosen_device.type))
+            model = model.to(choose_faster_dtype(chosen_dtype, chosen_device.type))
             target = split(model, chosen_device, share.number)
         share.wait()
     assert target is not None

@@ -31,9 +31,9 @@ from forerun.align.target import (
     ProcessShare,
     TargetHead,
     TargetModel,
+    choose_faster_dtype,
     load_sharded,
     load_target,
-    suited_dtype,
 )
 from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
@@ -238,7 +238,7 @@ class TargetCache:
                     write_cached(self.folder, HEAD, SUFFIX, _packed_head(head))
             self.source.share.wait()
         device = self.source.probs_device
-        return head.to(device, suited_dtype(head.weight.dtype, device.type))
+        return head.to(device, choose_faster_dtype(head.weight.dtype, device.type))
 
     def _list_files(self) -> None:
         files = self.folder.glob(f"{ROWS}-*{SUFFIX}")

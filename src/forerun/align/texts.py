@@ -27,9 +27,9 @@ from forerun.align.samples import (
     mix,
     prompt_hash,
     read_prompts,
+    remove_spaces,
     shortened,
     split,
-    squeezed,
 )
 from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
@@ -365,7 +365,7 @@ def _tokens(
             )
     # Servers differ in how they write spaces at the ends and characters that are cut off, and a
     # stop string may have been removed.
-    if not squeezed(tokenizer.decode(ids)).startswith(squeezed(text)):
+    if not remove_spaces(tokenizer.decode(ids)).startswith(remove_spaces(text)):
         raise InvalidRequest(
             f"the server's tokens {list(ids[:8])} are not this tokenizer's way to write "
             f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"

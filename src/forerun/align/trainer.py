@@ -33,7 +33,7 @@ from torch.optim import AdamW, Optimizer
 
 from forerun.align.config import FREE_TRAINING_SETTINGS, TrainingConfig
 from forerun.align.samples import PackedBatch, Packing
-from forerun.align.target import suited_dtype
+from forerun.align.target import choose_faster_dtype
 from forerun.align.teachers import Teacher
 from forerun.align.workspace import StepMetrics, differences
 from forerun.atomic_write import atomic_write, remove_unfinished
@@ -169,7 +169,7 @@ def make_accelerator(
     # Processes without GPUs connect only if Accelerate is given cpu=True.
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     if mixed_precision is None:
-        suited = suited_dtype(torch.bfloat16, "cpu" if on_cpu else device)
+        suited = choose_faster_dtype(torch.bfloat16, "cpu" if on_cpu else device)
         mixed_precision = "bf16" if suited == torch.bfloat16 else "no"
     accelerator = Accelerator(
         mixed_precision=mixed_precision,

@@ -22,13 +22,13 @@ from forerun.cli.command import Command
 from forerun.cli.flags import check_threads, shortened
 from forerun.cli.tables import SafeConsole, status_text, table_of, with_ends
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.measure.bench.config import SHIPPED_TARGET, demo_benches
+from forerun.measure.bench.config import CHECKOUT_TARGET, demo_benches
 from forerun.models.architecture import Runner
 from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
     from forerun.engine.results import Completion
-    from forerun.measure.bench.demo import Demo, DemoReport, ExampleText, TextComparison
+    from forerun.measure.bench.demo import DemoReport, ExampleText, TextComparison
     from forerun.measure.bench.report import ArmSummary
 
 HEADINGS = ("tokens/s\n(95%)", "speedup\n(95%)", "tokens\nper step")
@@ -59,7 +59,7 @@ def run(options: DemoOptions) -> int:
     check_threads(options.threads)
     if options.out is not None:
         _make_folder(options.out)
-    target = reachable_model(options.model)
+    target = choose_reachable_model(options.model)
     end_s = time.perf_counter() + options.seconds
 
     from forerun.measure.bench.demo import Demo
@@ -76,32 +76,31 @@ def run(options: DemoOptions) -> int:
             demo.run()
         except KeyboardInterrupt:
             status.stop()
-            if demo.report().reports:
-                show(demo, options)
+            if (report := demo.report()).reports:
+                show(report, target, options)
             raise
-    return show(demo, options)
+    return show(demo.report(), target, options)
 
 
-def reachable_model(model: str) -> str:
-    """Return the model, or the shipped target where the package index cannot be reached."""
+def choose_reachable_model(model: str) -> str:
+    """Return the model, or the one of the repository where the package index cannot be reached."""
     from forerun.models.catalog import zoo_path
 
     try:
         zoo_path(model)
     except InvalidModel as error:
-        if model == SHIPPED_TARGET:
+        if model == CHECKOUT_TARGET:
             raise
-        print(f"{error}: {SHIPPED_TARGET} is shown in its place", file=sys.stderr)
-        zoo_path(SHIPPED_TARGET)
-        return SHIPPED_TARGET
+        print(f"{error}: {CHECKOUT_TARGET} is shown in its place", file=sys.stderr)
+        zoo_path(CHECKOUT_TARGET)
+        return CHECKOUT_TARGET
     return model
 
 
-def show(demo: Demo, options: DemoOptions) -> int:
-    """Print and write the results measured until now; returns the command's exit status."""
+def show(report: DemoReport, target: str, options: DemoOptions) -> int:
+    """Print and write the results; returns the command's exit status."""
     from forerun.measure.bench.report import plot
 
-    report = demo.report()
     content = json.dumps(report.to_dict(), indent=None if options.json else 1)
     if options.json:
         print(content)
@@ -115,14 +114,13 @@ def show(demo: Demo, options: DemoOptions) -> int:
             for weights, bench in report.reports.items()
             for cell in bench.cells
         }
-        title = next(iter(demo.benches.values())).target
-        plot(panels, title, [options.out / "demo.png", options.out / "demo.svg"])
+        plot(panels, target, [options.out / "demo.png", options.out / "demo.svg"])
     return 1 if report.texts.num_different else 0
 
 
 def show_example(example: ExampleText, options: DemoOptions) -> None:
     """Print a text from both ways of decoding, side by side, and draw it into the folder."""
-    both = side_by_side(example)
+    both = arrange_texts(example)
     if not options.json:
         Console(highlight=False).print(both)
     if options.out is not None:
@@ -134,7 +132,7 @@ def show_example(example: ExampleText, options: DemoOptions) -> None:
         (options.out / "text.svg").write_text(svg, encoding="utf-8")
 
 
-def side_by_side(example: ExampleText) -> Group:
+def arrange_texts(example: ExampleText) -> Group:
     """Return the text of plain decoding, beside it the same coloured by the origin of tokens."""
     from forerun.cli.session import ColouredText, legend
 
@@ -156,22 +154,21 @@ def side_by_side(example: ExampleText) -> Group:
 def print_report(report: DemoReport) -> None:
     """Print one table of all comparisons, what it shows, and the machine."""
     console = SafeConsole()
-    table = table_of(Column("weights"), "T", *HEADINGS)
-    table.columns[1:1] = [Column("decoding", no_wrap=True)]
+    table = table_of(Column("weights"), Column("decoding", no_wrap=True), "T", *HEADINGS)
     for weights, bench in report.reports.items():
         for cell in bench.cells:
             for row in cell.rows:
                 first = row is cell.rows[0]
-                table.add_row(weights if first else "", *figures(row, cell.temperature, first))
+                table.add_row(weights if first else "", *format_row(row, cell.temperature, first))
             table.add_section()
     console.print(table, "")
-    console.print(texts_sentence(report.texts))
+    console.print(describe_texts(report.texts))
     provenance = [bench.provenance for bench in report.reports.values()]
     if provenance:
         console.print(f"[dim]{escape(provenance[0].line)}[/]")
 
 
-def figures(row: ArmSummary, temperature: float, is_first: bool) -> tuple[str, ...]:
+def format_row(row: ArmSummary, temperature: float, is_first: bool) -> tuple[str, ...]:
     return (
         row.arm.name,
         f"{temperature:g}" if is_first else "",
@@ -181,7 +178,7 @@ def figures(row: ArmSummary, temperature: float, is_first: bool) -> tuple[str, .
     )
 
 
-def texts_sentence(texts: TextComparison) -> Text:
+def describe_texts(texts: TextComparison) -> Text:
     """Return a sentence on whether greedy texts with a draft are those without."""
     if texts.num_different:
         return Text(

@@ -14,6 +14,7 @@ from tyro.conf import Suppress, UseAppendAction, arg
 from forerun.bounded_read import read_text
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
+from forerun.drafters.config import AUTO, NONE
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range, UnreadableInput
 from forerun.models.architecture import Runner, WeightFormat
@@ -121,8 +122,8 @@ class ModelSamplingFlags(SamplingFlags):
     """Sampling parameters; those that are left out and that the model states are the model's."""
 
     temperature: float | None = None  # type: ignore[assignment]  # None where a flag is left out
-    """0 is greedy (lowest id on ties). Default: what the model's generation_config.json states, as
-    for the next four; else 0."""
+    """0 is greedy (lowest id on ties). Default: what the model states in generation_config.json
+    or its GGUF file, as for the next four; else 0."""
     top_p: float | None = None  # type: ignore[assignment]
     top_k: int | None = None  # type: ignore[assignment]
     min_p: float | None = None  # type: ignore[assignment]
@@ -161,23 +162,25 @@ class TargetFlags:
 
     def resolved(self, draft: str) -> str | None:
         """Return the draft that "auto" stands for; None for plain decoding."""
-        if draft == "auto":
+        if draft == AUTO:
             shipped = self.target in [PREFIX + name for name in ZOO]
             return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
-        return None if draft == "none" else draft
+        return None if draft == NONE else draft
 
-    def drafts_of(self, named: Sequence[str], weights: WeightFormat = "auto") -> tuple[str, ...]:
+    def resolve_drafts(
+        self, named: Sequence[str], weights: WeightFormat = "auto"
+    ) -> tuple[str, ...]:
         """Return the drafts that --draft names; empty for plain decoding.
 
         "auto" stands for all drafts at hand, and no --draft for the shipped one.
         """
         listed: Sequence[object] = named
-        if "auto" in named:
+        if AUTO in named:
             from forerun.engine.auto_drafts import with_auto
 
             config = EngineConfig(runner=self.runner, weights=weights)
             listed, _ = with_auto(named, self.target, self.device, self.dtype, config)
-        names = [self.resolved(str(name)) for name in listed or ("auto",)]
+        names = [self.resolved(str(name)) for name in listed or (AUTO,)]
         found = tuple(name for name in names if name is not None)
         for name in found:
             if found.count(name) > 1:
@@ -241,7 +244,7 @@ class PairFlags(TargetFlags):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Return the drafts; empty for plain decoding."""
-        found = self.drafts_of(self.draft, self.weights)
+        found = self.resolve_drafts(self.draft, self.weights)
         if len(found) > 1 and self.tree is None:
             self._check_choice()
         return found

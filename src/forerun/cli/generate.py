@@ -88,12 +88,12 @@ def _generate(options: GenerateOptions, prompt: str, template: str | None) -> in
     from forerun.cli.session import Session, choose_writer, load_engine, print_figures
     from forerun.cli.tables import SafeConsole
 
-    pair, output, params = options.pair, options.output, options.sampling.params
-    max_batch = min(params.n, EngineConfig().max_batch)
-    engine = load_engine(pair, max_batch=max_batch, max_tokens=params.max_tokens)
+    pair, output, flags = options.pair, options.output, options.sampling
+    max_batch = min(flags.n, EngineConfig().max_batch)
+    engine = load_engine(pair, max_batch=max_batch, max_tokens=flags.max_tokens)
     if template:
         engine.tokenizer.use_chat_template(template)
-    params = options.sampling.params_for(engine.intake.defaults)
+    params = flags.params_for(engine.intake.defaults)
     ids = encode(engine.tokenizer, prompt, raw=options.raw, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}

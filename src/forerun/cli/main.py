@@ -129,11 +129,16 @@ def notices_on_stderr() -> Iterator[None]:
         preparation.setLevel(level)
 
 
+def list_notice_handlers() -> list[Notices]:
+    """Return the handlers that print notices at present."""
+    handlers = logging.getLogger("forerun").handlers
+    return [handler for handler in handlers if isinstance(handler, Notices)]
+
+
 @contextmanager
 def notices_held() -> Iterator[None]:
     """Hold warnings back until the block ends, so that they do not interrupt streamed text."""
-    package = logging.getLogger("forerun")
-    shown = [handler for handler in package.handlers if isinstance(handler, Notices)]
+    package, shown = logging.getLogger("forerun"), list_notice_handlers()
     held = [
         MemoryHandler(MAX_HELD_NOTICES, flushLevel=logging.CRITICAL + 1, target=handler)
         for handler in shown
@@ -156,8 +161,7 @@ def notices_held() -> Iterator[None]:
 @contextmanager
 def hide_notices() -> Iterator[None]:
     """Print no warnings and no progress messages while the block runs, only errors."""
-    package = logging.getLogger("forerun")
-    shown = [handler for handler in package.handlers if isinstance(handler, Notices)]
+    shown = list_notice_handlers()
     for handler in shown:
         handler.setLevel(logging.ERROR)
     try:
@@ -212,7 +216,6 @@ EXTRAS = {
     **dict.fromkeys(["accelerate", "filelock", "tensorboard"], "align"),
     **dict.fromkeys(["matplotlib", "scipy"], "plot"),
     "pyarrow": "trace",
-    "gguf": "gguf",
 }
 """The extra of `pip install 'forerun[EXTRA]'` that has an optional module."""
 

@@ -18,7 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.compare import BenchArm, on_best_threads
 from forerun.measure.bench.comparison import BenchComparison
-from forerun.measure.profile import Profile, ProfileConfig, check_setup, load_profiles
+from forerun.measure.profile import Profile, ProfileConfig, check_setup, match_profiles
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, load_pair, measure_pair, setup_of
 from forerun.plan.costs import DraftCosts
 from forerun.theory.cost import CostTable
@@ -52,16 +52,11 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
     pairs = {draft: _pair_of(comparison, arm) for draft, arm in _by_draft(comparison).items()}
     setups = {draft: setup_of(pair, *facts) for draft, (pair, facts) in pairs.items()}
     found = {}
-    for path in paths:
-        profiles = load_profiles(path)
-        for profile in profiles:
-            drawn = profile.setup.draft_hash
-            draft = next((d for d, setup in setups.items() if setup.draft_hash == drawn), None)
-            if draft is not None:
-                check_setup(profile, setups[draft])
-                found[draft] = profile.costs
-            elif len(profiles) == 1:
-                raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
+    for path, profile, draft in match_profiles(paths, setups):
+        if draft is None:
+            raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
+        check_setup(profile, setups[draft])
+        found[draft] = profile.costs
     return found
 
 

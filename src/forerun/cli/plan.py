@@ -15,7 +15,7 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, table_of
-from forerun.drafters.config import parse_drafter
+from forerun.drafters.config import AUTO, NONE, parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.measure.profile import Profile, load_profiles
 from forerun.plan.acceptance import Acceptance, TracedDrafts, counted, drafts_in, given
@@ -106,8 +106,6 @@ class MachineFlags:
 
 logger = logging.getLogger(__name__)
 
-NONE = "none"
-"""Draft of a profile of plain decoding."""
 DRAFT = "draft"
 """Name of the draft of a roofline without --draft."""
 ROOFLINE_BATCHES: tuple[int, ...] = (1, 8, 32, 128)
@@ -161,7 +159,7 @@ def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfi
         tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
     else:
         tables = rooflines(machine, options, profiles, config)
-    named = [tuple(tables) if name == "auto" else (name,) for name in options.draft or ("auto",)]
+    named = [tuple(tables) if name == AUTO else (name,) for name in options.draft or (AUTO,)]
     names = tuple(name for each in named for name in each)
     figures = _given_by(options, names)
     candidates = [

@@ -18,6 +18,7 @@ from tyro.conf import UseAppendAction, arg
 from forerun.cli.command import Command
 from forerun.cli.flags import TargetFlags, check_plot, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
+from forerun.drafters.config import NONE
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile import ProfileConfig, Quantity
 
@@ -71,12 +72,12 @@ def run(options: ProfileOptions) -> int:
     config = options.config
     check_writable("--out", options.out)
     check_plot(options.plot)
-    drafts = options.models.drafts_of(options.draft) or (None,)
-    show([measured(options.models, draft, config) for draft in drafts], options)
+    drafts = options.models.resolve_drafts(options.draft) or (None,)
+    show([measure_draft(options.models, draft, config) for draft in drafts], options)
     return 0
 
 
-def measured(models: TargetFlags, draft: str | None, config: ProfileConfig) -> Profile:
+def measure_draft(models: TargetFlags, draft: str | None, config: ProfileConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
     from forerun.measure.rigs import facts_of, load_pair, measure_pair
 
@@ -115,10 +116,10 @@ def progress(config: ProfileConfig) -> Iterator[Callable[[int, float], None]]:
 
 
 def show(profiles: Sequence[Profile], options: ProfileOptions) -> None:
-    from forerun.measure.profile import content_of, plot, write_profiles
+    from forerun.measure.profile import convert_profiles, plot, write_profiles
 
     if options.json:
-        print(json.dumps(content_of(profiles)))
+        print(json.dumps(convert_profiles(profiles)))
     else:
         for profile in profiles:
             _print_profile(profile)
@@ -137,7 +138,7 @@ def _print_profile(profile: Profile) -> None:
     console = SafeConsole()
     console.print(parts(profile), "")
     console.print(verify_costs(profile.greedy), "")
-    if profile.draft != "none":
+    if profile.draft != NONE:
         console.print(_cycle_costs(profile), "")
     for sentence in remarks(profile):
         console.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)

@@ -24,11 +24,10 @@ from forerun.cli.tables import SafeConsole, rates, table_of
 from forerun.control.base import MethodChoice, described
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
+from forerun.drafters.config import AUTO, NONE
 from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.auto_drafts import (
-    AUTO,
     IN_FEWER_BITS,
-    NONE,
     draft_advice,
     self_draft_bytes,
 )
@@ -45,7 +44,7 @@ from forerun.engine.results import (
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
 from forerun.errors import InvalidRequest, NotEnoughMemory
-from forerun.measure.profile import check_setup, load_profiles
+from forerun.measure.profile import check_setup, match_profiles
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, setup_of
 from forerun.models.memory import readable
 from forerun.models.tokenizers import Detokenizer, Tokenizer
@@ -95,7 +94,7 @@ class Figures:
             total_s=total_s,
             ttft_s=ttft_s,
             acceptance=AcceptanceCounts.from_records(records).drafting,
-            speedup=measured_speedup(records),
+            speedup=compare_with_plain_steps(records),
             methods=tuple(method for method, _ in drafting.most_common()),
         )
 
@@ -156,7 +155,7 @@ MIN_COMPARED_STEPS = 8
 """Plain steps, and steps with a draft, without which their times are not compared."""
 
 
-def measured_speedup(records: Sequence[StepRecord]) -> Interval | None:
+def compare_with_plain_steps(records: Sequence[StepRecord]) -> Interval | None:
     """Compare the time of decode steps with that of plain steps for as many tokens.
 
     Samples of one request share their steps. Steps that read the prompt are left out. A plain step
@@ -227,18 +226,12 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
         loaded, facts = pair_of(engine, drafter, pair.target, name)
         setups[method] = setup_of(loaded, *facts)
     found: dict[str, CostSource] = {}
-    for path in pair.profile:
-        profiles = load_profiles(path)
-        for profile in profiles:
-            drawn = profile.setup.draft_hash
-            same = [m for m, setup in setups.items() if setup.draft_hash == drawn]
-            if not same and len(profiles) > 1:
-                continue  # of a draft that this command does not use
-            method = same[0] if same else next(iter(setups))
-            check_setup(profile, setups[method])
-            if method in found:
-                raise InvalidRequest(f"{path} is a second profile of {profile.draft}")
-            found[method] = profile.costs
+    for path, profile, known in match_profiles(pair.profile, setups):
+        method = next(iter(setups)) if known is None else known
+        check_setup(profile, setups[method])  # which says how a profile of another draft differs
+        if method in found:
+            raise InvalidRequest(f"{path} is a second profile of {profile.draft}")
+        found[method] = profile.costs
     return found
 
 

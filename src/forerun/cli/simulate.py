@@ -15,6 +15,7 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, status_text, table_of
+from forerun.drafters.config import AUTO, NONE
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class SimulateOptions:
     profile: Path
     """What `forerun profile` wrote: what cycles take."""
     draft: str | None = None
-    """Which draft of a profile of several. Default: every one in turn."""
+    """Which draft of a profile of several. "auto", the default: every one in turn."""
     controllers: Annotated[
         UseAppendAction[tuple[str, ...]], arg(name="controller", aliases=("--controllers",))
     ] = ()
@@ -58,13 +59,13 @@ def run(options: SimulateOptions) -> int:
 
     workload = load_workload(options.workload)
     profiles = load_profiles(options.profile)
-    found = [p for p in profiles if options.draft in (None, "auto", p.draft)]
+    found = [p for p in profiles if options.draft in (None, AUTO, p.draft)]
     if not found:
         names = ", ".join(profile.draft for profile in profiles)
         raise InvalidRequest(f"--draft {options.draft} has no profile: there are those of {names}")
     contents = {}
     for profile in found:
-        own = without_drafts(options) if profile.draft == "none" else options
+        own = without_drafts(options) if profile.draft == NONE else options
         with SafeConsole(stderr=True).status("simulating") as status:
             results, oracle = simulated(own, workload, profile.costs, status_text(status))
         if options.json:

@@ -62,18 +62,17 @@ class FigureTable(Table):
         super().add_row(*map(safe, cells), **options)
 
 
-def table_of(first: Column, *others: str, title: str | None = None) -> FigureTable:
-    table = FigureTable(
+def table_of(first: Column, *others: Column | str, title: str | None = None) -> FigureTable:
+    """Return a table; a column given by its heading alone has figures, to the right."""
+    return FigureTable(
         first,
+        *(Column(o, justify="right", no_wrap=True) if isinstance(o, str) else o for o in others),
         title=None if title is None else safe(title),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    for heading in others:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def with_ends(interval: Interval, spec: str) -> str:

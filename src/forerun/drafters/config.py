@@ -9,6 +9,10 @@ from forerun.errors import Range, check_ranges
 
 DrafterName = Literal["suffix", "self", "recycling", "mtp"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
+AUTO = "auto"
+"""In place of a draft: those at hand, among which a controller chooses."""
+NONE = "none"
+"""In place of a draft: plain decoding, without the message that advises a draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.drafters.config import AUTO
 from forerun.drafters.registry import find_checkpoint
 from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine.config import EngineConfig
@@ -33,9 +34,6 @@ from forerun.models.tokenizers import compare_vocabularies
 
 logger = logging.getLogger("forerun.loading")
 
-AUTO = "auto"
-NONE = "none"
-"""Value of `draft` for plain decoding without the message that advises a draft."""
 MTP = "mtp"
 COPIER = "suffix"
 """The drafter that copies from the text, at almost no cost."""

@@ -24,8 +24,9 @@ from forerun.control.costs import CostSource
 from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
+from forerun.drafters.config import NONE
 from forerun.drafters.registry import SeveralDrafters
-from forerun.engine.auto_drafts import NONE, draft_advice, self_draft_bytes, with_auto
+from forerun.engine.auto_drafts import draft_advice, self_draft_bytes, with_auto
 from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Conversation, Intake, Prompt, as_prompts, params_for

@@ -313,7 +313,7 @@ class Profile:
         return msgspec.convert({**values, "measured": measured}, cls)
 
 
-def content_of(profiles: Sequence[Profile]) -> dict[str, object]:
+def convert_profiles(profiles: Sequence[Profile]) -> dict[str, object]:
     """Return the content of a profile file: that of one profile, or a list of several."""
     if len(profiles) == 1:
         return profiles[0].to_dict()
@@ -323,7 +323,7 @@ def content_of(profiles: Sequence[Profile]) -> dict[str, object]:
 def write_profiles(profiles: Sequence[Profile], path: Path) -> None:
     """Write the profiles of one target as JSON."""
     with atomic_write(path) as scratch:
-        scratch.write_text(json.dumps(content_of(profiles)) + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(convert_profiles(profiles)) + "\n", encoding="utf-8")
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -372,6 +372,23 @@ def load_profile(path: Path) -> Profile:
         names = ", ".join(profile.draft for profile in found)
         raise InvalidProfile(f"{path} has profiles of {names}, and one is needed: profile it alone")
     return found[0]
+
+
+def match_profiles(
+    paths: Sequence[Path], setups: Mapping[str, ProfileSetup]
+) -> Iterator[tuple[Path, Profile, str | None]]:
+    """Yield every profile of the files with the name of the set-up whose draft it was measured of.
+
+    The name is None where no draft is the one of a file's only profile; of a file with several, the
+    profiles of other drafts are left out.
+    """
+    for path in paths:
+        profiles = load_profiles(path)
+        for profile in profiles:
+            drafts = (n for n, s in setups.items() if s.draft_hash == profile.setup.draft_hash)
+            name = next(drafts, None)
+            if name is not None or len(profiles) == 1:
+                yield path, profile, name
 
 
 def check_setup(profile: Profile, expect: ProfileSetup) -> None:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, TopTokensDrafter
-from forerun.drafters.config import parse_drafter
+from forerun.drafters.config import NONE, parse_drafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter, HeadBatch
 from forerun.drafters.foreign import OwnTokenDraft, TextDraft
 from forerun.drafters.registry import is_head
-from forerun.engine.auto_drafts import NONE, with_auto
+from forerun.engine.auto_drafts import with_auto
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import check_draft, load_drafter, load_pair_member
@@ -618,10 +618,10 @@ class FilledDraft:
     ) -> list[Proposal | None]:
         """Draft, then repeat the last token where too few were proposed for the plan."""
         found = self.drafter.propose(requests, plans)
-        return [_filled(*each) for each in zip(requests, plans, found, strict=True)]
+        return [_fill_proposal(*each) for each in zip(requests, plans, found, strict=True)]
 
 
-def _filled(request: DraftRequest, plan: Plan, found: object) -> Proposal | None:
+def _fill_proposal(request: DraftRequest, plan: Plan, found: object) -> Proposal | None:
     """Return a chain of the planned length that begins with what was proposed."""
     k = plan.shape.num_nodes
     proposal = found if isinstance(found, Proposal) else None

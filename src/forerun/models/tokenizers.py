@@ -531,11 +531,11 @@ def _definition_of(backend: Any) -> TokenizerDefinition:
         content=backend.backend_tokenizer.to_str(),
         eos_token_id=backend.eos_token_id,
         splits_special_tokens=backend.split_special_tokens,
-        chat_template=_template_of(backend),
+        chat_template=_read_template(backend),
     )
 
 
-def _template_of(backend: Any) -> str | None:
+def _read_template(backend: Any) -> str | None:
     """Return the chat template of a tokenizer, the default one of several; None without one."""
     template = backend.chat_template
     if isinstance(template, dict):
@@ -548,7 +548,7 @@ def _template_of(backend: Any) -> str | None:
 def _renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
     special = {name: str(token) for name, token in backend.special_tokens_map.items()}
-    return _renderer_of(template or str(_template_of(backend)), special)
+    return _renderer_of(template or str(_read_template(backend)), special)
 
 
 def _renderer_of(template: str, special: Mapping[str, str]) -> Renderer:

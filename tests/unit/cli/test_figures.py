@@ -5,7 +5,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from forerun.cli.session import Figures, measured_speedup
+from forerun.cli.session import Figures, compare_with_plain_steps
 from forerun.cli.tables import rates
 from forerun.theory.record import StepRecord
 
@@ -92,7 +92,7 @@ def test_one_lucky_draft_widens_the_interval():
     unlucky = [replace(step(3, 0), verify_s=0.1)] * 7
     lucky = replace(step(20, 20), verify_s=0.1)
     records = numbered([*(replace(step(0, 0), verify_s=0.1) for _ in range(20)), *unlucky, lucky])
-    found = measured_speedup(records)
+    found = compare_with_plain_steps(records)
     assert found.estimate == pytest.approx(4.8 / 2.8)
     assert found.low < 1.0
 
@@ -100,7 +100,7 @@ def test_one_lucky_draft_widens_the_interval():
 def test_samples_of_one_request_share_their_steps():
     records = request([0.09, 0.11] * 8, [0.14, 0.16] * 10)
     shared = [record for record in records for _ in range(4)]  # 4 samples, one time for all
-    one, four = measured_speedup(records), measured_speedup(shared)
+    one, four = compare_with_plain_steps(records), compare_with_plain_steps(shared)
     assert four.estimate == pytest.approx(one.estimate)
     assert four.high - four.low == pytest.approx(one.high - one.low)
 
@@ -121,8 +121,8 @@ def test_few_steps_say_nothing_of_the_speedup(num_plain, num_drafting):
 def test_plain_steps_right_after_a_draft_are_not_measured():
     records = request([0.1] * 12, [0.15] * 8)
     slow = replace(step(0, 0), verify_s=9.0)
-    before = measured_speedup(records)
-    after = measured_speedup(numbered([*records, slow]))
+    before = compare_with_plain_steps(records)
+    after = compare_with_plain_steps(numbered([*records, slow]))
     tokens, seconds = 36, 2.4
     assert before.estimate == pytest.approx(0.1 * tokens / seconds)
     assert after.estimate == pytest.approx(0.1 * (tokens + 1) / (seconds + 9.0))

@@ -202,7 +202,7 @@ def auto_arm(target: Engine, wanted: DraftArms, drafts: Sequence[Source], dtype:
         name=wanted.name,
         method=drafter.method,
         num_speculative_tokens=wanted.max_nodes,
-        engine=under(target, drafter, wanted.max_nodes, "auto", {}),
+        engine=build_controlled_engine(target, drafter, wanted.max_nodes, "auto", {}),
         draft=wanted.draft,
         adaptive=True,
     )
@@ -221,7 +221,7 @@ def adaptive_arms(
         replace(
             arm,
             name=f"{arm.name.rpartition(' ')[0]} {name}",
-            engine=_adapted(target, arm, name, costs),
+            engine=_build_adaptive_engine(target, arm, name, costs),
             tree=None,
             adaptive=True,
         )
@@ -230,16 +230,18 @@ def adaptive_arms(
     )
 
 
-def _adapted(
+def _build_adaptive_engine(
     target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
 ) -> Engine:
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
     known = {arm.method: costs[arm.draft]} if arm.draft in costs else {}
-    return under(target, arm.engine.drafter, arm.num_speculative_tokens, name, known)
+    return build_controlled_engine(
+        target, arm.engine.drafter, arm.num_speculative_tokens, name, known
+    )
 
 
-def under(
+def build_controlled_engine(
     target: Engine,
     drafter: Drafter,
     max_nodes: int,

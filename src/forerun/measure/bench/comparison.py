@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 import torch
 
-from forerun.drafters.config import parse_drafter
+from forerun.drafters.config import AUTO, parse_drafter
 from forerun.engine.auto_drafts import with_auto
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt as EnginePrompt
@@ -35,7 +35,7 @@ from forerun.measure.bench.compare import (
     scouted,
     warm_up,
 )
-from forerun.measure.bench.config import AUTO, LEAST_BLOCKS, BenchConfig
+from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
 from forerun.measure.bench.report import (
     BenchReport,
     CellReport,
@@ -190,14 +190,15 @@ class BenchComparison:
         self.notify("loading models")
         target, _ = on_best_threads(self.target, THREADS_PROMPT, self.clock, wanted)
         self.num_threads = target.config.num_threads
-        entries = self.entries or shipped_prompts(target.tokenizer, raw=self.raw)
-        self._check_number(entries)
-        self.prompts = [prompt_ids(entry, target.tokenizer, raw=self.raw) for entry in entries]
-        self.arms = (plain_arm(target), *chain.from_iterable(self._arms_of(target)))
+        if self.entries is None:
+            self.entries = shipped_prompts(target.tokenizer, raw=self.raw)
+            self._check_number(self.entries)
+        self.prompts = [prompt_ids(e, target.tokenizer, raw=self.raw) for e in self.entries]
+        self.arms = (plain_arm(target), *chain.from_iterable(self._load_arms(target)))
         self.notify("warming up")
         warm_up(self.arms, self.prompts[0], self.clock)
 
-    def _arms_of(self, target: Engine) -> Iterator[Sequence[BenchArm]]:
+    def _load_arms(self, target: Engine) -> Iterator[Sequence[BenchArm]]:
         """Yield the arms of every draft, and the one of "auto"."""
         for wanted in self.config.arms:
             drafts = self.drafts[wanted.name]

@@ -9,15 +9,14 @@ from types import MappingProxyType
 
 from forerun.control.base import Tree
 from forerun.control.config import ControllerName
+from forerun.drafters.config import AUTO, NONE
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX
 
-MOST_BLOCKS = 40
+DEMO_BLOCKS = 40
 """Blocks of the demonstration, which ends by its time."""
-AUTO = "auto"
-"""The arm whose controller chooses among the drafts at hand."""
 LEAST_BLOCKS = 2
 """Blocks without which there is no interval."""
 SCOUT_BATCH = 8
@@ -53,7 +52,7 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
     """
     found: dict[str, DraftArms] = {}
     for text in texts:
-        if text in ("plain", "none"):
+        if text in ("plain", NONE):
             continue
         arm = _parse_arm(text)
         same = found.setdefault(arm.name, arm)
@@ -157,12 +156,12 @@ class BenchConfig:
 
 SMALL_CHAT_MODEL = PREFIX + "smollm2-135m"
 """The target of the demonstration, from the package index."""
-SHIPPED_TARGET = PREFIX + "code-40m"
+CHECKOUT_TARGET = PREFIX + "code-40m"
 """The target of the demonstration where no package index is reachable."""
 DEMO_ARMS: Mapping[str, DraftArms] = MappingProxyType(
     {
         SMALL_CHAT_MODEL: DraftArms(name="self:int4", draft="self:int4", ks=(2,)),
-        SHIPPED_TARGET: DraftArms(name="EAGLE-3 head", draft="zoo:eagle3-for-40m", ks=(4,)),
+        CHECKOUT_TARGET: DraftArms(name="EAGLE-3 head", draft="zoo:eagle3-for-40m", ks=(4,)),
     }
 )
 """The draft that the demonstration uses for each target, with the fixed K that is compared."""
@@ -176,7 +175,7 @@ def demo_benches(
         target=target,
         arms=(DEMO_ARMS[target],),
         controllers=("auto",),
-        num_blocks=MOST_BLOCKS,
+        num_blocks=DEMO_BLOCKS,
         max_tokens=96,
         runner=runner,
         num_threads=num_threads,

@@ -14,7 +14,7 @@ from forerun.engine.results import Completion
 from forerun.measure.bench.comparison import BenchComparison
 from forerun.measure.bench.config import BenchConfig
 from forerun.measure.bench.report import BenchReport
-from forerun.measure.prompt_files import PromptEntry, shipped_prompts
+from forerun.measure.prompt_files import PromptEntry
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 
@@ -112,17 +112,16 @@ class Demo:
 
     def run(self) -> None:
         """Show the example and run the comparisons, each in an equal share of the time left."""
-        num_left = len(self.benches)
-        for name, bench in self.benches.items():
+        for num_done, (name, bench) in enumerate(self.benches.items()):
             comparison = BenchComparison(bench, self.prompts, clock=self.clock, notify=self.notify)
             self.comparisons[name] = comparison
             comparison.load()
             comparison.add_controllers({})
-            if num_left == len(self.benches):
+            if num_done == 0:
                 self.show_example(self._decode_example(comparison))
             now_s = self.clock()
-            comparison.run(end_s=now_s + (self.end_s - now_s) / num_left)
-            num_left -= 1
+            share_s = (self.end_s - now_s) / (len(self.benches) - num_done)
+            comparison.run(end_s=now_s + share_s)
 
     def report(self) -> DemoReport:
         """Return the report of the results so far."""
@@ -141,12 +140,11 @@ class Demo:
             engine.generate([comparison.prompts[0]], params)[0].completions[0]
             for engine in (comparison.plain, arm.engine)
         )
-        tokenizer = comparison.plain.tokenizer
-        entries = self.prompts or shipped_prompts(tokenizer, raw=False)
+        assert comparison.entries is not None  # of the prompts, which are loaded
         return ExampleText(
-            prompt=entries[0].text or "",
+            prompt=comparison.entries[0].text or "",
             arm=arm.name,
             plain=plain,
             speculative=speculative,
-            tokenizer=tokenizer,
+            tokenizer=comparison.plain.tokenizer,
         )

@@ -1,4 +1,4 @@
-"""Summaries and reports of comparisons: figures, exactness, and the speedups costs predict."""
+"""Summaries and reports of comparisons: figures, and the speedups costs predict."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _summarise_arm(
         mean_prompt=sum(m.num_prompt_tokens for m in own) / num_prompts,
         decode_steps=sum(m.num_decode_steps for m in own) / num_prompts,
         distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
-        disturbance=disturbance(own, plain),
+        disturbance=find_disturbance(own, plain, kappa),
     )
 
 
@@ -162,21 +162,22 @@ PAUSE_RATIO, PAUSE_SHARE = 3.0, 0.1
 """A block with a pause takes so many times what it should, and so much of the arm's time more."""
 
 
-def disturbance(own: Sequence[Measurement], plain: Sequence[Measurement]) -> str | None:
+def find_disturbance(
+    own: Sequence[Measurement], plain: Sequence[Measurement], kappa: float
+) -> str | None:
     """Return what shows that the times of an arm or of plain decoding were disturbed, else None.
 
     A step that drafts cannot be shorter than a plain step, so a kappa below 1 says that the plain
     arm was slowed. A pause that hit one block is seen in the block itself.
     """
-    if pause_s := max(longest_pause_s(plain, own), longest_pause_s(own, plain)):
+    if pause_s := max(find_longest_pause(plain, own), find_longest_pause(own, plain)):
         return f"one block took {pause_s:.2g} s longer than the others"
-    kappa = step_s(own) / step_s(plain)
     if kappa < LEAST_CYCLE_COST:
         return f"a step came out at {kappa:.2f} plain steps, and cannot take less than one"
     return None
 
 
-def longest_pause_s(own: Sequence[Measurement], other: Sequence[Measurement]) -> float:
+def find_longest_pause(own: Sequence[Measurement], other: Sequence[Measurement]) -> float:
     """Return the longest pause in the blocks of an arm; 0 if none was long.
 
     A block should take its steps times what a step usually takes (the upper quartile over blocks),

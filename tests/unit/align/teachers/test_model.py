@@ -14,10 +14,10 @@ from forerun.align.samples import Sample
 from forerun.align.target import (
     ALONE,
     adopt_target,
+    choose_faster_dtype,
     load_sharded,
     load_target,
     refuse_offloaded,
-    suited_dtype,
 )
 from forerun.align.teachers import ModelTeacher, Teacher
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
@@ -168,7 +168,7 @@ def test_a_type_that_is_slower_than_fp32_is_replaced_by_it_on_a_processor(monkey
 
     monkeypatch.setattr("forerun.align.target.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
-    measured = suited_dtype.__wrapped__
+    measured = choose_faster_dtype.__wrapped__
     assert measured(torch.bfloat16, "cpu") == torch.float32
     assert measured(torch.float16, "cpu") == torch.float16
     assert measured(torch.float64, "cpu") == torch.float64
