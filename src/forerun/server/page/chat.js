@@ -215,13 +215,19 @@ async function request(text, isText) {
     model,
     ...prompt,
     max_tokens: Math.max(1, Math.min(byId("max-tokens").valueAsNumber, most - count)),
-    temperature: byId("temperature").valueAsNumber,
-    top_p: byId("top-p").valueAsNumber,
+    temperature: numberIn("temperature"),
+    top_p: numberIn("top-p"),
     seed: Number.isFinite(seed) ? seed : Math.floor(Math.random() * 2 ** 31),
     stream: true,
     stream_options: { include_usage: true },
   };
   return [isText ? "v1/completions" : "v1/chat/completions", body];
+}
+
+/** Return the number in a field; an empty one is left out of requests, so that the server's default applies. */
+function numberIn(id) {
+  const value = byId(id).valueAsNumber;
+  return Number.isFinite(value) ? value : undefined;
 }
 
 async function fill(one, path, body, isText) {
