@@ -15,10 +15,9 @@ from forerun.cli.tables import SafeConsole
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidRequest
 from forerun.measure.bench.compare import BenchArm, on_best_threads
 from forerun.measure.bench.comparison import BenchComparison
-from forerun.measure.profile import Profile, ProfileConfig, check_setup, match_profiles
+from forerun.measure.profile import Profile, ProfileConfig, check_setup, profiles_of_drafts
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, load_pair, measure_pair, setup_of
 from forerun.plan.costs import DraftCosts
 from forerun.theory.cost import CostTable
@@ -51,13 +50,8 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
     """Read costs from profiles, and assign each to the draft that it was measured with."""
     pairs = {draft: _pair_of(comparison, arm) for draft, arm in _by_draft(comparison).items()}
     setups = {draft: setup_of(pair, *facts) for draft, (pair, facts) in pairs.items()}
-    found = {}
-    for path, profile, draft in match_profiles(paths, setups):
-        if draft is None:
-            raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
-        check_setup(profile, setups[draft])
-        found[draft] = profile.costs
-    return found
+    found = profiles_of_drafts(paths, setups)
+    return {draft: profile.costs for draft, profile in found.items()}
 
 
 def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:

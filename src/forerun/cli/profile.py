@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,15 @@ from forerun.cli.flags import TargetFlags, check_plot, check_writable, use_threa
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import NONE
 from forerun.engine.config import EngineConfig
+from forerun.errors import ForerunError, InvalidRequest
 from forerun.measure.profile import ProfileConfig, Quantity
 
 if TYPE_CHECKING:
     from forerun.measure.profile import Profile
     from forerun.theory.cost import CostLine, CostTable
     from forerun.theory.intervals import Interval
+
+logger = logging.getLogger("forerun.cli")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class ProfileOptions:
     models: TargetFlags = field(default_factory=TargetFlags)
     draft: UseAppendAction[tuple[str, ...]] = ()
     """Drafts, as for `forerun generate`; "auto" profiles all that it would try, "none" the target
-    alone. Default: the shipped draft of a shipped target."""
+    alone. Default: auto."""
     out: Path | None = None
     """Write the profile, or that of every draft, samples included, to this JSON file."""
     plot: Path | None = None
@@ -73,7 +77,17 @@ def run(options: ProfileOptions) -> int:
     check_writable("--out", options.out)
     check_plot(options.plot)
     drafts = options.models.resolve_drafts(options.draft) or (None,)
-    show([measure_draft(options.models, draft, config) for draft in drafts], options)
+    profiles = []
+    for draft in drafts:
+        try:
+            profiles.append(measure_draft(options.models, draft, config))
+        except ForerunError as error:
+            if len(drafts) == 1:
+                raise
+            logger.warning("%s is left out: %s", draft, error)
+    if not profiles:
+        raise InvalidRequest(f"none of the drafts could be measured: {', '.join(map(str, drafts))}")
+    show(profiles, options)
     return 0
 
 

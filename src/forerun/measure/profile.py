@@ -374,21 +374,38 @@ def load_profile(path: Path) -> Profile:
     return found[0]
 
 
-def match_profiles(
+def profiles_of_drafts(
     paths: Sequence[Path], setups: Mapping[str, ProfileSetup]
-) -> Iterator[tuple[Path, Profile, str | None]]:
-    """Yield every profile of the files with the name of the set-up whose draft it was measured of.
+) -> dict[str, Profile]:
+    """Return the profile of every draft that the files have one of, by the names of the set-ups.
 
-    The name is None where no draft is the one of a file's only profile; of a file with several, the
-    profiles of other drafts are left out.
+    Raises:
+        InvalidProfile: a profile of one of the drafts was made with other models or settings.
+        InvalidRequest: a file has none of these drafts, or a draft has two profiles.
     """
+    found: dict[str, Profile] = {}
     for path in paths:
         profiles = load_profiles(path)
-        for profile in profiles:
-            drafts = (n for n, s in setups.items() if s.draft_hash == profile.setup.draft_hash)
-            name = next(drafts, None)
-            if name is not None or len(profiles) == 1:
-                yield path, profile, name
+        pairs = [
+            (name, profile)
+            for profile in profiles
+            for name, setup in setups.items()
+            if setup.draft_hash == profile.setup.draft_hash
+        ]
+        if not pairs and len(profiles) == len(setups) == 1:
+            pairs = [(name, profiles[0]) for name in setups]  # so that the difference is named
+        if not pairs:
+            known = ", ".join(profile.draft for profile in profiles)
+            raise InvalidRequest(
+                f"{path} has costs of {known}, and none of {', '.join(setups) or 'any draft'}: "
+                "name a draft of the file, or leave --profile out"
+            )
+        for name, profile in pairs:
+            check_setup(profile, setups[name])
+            if name in found:
+                raise InvalidRequest(f"{path} is a second profile of {name}")
+            found[name] = profile
+    return found
 
 
 def check_setup(profile: Profile, expect: ProfileSetup) -> None:

@@ -36,7 +36,7 @@ from forerun.measure.bench.compare import (
     warm_up,
 )
 from forerun.measure.bench.config import LEAST_BLOCKS
-from forerun.measure.bench.report import ArmSummary, rows_of
+from forerun.measure.bench.report import MIN_BLOCKS, ArmSummary, rows_of
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
@@ -53,7 +53,7 @@ MOST_CACHED = 3
 """Models of the local Hugging Face cache that are tried."""
 LEAST_GAIN = 1.05
 """A draft whose speedup is at least this, and surely above 1, is recommended."""
-LEAST_PROMPTS = 8
+LEAST_PROMPTS = 2 * MIN_BLOCKS
 """Prompts that are tried even beyond the time; half of them choose, half are measured."""
 LEAST_STEPS = 8
 """A K that was tried in fewer steps is left out of the choice."""
@@ -139,6 +139,7 @@ class DraftTrial:
         return (
             found is not None
             and found.disturbance is None
+            and found.num_blocks >= MIN_BLOCKS
             and (found.speedup.is_above(1.0) and found.speedup.estimate >= LEAST_GAIN)
         )
 

@@ -712,7 +712,9 @@ class EngineRig:
         pair = self.pair
         if pair.drafter is None or pair.reads_ids:
             return _some_tokens(cell.context, pair.target.vocab_size)
-        return pair.tokenizer.encode(REPEATED * cell.context)[: cell.context]
+        per_sentence = max(1, len(pair.tokenizer.encode(REPEATED)) - 2)  # without special tokens
+        text = REPEATED * (1 + cell.context // per_sentence)
+        return pair.tokenizer.encode(text)[: cell.context]
 
     def _room(self, cell: ProfileCell) -> int:
         """Return for how many steps the context has room if each accepts everything."""
