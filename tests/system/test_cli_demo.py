@@ -173,6 +173,16 @@ def test_without_a_package_index_the_shipped_target_is_shown(monkeypatch, capsys
     assert command.choose_reachable_model("zoo:code-40m") == "zoo:code-40m"
 
 
+def test_an_installed_package_without_a_package_index_says_why(monkeypatch):
+    def missing(name):
+        found = "could not be downloaded" if name == "zoo:smollm2-135m" else "part of a checkout"
+        raise InvalidModel(found)
+
+    monkeypatch.setattr("forerun.models.catalog.zoo_path", missing)
+    with pytest.raises(InvalidModel, match="could not be downloaded"):
+        command.choose_reachable_model("zoo:smollm2-135m")
+
+
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_slow(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["demo", "--out", str(tmp_path / "file" / "folder")]) == 2

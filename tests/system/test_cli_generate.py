@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -329,11 +330,15 @@ def test_ctrl_c_says_what_was_done_so_far(tiny_pair, monkeypatch, capsys):
     assert captured.err.rstrip().endswith("forerun: interrupted")
 
 
-def test_the_shipped_draft_is_used_for_the_shipped_target_only():
-    assert generate.PairFlags().draft_names == ("zoo:code-2m-for-40m",)
-    assert generate.PairFlags(target="models/other").draft_names == ()
-    assert generate.PairFlags(draft=("none",)).draft_names == ()
-    assert generate.PairFlags(draft=("models/draft",)).draft_names == ("models/draft",)
+def test_auto_is_the_draft_where_none_is_named():
+    flags = partial(generate.PairFlags, target="zoo:code-40m")
+    shipped = "zoo:code-2m-for-40m"
+    assert flags().draft_names == (shipped, "self:int4", "suffix")
+    assert flags(controller="fixed").draft_names == (shipped,)
+    assert flags(k=0).draft_names == ()
+    assert flags(draft=("none",)).draft_names == ()
+    assert flags(draft=("models/draft",)).draft_names == ("models/draft",)
+    assert generate.PairFlags().target == "zoo:smollm2-135m"
 
 
 @pytest.fixture
@@ -344,43 +349,26 @@ def unshipped(monkeypatch):
     return generate.PairFlags(target=folder, max_context=64, threads=1, device="cpu")
 
 
-def test_a_server_without_a_draft_uses_the_target_in_4_bits(unshipped, caplog):
+def test_a_target_without_a_named_draft_uses_itself_in_4_bits(unshipped, caplog):
     params = SamplingParams(temperature=0, max_tokens=16)
-    plain = load_engine(replace(unshipped, draft=("none",)), max_batch=1, uses_advice=True)
+    plain = load_engine(replace(unshipped, draft=("none",)), max_batch=1)
     assert plain.capabilities().methods == ()
-    assert not caplog.records
-    engine = load_engine(unshipped, max_batch=1, uses_advice=True)
-    assert engine.capabilities().methods == ("self:int4",)
+    engine = load_engine(unshipped, max_batch=1)
+    assert engine.capabilities().methods == ("self:int4", "suffix")
     assert isinstance(engine.controller, GoodputController)
-    assert "--draft none decodes plainly" in caplog.text
     assert engine.generate("def f", params)[0].text == plain.generate("def f", params)[0].text
+    assert not caplog.records
 
 
-@pytest.mark.parametrize("changes", [{"controller": "fixed"}, {"k": 0}, {"draft": ("suffix",)}])
-def test_a_server_that_is_asked_for_something_else_takes_no_copy(unshipped, changes):
-    engine = load_engine(replace(unshipped, **changes), max_batch=1, uses_advice=True)
+@pytest.mark.parametrize("changes", [{"k": 0}, {"draft": ("suffix",)}, {"weights": "int8"}])
+def test_a_target_that_is_asked_for_something_else_takes_no_copy(unshipped, changes):
+    engine = load_engine(replace(unshipped, **changes), max_batch=1)
     assert "self:int4" not in engine.capabilities().methods
 
 
-def test_a_server_without_memory_for_the_copy_decodes_plainly(unshipped, monkeypatch, caplog):
+def test_a_target_without_memory_for_the_copy_decodes_without_it(unshipped, monkeypatch):
     monkeypatch.setattr(NativeModel, "in_fewer_bits", raises(NotEnoughMemory("too large")))
-    engine = load_engine(unshipped, max_batch=1, uses_advice=True)
-    assert engine.capabilities().methods == ()
-    assert "decoding is plain: too large" in caplog.text
-
-
-def test_a_server_that_drafts_nothing_says_so(unshipped, monkeypatch, caplog):
-    monkeypatch.setattr(auto_drafts, "LEAST_READ_BYTES", 1 << 40)
-    for draft, says in (((), 1), (("none",), 0), (("suffix",), 0)):
-        caplog.clear()
-        load_engine(replace(unshipped, draft=draft), max_batch=1, uses_advice=True)
-        assert caplog.text.count("decodes plainly, because no draft is named") == says
-
-
-def test_generate_proposes_the_target_in_4_bits(unshipped, caplog):
-    engine = load_engine(unshipped, max_batch=1)
-    assert engine.capabilities().methods == ()
-    assert "the draft self:int4 gives the same text" in caplog.text
+    assert load_engine(unshipped, max_batch=1).capabilities().methods == ("suffix",)
 
 
 def raises(error):

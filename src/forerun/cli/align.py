@@ -30,6 +30,7 @@ from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.errors import InvalidRequest
+from forerun.models.catalog import DEFAULT_TARGET
 from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class EvaluationFlags(EvaluationConfig):
 class AlignOptions:
     """Options of `forerun align`."""
 
-    target: Model = "zoo:code-40m"
+    target: Model = DEFAULT_TARGET
     """Target: folder, hub name or zoo: name."""
     method: Method = "draft_model"
     """draft_model: a model of its own; eagle3, medusa: a head on the target's hidden states."""

@@ -26,10 +26,11 @@ from forerun.cli.flags import (
 from forerun.cli.tables import SafeConsole, progress_bar, status_text, table_of, with_ends
 from forerun.client.urls import shown_url
 from forerun.control.config import ControllerName
+from forerun.drafters.config import AUTO
 from forerun.errors import InvalidRequest, Range
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
 from forerun.models.architecture import Runner, WeightFormat
-from forerun.models.catalog import PREFIX, ZOO_DRAFTS
+from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 
 if TYPE_CHECKING:
     from forerun.engine.http_backend import HttpBackend
@@ -254,7 +255,6 @@ def _cells_of(figures: dict[str, Interval]) -> list[str]:
 
 
 DEFAULTS = BenchConfig(arms=())
-TARGET = PREFIX + "code-40m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,13 +263,13 @@ class BenchOptions:
 
     model: Annotated[str | None, arg(name="model", aliases=("--target",))] = None
     """Target: folder, hub name or zoo: name of the model whose text is wanted.
-    Default: zoo:code-40m."""
+    Default: zoo:smollm2-135m."""
     arms: UseAppendAction[tuple[str, ...]] = ()
     """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K, or
     [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape; "auto"
     chooses among the drafts at hand and K at every step, as --draft auto does.
     Plain decoding is always the first arm.
-    Default for a shipped target: its shipped draft at K=1 to 4."""
+    Default: auto; for a target with a shipped draft, that draft at K=1 to 4."""
     prompts: Path | None = None
     """A .jsonl, .json, .csv, .tsv or .parquet file with "prompt" or "messages", or .txt with one
     per line or between "---". Default: shipped chats for a chat model, else Python code on which no
@@ -321,14 +321,12 @@ class BenchOptions:
 
     @property
     def target(self) -> str:
-        return self.model or TARGET
+        return self.model or DEFAULT_TARGET
 
     @property
     def config(self) -> BenchConfig:
         shipped = ZOO_DRAFTS.get(self.target)
-        arms = self.arms or ((f"{shipped}@1,2,3,4",) if shipped else ())
-        if not arms:
-            raise InvalidRequest(f"name the --arms to compare on {self.target}, as DRAFT@K")
+        arms = self.arms or ((f"{shipped}@1,2,3,4",) if shipped else (AUTO,))
         return BenchConfig(
             target=self.target,
             arms=parse_arms(arms),

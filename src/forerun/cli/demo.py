@@ -89,10 +89,11 @@ def choose_reachable_model(model: str) -> str:
     try:
         zoo_path(model)
     except InvalidModel as error:
-        if model == CHECKOUT_TARGET:
-            raise
+        try:
+            zoo_path(CHECKOUT_TARGET)
+        except InvalidModel:
+            raise error from None  # in an installed package there is nothing to show in its place
         print(f"{error}: {CHECKOUT_TARGET} is shown in its place", file=sys.stderr)
-        zoo_path(CHECKOUT_TARGET)
         return CHECKOUT_TARGET
     return model
 
@@ -122,7 +123,7 @@ def show_example(example: ExampleText, options: DemoOptions) -> None:
     """Print a text from both ways of decoding, side by side, and draw it into the folder."""
     both = arrange_texts(example)
     if not options.json:
-        Console(highlight=False).print(both)
+        SafeConsole().print(both)
     if options.out is not None:
         picture = Console(record=True, width=100, file=io.StringIO(), highlight=False)
         picture.print(both)
@@ -180,6 +181,8 @@ def format_row(row: ArmSummary, temperature: float, is_first: bool) -> tuple[str
 
 def describe_texts(texts: TextComparison) -> Text:
     """Return a sentence on whether greedy texts with a draft are those without."""
+    if not texts.num_texts:
+        return Text("No greedy text was compared with that of plain decoding.")
     if texts.num_different:
         return Text(
             f"{texts.num_different} of {texts.num_texts} greedy texts differ from plain decoding",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
@@ -18,7 +18,7 @@ from forerun.drafters.config import AUTO, NONE
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range, UnreadableInput
 from forerun.models.architecture import Runner, WeightFormat
-from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
+from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:
@@ -92,10 +92,6 @@ def read_template(path: Path | None) -> str:
     return template
 
 
-ZOO_DRAFT = "zoo:code-2m"
-"""The draft of shipped targets that have none of their own."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags(SamplingParams):
     """Sampling parameters, with the names and meanings of the OpenAI API and vLLM."""
@@ -149,7 +145,7 @@ class ModelSamplingFlags(SamplingFlags):
 class TargetFlags:
     """The target, and the runner and resources of all models."""
 
-    target: Model = "zoo:code-40m"
+    target: Model = DEFAULT_TARGET
     """Target: folder, hub name or zoo: name of the model whose text is wanted."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""
@@ -160,34 +156,23 @@ class TargetFlags:
     threads: int | None = None
     """Threads of the passes. Default: as many as torch takes."""
 
-    def resolved(self, draft: str) -> str | None:
-        """Return the draft that "auto" stands for; None for plain decoding."""
-        if draft == AUTO:
-            shipped = self.target in [PREFIX + name for name in ZOO]
-            return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
-        return None if draft == NONE else draft
-
     def resolve_drafts(
         self, named: Sequence[str], weights: WeightFormat = "auto"
     ) -> tuple[str, ...]:
-        """Return the drafts that --draft names; empty for plain decoding.
+        """Return the drafts that --draft names, "auto" by default; empty for plain decoding."""
+        from forerun.engine.auto_drafts import with_auto
 
-        "auto" stands for all drafts at hand, and no --draft for the shipped one.
-        """
-        listed: Sequence[object] = named
-        if AUTO in named:
-            from forerun.engine.auto_drafts import with_auto
-
-            config = EngineConfig(runner=self.runner, weights=weights)
-            listed, _ = with_auto(named, self.target, self.device, self.dtype, config)
-        names = [self.resolved(str(name)) for name in listed or (AUTO,)]
-        found = tuple(name for name in names if name is not None)
-        for name in found:
-            if found.count(name) > 1:
+        config = EngineConfig(runner=self.runner, weights=weights)
+        names, _ = with_auto(named or (AUTO,), self.target, self.device, self.dtype, config)
+        drafts = tuple(map(str, names))
+        for name in drafts:
+            if drafts.count(name) > 1:
                 raise InvalidRequest(f"--draft {name} is given twice")
-        if len(names) > 1 and len(found) < len(names):
+        if NONE not in drafts:
+            return drafts
+        if len(drafts) > 1:
             raise InvalidRequest("--draft none decodes plainly; leave the other drafts out")
-        return found
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +185,8 @@ class ModelFlags(TargetFlags):
     @property
     def draft_name(self) -> str | None:
         """Return the draft; None for plain decoding."""
-        return self.resolved(self.draft)
+        draft = ZOO_DRAFTS.get(self.target, NONE) if self.draft == AUTO else self.draft
+        return None if draft == NONE else draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +202,7 @@ class PairFlags(TargetFlags):
     "auto" tries the drafts at hand, see docs/choosing.md;
     "none" decodes plainly.
     Several may be given: the controller chooses one at every step, and --tree merges them.
-    Default: the shipped draft of a shipped target. For another target `forerun serve` takes
-    "self:int4" if that is expected to pay, and `forerun generate` proposes it."""
+    Default: auto."""
     k: LookAhead = EngineConfig().num_speculative_tokens
     """K: most tokens drafted per step; 0 decodes plainly."""
     tree: str | None = None
@@ -243,11 +228,24 @@ class PairFlags(TargetFlags):
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        """Return the drafts; empty for plain decoding."""
+        """Return the drafts; empty for plain decoding.
+
+        Where no draft is named and the controller does not choose, the first of "auto" is taken.
+        """
+        if self.k == 0 and not self.draft:
+            return ()
         found = self.resolve_drafts(self.draft, self.weights)
-        if len(found) > 1 and self.tree is None:
-            self._check_choice()
+        if len(found) > 1 and self.tree is None and self.controller != "auto":
+            if self.draft:
+                self._refuse_several()
+            return found[:1]
         return found
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return what to load: "auto" by its name, because drafts that it finds may fail."""
+        names = self.draft or (AUTO,)
+        return names if AUTO in names and len(self.draft_names) > 1 else self.draft_names
 
     @property
     def shape(self) -> Tree | None:
@@ -262,14 +260,12 @@ class PairFlags(TargetFlags):
             )
         return Tree.parse(self.tree)
 
-    def _check_choice(self) -> None:
-        """Refuse several drafts if the controller would use only the first."""
-        if self.controller != "auto":
-            raise InvalidRequest(
-                f"several drafts need a controller that chooses between them, and {self.controller}"
-                " takes the first; give --controller auto, or --tree NODES, which drafts one tree "
-                "with the best nodes of all"
-            )
+    def _refuse_several(self) -> NoReturn:
+        raise InvalidRequest(
+            f"several drafts need a controller that chooses between them, and {self.controller} "
+            "takes the first; give --controller auto, or --tree NODES, which drafts one tree with "
+            "the best nodes of all"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,13 +96,14 @@ def run_served(options: ServeOptions) -> int:
         options.pair,
         max_batch=options.max_batch,
         max_waiting=options.max_waiting,
-        uses_advice=True,
     )
     if template:
         engine.tokenizer.use_chat_template(template)
     running = AsyncEngine(engine)
     app = create_app(running, options.model, options.server, keys)
     _announce(options.model, listener)
+    methods = ", ".join(engine.capabilities().methods)
+    print(f"drafts: {methods} while that is faster" if methods else "no drafts", flush=True)
     serve(app, listener, options.server, running)
     return Exit.GOOD
 
@@ -119,9 +120,7 @@ def run_vllm(options: ServeOptions) -> int:
     from forerun.server.vllm import create_proxy, speculative_config, vllm_name, vllm_running
 
     keys, target = options.read_keys(), vllm_name(options.pair.target)
-    drafts = options.pair.draft_names
-    if options.speculative_config is not None and not options.pair.draft:
-        drafts = ()  # the shipped draft must not replace the one that the file names
+    drafts = options.pair.draft_names if options.pair.draft else ()
     if len(drafts) > 1:
         raise InvalidRequest(f"--engine vllm takes one --draft, not {', '.join(drafts)}")
     k = options.pair.k

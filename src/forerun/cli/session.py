@@ -24,13 +24,8 @@ from forerun.cli.tables import SafeConsole, rates, table_of
 from forerun.control.base import MethodChoice, described
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
-from forerun.drafters.config import AUTO, NONE
+from forerun.drafters.config import NONE
 from forerun.drafters.registry import SeveralDrafters
-from forerun.engine.auto_drafts import (
-    IN_FEWER_BITS,
-    draft_advice,
-    self_draft_bytes,
-)
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
@@ -43,10 +38,9 @@ from forerun.engine.results import (
 )
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
-from forerun.errors import InvalidRequest, NotEnoughMemory
-from forerun.measure.profile import check_setup, match_profiles
+from forerun.errors import InvalidRequest
+from forerun.measure.profile import profiles_of_drafts
 from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, setup_of
-from forerun.models.memory import readable
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
@@ -225,14 +219,8 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
     for (method, drafter), name in zip(drafters.items(), pair.draft_names, strict=True):
         loaded, facts = pair_of(engine, drafter, pair.target, name)
         setups[method] = setup_of(loaded, *facts)
-    found: dict[str, CostSource] = {}
-    for path, profile, known in match_profiles(pair.profile, setups):
-        method = next(iter(setups)) if known is None else known
-        check_setup(profile, setups[method])  # which says how a profile of another draft differs
-        if method in found:
-            raise InvalidRequest(f"{path} is a second profile of {profile.draft}")
-        found[method] = profile.costs
-    return found
+    found = profiles_of_drafts(pair.profile, setups)
+    return {method: profile.costs for method, profile in found.items()}
 
 
 def pair_of(
@@ -246,10 +234,6 @@ def pair_of(
 
 
 NOTHING: Mapping[str, Json] = {}
-PLAIN_NOTICE = (
-    "%s decodes plainly, because no draft is named: --draft auto tries what is there, "
-    "--draft none leaves out this line"
-)
 logger = logging.getLogger("forerun.cli")
 
 
@@ -259,14 +243,11 @@ def load_engine(
     max_batch: int,
     max_tokens: int | None = None,
     max_waiting: int = EngineConfig().max_waiting,
-    uses_advice: bool = False,
 ) -> Engine:
     """Load the target and the drafts of the flags.
 
     Args:
         max_tokens: `max_tokens` of the request, if there is only one.
-        uses_advice: if no draft is named and `self:int4` is expected to pay, draft with it instead
-            of printing a notice that advises it.
     """
     drafts_chains = bool(pair.draft_names) and pair.tree is None
     is_chosen = pair.controller == "fixed" or pair.k != EngineConfig().num_speculative_tokens
@@ -291,13 +272,9 @@ def load_engine(
         weights=pair.weights,
         draft_weights=pair.draft_weights,
     )
-    drafts = pair.draft if AUTO in pair.draft else pair.draft_names  # what auto finds may fail
-    num_bytes = 0
-    if not (pair.draft or drafts) and config.controller == "auto":
-        num_bytes = self_draft_bytes(pair.target, pair.device, pair.dtype, config)
     with SafeConsole(stderr=True).status(f"Loading {pair.target}"):
         engine = Engine.load(
-            pair.target, drafts or NONE, dtype=pair.dtype, device=pair.device, config=config
+            pair.target, pair.sources or NONE, dtype=pair.dtype, device=pair.device, config=config
         )
     if is_chosen and drafts_chains and max_tokens is not None and pair.k >= max_tokens > 1:
         logger.warning(
@@ -308,33 +285,7 @@ def load_engine(
         if engine.drafter is None:
             raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
         return engine.with_draft(engine.drafter, costs=costs_of(engine, pair))
-    if num_bytes and uses_advice:
-        return _with_advised_draft(engine, num_bytes)
-    return _with_notice(engine, pair, num_bytes, is_server=uses_advice)
-
-
-def _with_notice(engine: Engine, pair: PairFlags, num_bytes: int, *, is_server: bool) -> Engine:
-    """Return the engine after a notice of the draft that it could have, if there is one."""
-    if num_bytes:
-        logger.warning("%s", draft_advice(num_bytes))
-    elif is_server and engine.drafter is None and not pair.draft:
-        logger.warning(PLAIN_NOTICE, pair.target)
     return engine
-
-
-def _with_advised_draft(engine: Engine, num_bytes: int) -> Engine:
-    """Return an engine that drafts with `self:int4`, or the plain one if memory is short."""
-    try:
-        drafting = engine.with_draft(IN_FEWER_BITS)
-    except NotEnoughMemory as error:
-        logger.warning("decoding is plain: %s", error)
-        return engine
-    logger.warning(
-        "no draft is named: %s drafts with the target's own weights in 4 bits (%s more) while "
-        "that is faster; --draft none decodes plainly",
-        *(IN_FEWER_BITS, readable(num_bytes)),
-    )
-    return drafting
 
 
 class StepTrace:

@@ -110,34 +110,6 @@ def auto_drafts(
     return (*found, COPIER)
 
 
-def self_draft_bytes(target: str, device: str, dtype: str, config: EngineConfig) -> int:
-    """Return the bytes that `self:int4` adds to a target that has no draft; 0 if it is not advised.
-
-    It is advised where the native runner runs the target, at least 64 MiB of weights are read in
-    every step, and there is memory for the copy beside the target and its KV.
-
-    Args:
-        device, dtype: how the target is to run, as for `load_model`.
-
-    Raises:
-        InvalidModel: there is no such target.
-    """
-    if config.num_speculative_tokens == 0:
-        return 0
-    files = _files(read_checkpoint(model_folder(target)), device, dtype, config.weights, config)
-    room = available_bytes(files.device) - files.memory.total_bytes
-    return _copy_bytes(files, config.runner, room)
-
-
-def draft_advice(num_bytes: int) -> str:
-    """Return the message that advises `self:int4`, which takes `num_bytes` of memory."""
-    return (
-        f"no draft is named, so decoding is plain; the draft {IN_FEWER_BITS} gives the same text, "
-        f"is expected to be faster and takes {readable(num_bytes)} of memory; the draft auto also "
-        "tries others, and none hides this message"
-    )
-
-
 def _copy_bytes(files: ModelFiles, runner: Runner, room: int) -> int:
     """Return the bytes of a target's copy in 4 bits if it may pay and fits, else 0."""
     if files.device.type != "cpu" or runner not in ("auto", "native"):

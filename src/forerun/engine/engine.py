@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from functools import wraps
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -26,7 +25,7 @@ from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import NONE
 from forerun.drafters.registry import SeveralDrafters
-from forerun.engine.auto_drafts import draft_advice, self_draft_bytes, with_auto
+from forerun.engine.auto_drafts import with_auto
 from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Conversation, Intake, Prompt, as_prompts, params_for
@@ -169,7 +168,7 @@ class Engine:
     raised between two steps, after which the engine can be used further.
 
     Example:
-        engine = Engine.load("zoo:code-40m", draft="zoo:code-2m-for-40m")
+        engine = Engine.load("zoo:smollm2-135m", draft="auto")
         print(engine.generate("def add(a, b):")[0].text)
 
     Attributes:
@@ -263,12 +262,11 @@ class Engine:
         """Load a target, and optionally a draft, from a local folder, the hub or the zoo.
 
         Args:
-            target: folder, hub name, "zoo:code-40m", or a model that transformers has loaded, whose
-                weights are then shared.
+            target: folder, hub name, "zoo:smollm2-135m", or a model that transformers has loaded,
+                whose weights are then shared.
             draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `DRAFTERS` such
-                as "suffix", or several; "auto" finds some (`auto_drafts`). None decodes plainly,
-                and a line of the log (INFO) proposes `self:int4` where that is expected to pay;
-                "none" decodes plainly without it.
+                as "suffix", or several; "auto" finds some (`auto_drafts`). None and "none" decode
+                plainly.
             tokenizer: of a loaded target: of transformers, or a folder or name to read it from. A
                 loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
@@ -289,8 +287,6 @@ class Engine:
             raise InvalidRequest(_without_target(settings))
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
-        if draft is None:
-            _advise_draft(target, device, dtype, config)
         asked = [] if draft in (None, NONE) else as_sources(draft)
         drafts, found = with_auto(asked, target, device, dtype, config)
         check_choice(drafts, config, controller)
@@ -673,17 +669,8 @@ class Engine:
 def _without_target(settings: Mapping[str, object]) -> str:
     """Return the error of `Engine.load` without a target."""
     named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return 'Engine.load needs a target as its first argument, as in Engine.load("zoo:code-40m")' + (
-        f"; it was given {named}" if named else ""
-    )
-
-
-def _advise_draft(target: Source, device: str, dtype: str, config: EngineConfig) -> None:
-    """Log that a draft is expected to make decoding faster, if it is and INFO is logged."""
-    if not logger.isEnabledFor(logging.INFO) or not isinstance(target, str | Path):
-        return
-    if num_bytes := self_draft_bytes(str(target), device, dtype, config):
-        logger.info("%s", draft_advice(num_bytes))
+    example = 'Engine.load needs a target as its first argument: Engine.load("zoo:smollm2-135m")'
+    return f"{example}; it was given {named}" if named else example
 
 
 def _with_terms(

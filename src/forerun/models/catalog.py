@@ -22,6 +22,8 @@ ON_INDEX = {
     )
 }
 """Models in wheels of the package index: SmolLM2-135M-Instruct, quantised to Q4_1 (Apache-2.0)."""
+DEFAULT_TARGET = PREFIX + next(iter(ON_INDEX))
+"""The target of commands that are given none."""
 ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
 """The draft made for a shipped target."""
 FOLDER = Path(__file__).parent / "zoo"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from forerun.engine.auto_drafts import (
     IN_FEWER_BITS,
     auto_drafts,
     fitting_models,
-    self_draft_bytes,
     with_auto,
 )
 from forerun.engine.config import EngineConfig
@@ -89,33 +87,6 @@ def test_a_copy_in_4_bits_is_counted_before_anything_is_loaded(monkeypatch, capl
     monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (29 << 20))
     assert auto_drafts(TARGET) == (COPIER,)
     assert "in 4 bits needs" in caplog.text
-
-
-def test_memory_for_the_advised_copy_is_counted_beside_the_batch(monkeypatch):
-    config = EngineConfig(max_batch=16)
-    checkpoint = read_checkpoint(Path(TARGET))
-    needed = found_drafts._files(checkpoint, "cpu", config=config).memory.total_bytes
-    monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (30 << 20))
-    assert 29 << 20 < self_draft_bytes(TARGET, "cpu", "auto", config) < 30 << 20
-    assert self_draft_bytes(TARGET, "cpu", "auto", replace(config, max_batch=17)) == 0
-    assert self_draft_bytes(TARGET, "cpu", "float16", config) == 0
-    plain = replace(config, num_speculative_tokens=0)
-    assert self_draft_bytes(TARGET, "cpu", "auto", plain) == 0
-
-
-def test_a_target_without_a_draft_proposes_itself_in_4_bits(monkeypatch, caplog):
-    monkeypatch.setattr(found_drafts, "LEAST_READ_BYTES", 0)
-    target = zoo_path("zoo:code-2m-for-40m")
-    options = {"device": "cpu", "max_batch": 1, "max_context": 64, "num_threads": 1}
-    caplog.set_level("INFO", "forerun.loading")
-    for draft in ("none", "suffix"):
-        Engine.load(target, draft, **options)
-    Engine.load(target, num_speculative_tokens=0, **options)
-    assert "no draft is named" not in caplog.text
-    engine = Engine.load(target, **options)
-    assert "no draft is named" in caplog.text
-    assert engine.capabilities().methods == ()
-    assert engine.with_draft("none").capabilities().methods == ()
 
 
 def test_the_smaller_model_with_the_same_tokenizer_is_found(cache):
