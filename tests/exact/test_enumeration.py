@@ -10,10 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from forerun.sampling.noise import position_key
-from forerun.sampling.walk import walk
-from forerun.testing.exact import run, trees
-from forerun.testing.exact.run import (
+from forerun.doctor.exact import run, trees
+from forerun.doctor.exact.run import (
     PLANTED,
     PLANTED_VIEWS,
     SHAPES,
@@ -25,7 +23,7 @@ from forerun.testing.exact.run import (
     run_enumeration,
     shaped_pairs,
 )
-from forerun.testing.exact.trees import (
+from forerun.doctor.exact.trees import (
     ChainVerifier,
     Inexact,
     ModelPairs,
@@ -39,6 +37,8 @@ from forerun.testing.exact.trees import (
     structured_pairs,
     walk_table,
 )
+from forerun.sampling.noise import position_key
+from forerun.sampling.walk import walk
 from forerun.theory.tree import TokenTree
 
 TREE = TokenTree((-1, -1, 0))

@@ -7,8 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from forerun.sampling.tree_rules import TreeRule
-from forerun.testing.exact.run import (
+from forerun.doctor.exact.run import (
     MAX_TREE_DEPTH,
     PLANTED_TREE,
     PLANTED_TREES,
@@ -16,7 +15,7 @@ from forerun.testing.exact.run import (
     horizon_of,
     traversal,
 )
-from forerun.testing.exact.trees import (
+from forerun.doctor.exact.trees import (
     ModelPairs,
     TreeVerifier,
     all_trees,
@@ -25,6 +24,7 @@ from forerun.testing.exact.trees import (
     random_pairs,
     structured_pairs,
 )
+from forerun.sampling.tree_rules import TreeRule
 from forerun.theory.tree import TokenTree
 
 RULES = get_args(TreeRule)

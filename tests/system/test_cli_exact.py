@@ -7,8 +7,8 @@ import json
 import pytest
 
 from forerun.cli.main import main
-from forerun.testing.exact import run as enumeration
-from forerun.testing.exact.run import ExactReport, PlantedResult, VerifierResult
+from forerun.doctor.exact import run as enumeration
+from forerun.doctor.exact.run import ExactReport, PlantedResult, VerifierResult
 
 
 def test_json_is_the_report_of_the_enumeration_that_was_asked_for(monkeypatch, capsys):

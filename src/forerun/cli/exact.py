@@ -26,7 +26,7 @@ def run(options: ExactOptions) -> int:
     """Run the enumeration; returns 1 if a verifier is not exact or a planted bug is missed."""
     Range("--distributions", 1, integer=True).check(options.distributions)
 
-    from forerun.testing.exact.run import render, run_enumeration
+    from forerun.doctor.exact.run import render, run_enumeration
 
     with SafeConsole(stderr=True).status("enumerating") as status:
         report = run_enumeration(

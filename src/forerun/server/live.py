@@ -17,10 +17,10 @@ import numpy as np
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 import forerun
-from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, metrics_of, read_page
-from forerun.diagnose.words import change_line, changes_of, headline
+from forerun.doctor.diagnosis import Diagnosis, diagnose
+from forerun.doctor.evidence import Evidence, Reading
+from forerun.doctor.readers.prometheus import Metrics, metrics_of, read_page
+from forerun.doctor.words import change_line, changes_of, headline
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence

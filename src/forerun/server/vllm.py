@@ -28,9 +28,9 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.bounded_read import ReadLimits, parse_json, read_bytes
 from forerun.client.door import Forwarder, PassedReply, fetch_page
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, metrics_of, read_page
+from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.evidence import Evidence, Reading
+from forerun.doctor.readers.prometheus import Metrics, metrics_of, read_page
 from forerun.drafters.config import parse_drafter
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.catalog import PREFIX, zoo_path

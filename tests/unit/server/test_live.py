@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests import tiny
 from tests.records import STEP
 
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.prometheus import PrometheusText
-from forerun.diagnose.readers.sources import read_lines
+from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.readers.prometheus import PrometheusText
+from forerun.doctor.readers.sources import read_lines
 from forerun.engine.engine import Engine
 from forerun.engine.thread import EngineThread
 from forerun.sampling.config import SamplingParams
