@@ -6,15 +6,9 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.exact.planted import PLANTED_TREE, PLANTED_TREES, traversal
 
-from forerun.doctor.exact.run import (
-    MAX_TREE_DEPTH,
-    PLANTED_TREE,
-    PLANTED_TREES,
-    SECOND_TREE,
-    horizon_of,
-    traversal,
-)
+from forerun.doctor.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of
 from forerun.doctor.exact.trees import (
     ModelPairs,
     TreeVerifier,
