@@ -26,9 +26,9 @@ MEANINGLESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "
 TORCH_FREE = (
     "forerun",
     "forerun.control.base",
-    "forerun.diagnose.diagnosis",
-    "forerun.diagnose.readers.trace",
-    "forerun.diagnose.words",
+    "forerun.doctor.diagnosis",
+    "forerun.doctor.readers.trace",
+    "forerun.doctor.words",
     "forerun.engine.config",
     "forerun.plan.advice",
     "forerun.plan.simulation",
@@ -41,6 +41,16 @@ TORCH_FREE = (
 
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
+
+
+REMOVED = (
+    "forerun.audit",
+    "forerun.diagnose",
+    "forerun.probe",
+    "forerun.testing.exact",
+    "forerun.trace.explained",
+)
+"""Import paths of earlier versions, for which there is no alias."""
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -62,6 +72,12 @@ def test_no_package_grows_past_its_committed_size() -> None:
         lines[package_of(path)] += len(path.read_text().splitlines())
     assert set(lines) == set(limits), "a package is missing in the table, or gone"
     assert not {name: lines[name] for name in lines if lines[name] > limits[name]}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_paths_stay_removed(name: str) -> None:
+    place = PACKAGE.joinpath(*name.split(".")[1:])
+    assert not place.with_suffix(".py").exists() and not [*place.rglob("*.py")]
 
 
 def imported_from_other_packages() -> set[tuple[Path, str]]:

@@ -35,11 +35,11 @@ from tests.lab.audited import (
 from tests.lab.dice import Dice
 from tests.tabular import TabularModel
 
-from forerun.audit.config import KINDS, AuditConfig, Kind
-from forerun.audit.endpoint import Endpoint
-from forerun.audit.records import AuditAnswer, Question, StateFile
-from forerun.audit.run import Audit
-from forerun.audit.verdict import judge
+from forerun.doctor.audit.config import KINDS, AuditConfig, Kind
+from forerun.doctor.audit.endpoint import Endpoint
+from forerun.doctor.audit.records import AuditAnswer, Question, StateFile
+from forerun.doctor.audit.run import Audit
+from forerun.doctor.audit.verdict import judge
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS = [(n % VOCAB_SIZE, (5 * n + 3) % VOCAB_SIZE, 7 * n % VOCAB_SIZE) for n in range(60)]

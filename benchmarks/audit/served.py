@@ -24,14 +24,14 @@ from benchmarks.audit.run import add_rows, row_of, seeds_of
 from tests.lab.audited import Rule, lenient, plant
 from tests.server.conftest import serving
 
-from forerun.audit.config import AuditConfig
-from forerun.audit.endpoint import HttpEndpoint
-from forerun.audit.records import StateFile
-from forerun.audit.reference import ReferenceModel, load_reference
-from forerun.audit.run import Audit
-from forerun.audit.verdict import judge
 from forerun.cli.main import main as forerun
 from forerun.client.connection import ClientConfig
+from forerun.doctor.audit.config import AuditConfig
+from forerun.doctor.audit.endpoint import HttpEndpoint
+from forerun.doctor.audit.records import StateFile
+from forerun.doctor.audit.reference import ReferenceModel, load_reference
+from forerun.doctor.audit.run import Audit
+from forerun.doctor.audit.verdict import judge
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import load_pair_member

@@ -20,10 +20,10 @@ from tests.lab.laboratory import Lab
 from tests.lab.run import FaultRun, run_fault
 from tests.lab.setups import Fault
 
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.sources import facts_document
-from forerun.probe.config import EvidenceConfig
-from forerun.probe.run import ProbedEngine, probe_engine
+from forerun.doctor.evidence import Evidence
+from forerun.doctor.probe.config import EvidenceConfig
+from forerun.doctor.probe.run import ProbedEngine, probe_engine
+from forerun.doctor.readers.sources import facts_document
 
 PROBE = EvidenceConfig(num_prompts=8, num_tokens=64, num_self_prompts=0, max_rows=0)
 """Passes are not timed: this machine is not the device of the laboratory."""

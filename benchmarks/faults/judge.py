@@ -17,9 +17,9 @@ from matplotlib.patches import Rectangle
 from tests.lab.catalogue import FAULTS
 from tests.lab.setups import Fault
 
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.sources import read_facts
-from forerun.diagnose.readers.trace import read_trace_evidence
+from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.readers.sources import read_facts
+from forerun.doctor.readers.trace import read_trace_evidence
 from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect
 from forerun.theory.intervals import wilson_interval

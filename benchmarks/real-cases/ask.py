@@ -20,8 +20,8 @@ from statistics import median
 
 from mapping import evidence_of
 
-from forerun.diagnose.asking import likeliest_causes, next_question, with_answers
-from forerun.diagnose.evidence import Evidence
+from forerun.doctor.asking import likeliest_causes, next_question, with_answers
+from forerun.doctor.evidence import Evidence
 from forerun.provenance import collect
 
 Case = Mapping[str, object]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mapping import evidence_of
 
-from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.evidence import GROUPS
+from forerun.doctor.diagnosis import Diagnosis, diagnose
+from forerun.doctor.evidence import GROUPS
 from forerun.provenance import collect
 
 SETTING = frozenset(

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.sources import observations_in, read_text
+from forerun.doctor.evidence import Evidence
+from forerun.doctor.readers.sources import observations_in, read_text
 
 __all__ = ["evidence_of"]
 

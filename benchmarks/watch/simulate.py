@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.diagnose.change_points import Cusum, watch_position
 from forerun.provenance import collect
+from forerun.trace.change_points import Cusum, watch_position
 
 K = 4
 LEARNING = 5000

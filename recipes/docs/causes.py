@@ -13,8 +13,8 @@ from pathlib import Path
 
 from facts_schema import SCHEMA_PATH, described, schema
 
-from forerun.diagnose.diagnosis import CAUSES, EXPERIMENTS, Cause, Sign
-from forerun.diagnose.evidence import GROUPS
+from forerun.doctor.diagnosis import CAUSES, EXPERIMENTS, Cause, Sign
+from forerun.doctor.evidence import GROUPS
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
 BEGIN, END = "<!-- causes: python recipes/docs/causes.py -->\n", "<!-- end of causes -->\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forerun.diagnose.evidence import FACTS, MAX_LIST, MAX_WORD, FactKind
-from forerun.diagnose.readers import sources as documents
-from forerun.diagnose.readers.sources import FORMAT, KEY
+from forerun.doctor.evidence import FACTS, MAX_LIST, MAX_WORD, FactKind
+from forerun.doctor.readers import sources as documents
+from forerun.doctor.readers.sources import FORMAT, KEY
 from forerun.theory.record import Json
 
 SCHEMA_PATH = Path(documents.__file__).with_name("facts.schema.json")

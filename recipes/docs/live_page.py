@@ -15,6 +15,7 @@ import httpx
 import uvicorn
 from playwright.sync_api import expect, sync_playwright
 
+from forerun.doctor.live import PageDiagnosis
 from forerun.engine.engine import Engine
 from forerun.engine.thread import AsyncEngine
 from forerun.models.catalog import held_out_prompts
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images/live-page.png"))
     options = parser.parse_args()
     engine = Engine.load(options.target, draft=options.draft, max_batch=8)
-    app = create_app(AsyncEngine(engine), options.target)
+    app = create_app(AsyncEngine(engine), options.target, diagnose=PageDiagnosis())
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:

@@ -15,13 +15,13 @@ from tests.tabular import TabularModel, TokenStore
 from torch import Tensor
 
 from forerun.control.base import Chain, Plan, Tree
+from forerun.doctor.exact.trees import reach_probs
 from forerun.drafters import tree_growth
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.sampling.config import Choice, SamplingParams, TokenSource, resolve_verification
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.sampling.tree_rules import tree_weights
-from forerun.testing.exact.trees import reach_probs
 
 VOCAB_SIZE = 3
 PROMPT = [1, 0, 2]

@@ -9,23 +9,21 @@ from io import StringIO
 import pytest
 import torch
 from rich.console import Console
+from tests.exact.planted import PLANTED, PLANTED_MAPS, PLANTED_VIEWS, PlantedView
 
-from forerun.sampling.noise import position_key
-from forerun.sampling.walk import walk
-from forerun.testing.exact import run, trees
-from forerun.testing.exact.run import (
-    PLANTED,
-    PLANTED_VIEWS,
+from forerun.doctor.exact import run, trees
+from forerun.doctor.exact.run import (
     SHAPES,
+    DraftRows,
     ExactReport,
-    PlantedResult,
-    PlantedView,
     VerifierResult,
+    foreign_pairs,
     render,
+    renormalised,
     run_enumeration,
     shaped_pairs,
 )
-from forerun.testing.exact.trees import (
+from forerun.doctor.exact.trees import (
     ChainVerifier,
     Inexact,
     ModelPairs,
@@ -39,6 +37,8 @@ from forerun.testing.exact.trees import (
     structured_pairs,
     walk_table,
 )
+from forerun.sampling.noise import position_key
+from forerun.sampling.walk import walk
 from forerun.theory.tree import TokenTree
 
 TREE = TokenTree((-1, -1, 0))
@@ -65,10 +65,9 @@ def report(told: list[str]) -> ExactReport:
     return run_enumeration(num_pairs=24, seed=7, progress=told.append)
 
 
-def test_every_verifier_is_exact_and_every_planted_bug_caught(report: ExactReport) -> None:
+def test_every_verifier_is_exact(report: ExactReport) -> None:
     assert report.ok
     assert all(v.worst_tv <= 1e-12 for v in report.verifiers)
-    assert all(p.worst_tv > 1e-3 for p in report.planted)
     assert all(v.num_histories > 0 for v in report.verifiers)
     assert all(v.num_pairs >= (5 if shaped(v.name) else 24) for v in report.verifiers)
     names = {v.name for v in report.verifiers}
@@ -91,51 +90,42 @@ def test_the_report_goes_to_json_and_terminal(report: ExactReport) -> None:
     assert data["ok"] is True
     assert len(data["verifiers"]) == len(report.verifiers)
     assert {"name", "num_pairs", "num_histories", "worst_tv", "ok"} <= set(data["verifiers"][0])
-    assert {"name", "worst_tv", "caught"} <= set(data["planted"][0])
     console = Console(width=100, record=True, file=StringIO())
     console.print(render(report))
     text = console.export_text()
     assert "walk, sampled chain" in text
-    assert "caught" in text
-    assert "MISSED" not in text
+    assert "NOT EXACT" not in text
 
 
-def test_a_biased_verifier_or_a_missed_bug_fails_the_report() -> None:
+def test_a_biased_verifier_fails_the_report() -> None:
     good = VerifierResult(name="a", num_pairs=1, num_histories=1, worst_tv=1e-15)
     biased = VerifierResult(name="b", num_pairs=1, num_histories=1, worst_tv=2e-12, detail="why")
-    caught = PlantedResult(name="c", num_pairs=1, worst_tv=0.1)
-    missed = PlantedResult(name="d", num_pairs=1, worst_tv=1e-13)
-    assert ExactReport(seed=0, verifiers=(good,), planted=(caught,)).ok
-    assert not ExactReport(seed=0, verifiers=(good, biased), planted=(caught,)).ok
-    assert not ExactReport(seed=0, verifiers=(good,), planted=(caught, missed)).ok
+    assert ExactReport(seed=0, verifiers=(good,)).ok
+    assert not ExactReport(seed=0, verifiers=(good, biased)).ok
     console = Console(width=100, record=True, file=StringIO())
-    console.print(render(ExactReport(seed=0, verifiers=(biased,), planted=(missed,))))
-    text = console.export_text()
-    assert "NOT EXACT why" in text
-    assert "MISSED" in text
+    console.print(render(ExactReport(seed=0, verifiers=(biased,))))
+    assert "NOT EXACT why" in console.export_text()
 
 
 def test_the_number_of_threads_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[int] = []
 
-    def nothing(*_: object) -> Iterator[PlantedResult]:
+    def nothing(*_: object) -> Iterator[VerifierResult]:
         inside.append(torch.get_num_threads())
         return iter(())
 
     monkeypatch.setattr(run, "_check_verifiers", nothing)
-    monkeypatch.setattr(run, "_check_planted", nothing)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         run_enumeration()
-        assert (inside, torch.get_num_threads()) == ([1, 1], 2)
+        assert (inside, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
 
 
 def test_progress_names_every_part(report: ExactReport, told: list[str]) -> None:
-    parts = [v.name for v in report.verifiers] + [f"planted: {p.name}" for p in report.planted]
-    assert told == parts
+    assert told == [v.name for v in report.verifiers]
 
 
 @pytest.mark.parametrize(("name", "verifiers"), PLANTED, ids=[name for name, _ in PLANTED])
@@ -154,6 +144,17 @@ def test_each_bug_in_what_rows_know_biases_random_pairs(bug: PlantedView, rule: 
     assert worst_tv(emit_chains(pairs, ChainVerifier(rule=rule), 2).joint, pairs) > 1e-3
     walked = shaped_pairs(some_pairs(), SHAPES[bug.shape], 2, bug.view)
     assert worst_tv(emit_walks(walked, Walker(), TREE).joint, walked) > 1e-3
+
+
+@pytest.mark.parametrize("flawed", PLANTED_MAPS)
+def test_each_bug_in_the_map_of_vocabularies_biases_random_pairs(flawed: DraftRows) -> None:
+    def tv_of(draft_rows: DraftRows) -> float:
+        generator = torch.Generator().manual_seed(2)
+        pairs = foreign_pairs(some_pairs(num_pairs=32), generator, draft_rows)
+        return worst_tv(emit_chains(pairs, ChainVerifier(rule="block"), 2).joint, pairs)
+
+    assert tv_of(renormalised) <= 1e-12
+    assert tv_of(flawed) > 1e-3
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.testing.exact.trees import Histories, Inexact, decisive_tests
+from forerun.doctor.exact.trees import Histories, Inexact, decisive_tests
 
 KEY, OTHER = 1, 2
 
@@ -84,7 +84,7 @@ def test_decisive_tests_of_both_rules() -> None:
 
 
 def test_a_draw_stage_that_is_no_conjunction_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.testing.exact import trees as chains
+    from forerun.doctor.exact import trees as chains
 
     def by_count(accept: torch.Tensor, uniforms: torch.Tensor, rule: str) -> torch.Tensor:
         return (uniforms < accept).sum(-1)

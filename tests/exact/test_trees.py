@@ -6,17 +6,10 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.exact.planted import PLANTED_TREE, PLANTED_TREES, traversal
 
-from forerun.sampling.tree_rules import TreeRule
-from forerun.testing.exact.run import (
-    MAX_TREE_DEPTH,
-    PLANTED_TREE,
-    PLANTED_TREES,
-    SECOND_TREE,
-    horizon_of,
-    traversal,
-)
-from forerun.testing.exact.trees import (
+from forerun.doctor.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of
+from forerun.doctor.exact.trees import (
     ModelPairs,
     TreeVerifier,
     all_trees,
@@ -25,6 +18,7 @@ from forerun.testing.exact.trees import (
     random_pairs,
     structured_pairs,
 )
+from forerun.sampling.tree_rules import TreeRule
 from forerun.theory.tree import TokenTree
 
 RULES = get_args(TreeRule)

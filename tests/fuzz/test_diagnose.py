@@ -10,11 +10,11 @@ from pathlib import Path
 from tests.fuzz.harness import fuzz_test
 from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.prometheus import PrometheusText
-from forerun.diagnose.readers.sources import read_source, read_text
-from forerun.diagnose.words import headline, page_of, sections
+from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.evidence import Evidence
+from forerun.doctor.readers.prometheus import PrometheusText
+from forerun.doctor.readers.sources import read_source, read_text
+from forerun.doctor.words import headline, page_of, sections
 from forerun.terminal_text import printable
 from forerun.trace.files import line_of, read_trace
 from forerun.trace.summary import summarise

@@ -13,10 +13,10 @@ from tests.lab.engine import LabStepper
 from tests.tabular import TabularModel, TokenStore
 from torch import Tensor
 
-from forerun.audit.config import Kind
-from forerun.audit.records import AuditAnswer, Question
-from forerun.audit.reference import ReferenceModel
 from forerun.control.base import Plan
+from forerun.doctor.audit.config import Kind
+from forerun.doctor.audit.records import AuditAnswer, Question
+from forerun.doctor.audit.reference import ReferenceModel
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from forerun.diagnose.diagnosis import CAUSES, diagnose, score_causes
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.sources import read_facts
+from forerun.doctor.diagnosis import CAUSES, diagnose, score_causes
+from forerun.doctor.evidence import Evidence
+from forerun.doctor.readers.sources import read_facts
 
-FACTS = Path(__file__).parents[1] / "unit/diagnose/data/lab-facts.jsonl"
+FACTS = Path(__file__).parents[1] / "unit/doctor/data/lab-facts.jsonl"
 UNSEEN = {"head reads other layers", "head with a wrong flag"}
 """Faults too small for the probe: they leave no mark in any fact (benchmarks/faults)."""
 NUM_SUBSETS = 12

@@ -13,14 +13,14 @@ import pytest
 from tests.lab.audited import Rule, plant
 from tests.server.conftest import serving
 
-from forerun.audit.config import KINDS, AuditConfig
-from forerun.audit.endpoint import HttpEndpoint
-from forerun.audit.records import AuditAnswer, Question, StateFile
-from forerun.audit.reference import ReportedLogprobs, load_reference
-from forerun.audit.run import Audit
-from forerun.audit.verdict import judge
 from forerun.cli.main import main
 from forerun.client.connection import ClientConfig
+from forerun.doctor.audit.config import KINDS, AuditConfig
+from forerun.doctor.audit.endpoint import HttpEndpoint
+from forerun.doctor.audit.records import AuditAnswer, Question, StateFile
+from forerun.doctor.audit.reference import ReportedLogprobs, load_reference
+from forerun.doctor.audit.run import Audit
+from forerun.doctor.audit.verdict import judge
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 

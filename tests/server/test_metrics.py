@@ -15,7 +15,7 @@ from tests.records import STEP
 from tests.server.conftest import serving, tiny_engine
 from tests.server.test_completions import PROMPT, SEEDED
 
-from forerun.diagnose.readers.prometheus import PrometheusText
+from forerun.doctor.readers.prometheus import PrometheusText
 from forerun.sampling.config import SamplingParams
 from forerun.server.metrics import ServerMetrics, StepTotals
 

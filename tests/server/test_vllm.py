@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,12 +24,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from tests.server.keyless import wrongly_answered
 
+from forerun.doctor.live import VllmView
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.server.config import ServerConfig
 from forerun.server.guard import ApiKey
 from forerun.server.live_page import LiveSnapshot
 from forerun.server.run import open_socket, uvicorn_config
-from forerun.server.vllm import VllmView, create_proxy, speculative_config, vllm_running
+from forerun.server.vllm import create_proxy, fetch, speculative_config, vllm_running
 
 K = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}
 
@@ -54,8 +56,12 @@ def client_of(app: FastAPI) -> TestClient:
     return TestClient(app, base_url="http://localhost")
 
 
+def proxy_of(address: str, **parts: object) -> FastAPI:
+    return create_proxy(address, VllmView(partial(fetch, address), target="t", methods=[]), **parts)
+
+
 def test_requests_and_streams_are_passed_on(address):
-    with client_of(create_proxy(address, target="t", methods=["draft_model"])) as client:
+    with client_of(proxy_of(address)) as client:
         body = {"model": "m", "prompt": "count"}
         assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == (
             "one two three four"
@@ -73,7 +79,7 @@ def test_requests_and_streams_are_passed_on(address):
 
 def test_keys_are_checked_here_and_not_passed_on(address):
     key = ApiKey.of("default", "a key of enough characters")
-    app = create_proxy(address, target="t", methods=[], keys=[key])
+    app = proxy_of(address, keys=[key])
     with client_of(app) as client:
         body = {"model": "m", "prompt": "count"}
         assert client.post("/v1/completions", json=body).status_code == 401
@@ -92,7 +98,7 @@ BEARER = {"Authorization": f"Bearer {SECRET}"}
 def limited(address):
     sha256 = ApiKey.of("b", SECRET).sha256
     key = ApiKey(tenant="b", sha256=sha256, max_tokens=40, priority=5)
-    with client_of(create_proxy(address, target="t", methods=[], keys=[key])) as client:
+    with client_of(proxy_of(address, keys=[key])) as client:
         yield client
 
 
@@ -167,7 +173,7 @@ def test_the_live_page_shows_what_vllm_counts(address):
 
 
 def test_a_server_that_is_gone_leaves_the_page_and_an_error_in_the_usual_shape():
-    with client_of(create_proxy("http://127.0.0.1:9", target="t", methods=[])) as client:
+    with client_of(proxy_of("http://127.0.0.1:9")) as client:
         assert client.get("/live").json()["totals"]["num_emitted"] == 0
         answer = client.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 503
@@ -269,7 +275,7 @@ def proxied(address: str, keys: Sequence[ApiKey] = (), **changes: object) -> Ite
     """The proxy in a server of its own, as the command runs it."""
     config = ServerConfig(port=0, **changes)
     listener = open_socket(config)
-    app = create_proxy(address, target="t", methods=[], config=config, keys=keys)
+    app = proxy_of(address, config=config, keys=keys)
     server = uvicorn.Server(uvicorn_config(app, config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -336,7 +342,7 @@ def test_an_answer_that_vllm_breaks_off_ends_without_an_end(address, caplog):
 
 def test_probes_answer_while_vllm_loads():
     ready = False
-    app = create_proxy("http://127.0.0.1:9", target="t", methods=[], is_ready=lambda: ready)
+    app = proxy_of("http://127.0.0.1:9", is_ready=lambda: ready)
     with client_of(app) as client:
         assert client.get("/health").json() == {"status": "loading"}
         for answer in (client.get("/ready"), client.post("/v1/completions", json={})):
@@ -355,7 +361,7 @@ def test_origins_are_decided_here(address):
     origin = {"Origin": "https://page.example"}
     for allowed, found in (((), None), (("https://page.example",), "https://page.example")):
         config = ServerConfig(allowed_origins=allowed)
-        with client_of(create_proxy(address, target="t", methods=[], config=config)) as client:
+        with client_of(proxy_of(address, config=config)) as client:
             answer = client.get("/v1/models", headers=origin)
             assert answer.headers.get("access-control-allow-origin") == found
             asked = origin | {"Access-Control-Request-Method": "POST"}

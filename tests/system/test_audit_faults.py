@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.lab.audited import FAULTS, EngineEndpoint, Fault, faulty_engine, pair, reference_of
 
-from forerun.audit.config import AuditConfig
-from forerun.audit.records import StateFile
-from forerun.audit.run import Audit
-from forerun.audit.verdict import AuditVerdict, judge
+from forerun.doctor.audit.config import AuditConfig
+from forerun.doctor.audit.records import StateFile
+from forerun.doctor.audit.run import Audit
+from forerun.doctor.audit.verdict import AuditVerdict, judge
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 PROMPTS = [(n % 17, (n * 5 + 3) % 17, (7 * n + 1) % 17) for n in range(60)]

@@ -10,8 +10,8 @@ from tests.lab.dice import Dice
 from tests.lab.laboratory import Lab
 from tests.lab.run import run_fault
 
-from forerun.diagnose.diagnosis import CAUSES, derive, diagnose
-from forerun.diagnose.readers.trace import read_trace_evidence
+from forerun.doctor.diagnosis import CAUSES, derive, diagnose
+from forerun.doctor.readers.trace import read_trace_evidence
 from forerun.theory.record import RequestRecord, StepRecord
 from forerun.trace.files import read_trace
 

@@ -26,8 +26,8 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.sources import read_live
+from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.readers.sources import read_live
 from forerun.models.catalog import held_out_prompts
 from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash

@@ -19,8 +19,8 @@ from forerun.client.urls import is_url, shown_source, shown_url
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from forerun.audit.run import Audit, Prompt
-    from forerun.audit.verdict import AuditVerdict
+    from forerun.doctor.audit.run import Audit, Prompt
+    from forerun.doctor.audit.verdict import AuditVerdict
     from forerun.models.tokenizers import Tokenizer
 
 _LONGEST_PROMPT = 400
@@ -72,7 +72,7 @@ class AuditOptions:
 
 def run(options: AuditOptions) -> int:
     """Audit a server and show the verdict."""
-    from forerun.audit.config import AuditConfig
+    from forerun.doctor.audit.config import AuditConfig
 
     if options.draft is not None and (options.reference is None or is_url(options.reference)):
         raise InvalidRequest("--draft needs the model of the server as --reference")
@@ -91,7 +91,7 @@ def run(options: AuditOptions) -> int:
         audit = _prepared(options, config, stack)
         with progress_bar("asking", config.max_tokens) as report:
             audit.run(report)
-    from forerun.audit.verdict import judge, page_of, report_of
+    from forerun.doctor.audit.verdict import judge, page_of, report_of
 
     verdict = judge(audit)
     if options.out is not None:
@@ -105,12 +105,12 @@ def run(options: AuditOptions) -> int:
 
 
 def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
-    from forerun.audit.config import AuditConfig
-    from forerun.audit.endpoint import HttpEndpoint
-    from forerun.audit.records import StateFile
-    from forerun.audit.reference import Reference, ReportedLogprobs, load_reference
-    from forerun.audit.run import Audit
     from forerun.client.connection import ClientConfig
+    from forerun.doctor.audit.config import AuditConfig
+    from forerun.doctor.audit.endpoint import HttpEndpoint
+    from forerun.doctor.audit.records import StateFile
+    from forerun.doctor.audit.reference import Reference, ReportedLogprobs, load_reference
+    from forerun.doctor.audit.run import Audit
 
     assert isinstance(config, AuditConfig)
     name, keys = options.reference, options.api_key_env
@@ -158,7 +158,7 @@ def _prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]
 
 
 def _show(audit: Audit, verdict: AuditVerdict) -> None:
-    from forerun.audit.verdict import spent_in_words
+    from forerun.doctor.audit.verdict import spent_in_words
 
     console = SafeConsole(soft_wrap=True)
     console.print(verdict.sentence, style="bold", markup=False)

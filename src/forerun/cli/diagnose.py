@@ -19,9 +19,9 @@ from forerun.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.diagnose.asking import Observation
-    from forerun.diagnose.diagnosis import Diagnosis, ScoredCause
-    from forerun.diagnose.evidence import Evidence
+    from forerun.doctor.asking import Observation
+    from forerun.doctor.diagnosis import Diagnosis, ScoredCause
+    from forerun.doctor.evidence import Evidence
     from forerun.theory.cost import CostTable
 
 EXIT_CODES = {
@@ -121,8 +121,8 @@ def run(options: DiagnoseOptions) -> int:
     """Read the sources, diagnose and report; the exit code follows from the verdict."""
     options.check()
 
-    from forerun.diagnose.asking import likeliest_causes, with_answers
-    from forerun.diagnose.diagnosis import diagnose
+    from forerun.doctor.asking import likeliest_causes, with_answers
+    from forerun.doctor.diagnosis import diagnose
 
     evidence = gathered(options)
     further: dict[str, object] = {}
@@ -142,7 +142,7 @@ def run(options: DiagnoseOptions) -> int:
             evidence.add(name, answer, "answered")
     diagnosis = diagnose(evidence, costs_of(options))
     if options.html is not None:
-        from forerun.diagnose.words import page_of
+        from forerun.doctor.words import page_of
 
         with atomic_write(options.html) as scratch:
             scratch.write_text(page_of(diagnosis), encoding="utf-8")
@@ -155,9 +155,9 @@ def run(options: DiagnoseOptions) -> int:
 
 def gathered(options: DiagnoseOptions) -> Evidence:
     """Collect evidence from the flags, the sources, and the earlier run before the problem."""
-    from forerun.diagnose.diagnosis import add_changes
-    from forerun.diagnose.evidence import Evidence
-    from forerun.diagnose.readers.sources import as_reference, read_source
+    from forerun.doctor.diagnosis import add_changes
+    from forerun.doctor.evidence import Evidence
+    from forerun.doctor.readers.sources import as_reference, read_source
 
     read = partial(read_source, interval_s=options.interval_s, key_variable=options.api_key_env)
     evidence = Evidence()
@@ -188,7 +188,7 @@ def _ask(
     known: Evidence, answers: dict[str, bool | None], *, is_interactive: bool
 ) -> tuple[Observation, ...]:
     """Ask in the terminal and add to the answers; returns the observations that are still open."""
-    from forerun.diagnose.asking import next_question, read_answers, with_answers
+    from forerun.doctor.asking import next_question, read_answers, with_answers
 
     number = 1
     while question := next_question(with_answers(known, answers), answers):
@@ -214,7 +214,7 @@ def _ask(
 
 def _answers_of(path: Path | None) -> dict[str, bool | None]:
     from forerun.bounded_read import read_json
-    from forerun.diagnose.asking import read_answer
+    from forerun.doctor.asking import read_answer
 
     if path is None:
         return {}
@@ -236,7 +236,7 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
 def show(diagnosis: Diagnosis, likeliest: Sequence[ScoredCause] = ()) -> None:
     from rich.markup import escape
 
-    from forerun.diagnose.words import headline, sections
+    from forerun.doctor.words import headline, sections
 
     console = SafeConsole()
     console.print(f"[bold]{escape(headline(diagnosis))}[/]")

@@ -23,10 +23,10 @@ class ExactOptions:
 
 
 def run(options: ExactOptions) -> int:
-    """Run the enumeration; returns 1 if a verifier is not exact or a planted bug is missed."""
+    """Run the enumeration; returns 1 if a verifier is not exact."""
     Range("--distributions", 1, integer=True).check(options.distributions)
 
-    from forerun.testing.exact.run import render, run_enumeration
+    from forerun.doctor.exact.run import render, run_enumeration
 
     with SafeConsole(stderr=True).status("enumerating") as status:
         report = run_enumeration(
@@ -42,7 +42,7 @@ def run(options: ExactOptions) -> int:
 COMMAND = Command(
     options=ExactOptions,
     run=run,
-    description="Prove by enumeration that every verifier keeps the target's distribution, and\n"
-    "show that planted bugs are caught. Exits with 1 if either fails.",
+    description="Prove by enumeration that every verifier keeps the target's distribution. Exits\n"
+    "with 1 if one does not.",
     examples=("forerun exact", "forerun exact --distributions 2000 --seed 7 --json"),
 )

@@ -32,7 +32,7 @@ class ExplainOptions:
 
 def run(options: ExplainOptions) -> int:
     """Print the explanation of one request."""
-    from forerun.trace.explained import explain_request, in_words, quiz_of
+    from forerun.doctor.explain import explain_request, in_words, quiz_of
     from forerun.trace.files import read_trace
 
     found = explain_request(read_trace(options.file), options.request)

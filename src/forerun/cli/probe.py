@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, ModelFlags, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, progress_bar
+from forerun.doctor.probe.config import QUICK, EvidenceConfig
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.catalog import PREFIX
-from forerun.probe.config import QUICK, EvidenceConfig
 from forerun.sampling.config import SamplingParams, Verification
 from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
-    from forerun.diagnose.evidence import Evidence
+    from forerun.doctor.evidence import Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def run(options: ProbeOptions) -> int:
     config, params, draft = options.config, options.params, options.check()
 
     from forerun.atomic_write import atomic_write
-    from forerun.diagnose.readers.sources import facts_document
+    from forerun.doctor.readers.sources import facts_document
 
     evidence = probed(options, draft, config, params)
     document = facts_document(evidence, f"forerun probe of {options.models.target} and {draft}")
@@ -112,8 +112,8 @@ def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
     """Load the models and run the checks; a pair that does not load is recorded as a fact."""
+    from forerun.doctor.probe.run import PairNames, evidence_of_misfit, load_probed, probe_engine
     from forerun.measure.prompt_files import prompt_ids, read_prompts, shipped_prompts
-    from forerun.probe.run import PairNames, evidence_of_misfit, load_probed, probe_engine
 
     models = options.models
     engine = EngineConfig(

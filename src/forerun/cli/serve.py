@@ -86,6 +86,7 @@ def run_served(options: ServeOptions) -> int:
     if options.vllm_args:
         raise InvalidRequest("--vllm-args is for --engine vllm, and changes nothing here")
     from forerun.cli.session import load_engine
+    from forerun.doctor.live import PageDiagnosis
     from forerun.engine.thread import AsyncEngine
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
@@ -100,7 +101,7 @@ def run_served(options: ServeOptions) -> int:
     if template:
         engine.tokenizer.use_chat_template(template)
     running = AsyncEngine(engine)
-    app = create_app(running, options.model, options.server, keys)
+    app = create_app(running, options.model, options.server, keys, PageDiagnosis())
     _announce(options.model, listener)
     methods = ", ".join(engine.capabilities().methods)
     print(f"drafts: {methods} while that is faster" if methods else "no drafts", flush=True)
@@ -116,8 +117,15 @@ def run_vllm(options: ServeOptions) -> int:
             "--chat-template is for --engine forerun; give vLLM its own with "
             f"--vllm-args {shlex.quote(template)}"
         )
+    from forerun.doctor.live import VllmView
     from forerun.server.run import open_socket, serve
-    from forerun.server.vllm import create_proxy, speculative_config, vllm_name, vllm_running
+    from forerun.server.vllm import (
+        create_proxy,
+        fetch,
+        speculative_config,
+        vllm_name,
+        vllm_running,
+    )
 
     keys, target = options.read_keys(), vllm_name(options.pair.target)
     drafts = options.pair.draft_names if options.pair.draft else ()
@@ -142,8 +150,7 @@ def run_vllm(options: ServeOptions) -> int:
         methods = [str(found.get("method", "draft"))] if found else []
         proxy = create_proxy(
             vllm.address,
-            target=options.model,
-            methods=methods,
+            VllmView(partial(fetch, vllm.address), target=options.model, methods=methods),
             config=options.server,
             keys=keys,
             is_ready=lambda: vllm.is_ready,

@@ -19,9 +19,9 @@ from forerun.errors import ForerunError, InvalidRequest, Range
 from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
-    from forerun.diagnose.change_points import ChangePoint
-    from forerun.diagnose.readers.prometheus import Metrics
-    from forerun.diagnose.watch import WatchState
+    from forerun.doctor.readers.prometheus import Metrics
+    from forerun.doctor.watch import WatchState
+    from forerun.trace.change_points import ChangePoint
 
 HOOK_TIMEOUT_S = 10.0
 MAX_UNSENT = 100
@@ -100,7 +100,7 @@ def load_state(options: WatchOptions) -> WatchState:
     import msgspec
 
     from forerun.bounded_read import ReadLimits, read_bytes
-    from forerun.diagnose.watch import WatchState
+    from forerun.doctor.watch import WatchState
 
     if not options.state.exists():
         return WatchState(source=options.name)
@@ -120,7 +120,7 @@ def load_state(options: WatchOptions) -> WatchState:
 
 
 def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
-    from forerun.diagnose.watch import observe, observe_trace
+    from forerun.doctor.watch import observe, observe_trace
 
     found: list[ChangePoint] = []
     is_first = state.last is None and state.num_read_bytes is None
@@ -149,7 +149,7 @@ def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
 def _save(options: WatchOptions, state: WatchState) -> None:
     import msgspec
 
-    from forerun.diagnose.watch import watch_text
+    from forerun.doctor.watch import watch_text
 
     with atomic_write(options.state, durable=False) as scratch:
         scratch.write_bytes(msgspec.json.encode(state))
@@ -160,8 +160,8 @@ def _save(options: WatchOptions, state: WatchState) -> None:
 
 def _metrics_of(options: WatchOptions) -> Metrics:
     from forerun.bounded_read import ReadLimits, read_text
-    from forerun.diagnose.readers.prometheus import read_page
-    from forerun.diagnose.readers.sources import MAX_PAGE_BYTES, page_of
+    from forerun.doctor.readers.prometheus import read_page
+    from forerun.doctor.readers.sources import MAX_PAGE_BYTES, page_of
     from forerun.errors import UnreadableInput
 
     if is_url(options.source):

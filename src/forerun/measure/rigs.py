@@ -293,7 +293,7 @@ def widest(samples: Samples) -> float:
     )
 
 
-logger = logging.getLogger("forerun.probe")
+logger = logging.getLogger("forerun.measure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

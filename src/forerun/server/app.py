@@ -38,7 +38,7 @@ from forerun.server.errors import (
     status_of,
 )
 from forerun.server.guard import ApiKey, protect
-from forerun.server.live import LiveView
+from forerun.server.live import Diagnose, LiveView
 from forerun.server.live_page import page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
@@ -304,11 +304,16 @@ BODIES: Mapping[str, type[Body]] = {
 
 
 def create_app(
-    engine: AsyncEngine, model: str, config: ServerConfig | None = None, keys: Sequence[ApiKey] = ()
+    engine: AsyncEngine,
+    model: str,
+    config: ServerConfig | None = None,
+    keys: Sequence[ApiKey] = (),
+    diagnose: Diagnose | None = None,
 ) -> FastAPI:
     """Return the application over an engine, which is started and closed with it.
 
-    `model` is the name that requests use for the target. Without `keys` none is needed.
+    `model` is the name that requests use for the target. Without `keys` none is needed. The page
+    has a diagnosis where `diagnose` makes one of its metrics.
     """
     config = config or ServerConfig()
     template = engine.engine.tokenizer.definition.chat_template
@@ -331,7 +336,9 @@ def create_app(
     metrics = ServerMetrics(engine.engine, model)
     # One tenant must not read the texts of another.
     shows_texts = len({key.tenant for key in keys}) < 2
-    view = LiveView(engine.engine, target=model, metrics=metrics, shows_texts=shows_texts)
+    view = LiveView(
+        engine.engine, target=model, metrics=metrics, shows_texts=shows_texts, diagnose=diagnose
+    )
     engine.engine.observers.append(view)
     server = app.state.server = ServerState(
         engine=engine,

@@ -17,17 +17,12 @@ import numpy as np
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 import forerun
-from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, metrics_of, read_page
-from forerun.diagnose.words import change_line, changes_of, headline
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
 from forerun.server.live_page import (
-    LiveCause,
     LiveDiagnosis,
     LiveLatency,
     LiveLoad,
@@ -45,11 +40,7 @@ from forerun.theory.record import StepRecord
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
-MIN_DIAGNOSED = 50
-"""Steps of requests below which there is no diagnosis."""
 DIAGNOSIS_INTERVAL_S = 15.0
-MAX_DIAGNOSED = 40
-"""Samples of the metrics; a diagnosis rests on what was counted since the oldest."""
 MAX_REQUESTS = 12
 MAX_PROMPT_TOKENS = 60
 """Tokens at the end of a prompt that are shown."""
@@ -63,8 +54,9 @@ MAX_FIRST_TOKENS = 500
 """Latest requests over which times to the first token are summed up."""
 MAX_CHARACTERS = 4000
 """Most characters of an output that are shown; a longer output is cut at its beginning."""
-MAX_CAUSES = 3
-MAX_CHANGES = 3
+
+Diagnose = Callable[[str], LiveDiagnosis | None]
+"""Makes the diagnosis of a page of metrics; None where it has nothing new to say."""
 
 
 def origins_of(record: StepRecord) -> list[Origin]:
@@ -141,12 +133,14 @@ class LiveView:
         target: str,
         metrics: ServerMetrics,
         shows_texts: bool = True,
+        diagnose: Diagnose | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.target = target
         self.metrics = metrics
         self.shows_texts = shows_texts
+        self._diagnose = diagnose
         self.clock = clock
         self.figures = LiveFigures()
         self._started_s = clock()
@@ -155,7 +149,6 @@ class LiveView:
         self._first_tokens: deque[FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)
         self._prefilled: deque[tuple[float, int]] = deque()
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
-        self._samples = deque([Metrics()], maxlen=MAX_DIAGNOSED)
         self._reading = threading.Lock()
         self._diagnosing = threading.Lock()
         self._diagnosis: LiveDiagnosis | None = None
@@ -349,55 +342,18 @@ class LiveView:
 
         It takes some ten milliseconds; call it on a thread on which nothing waits.
         """
-        if not self._diagnosing.acquire(blocking=False):
+        if self._diagnose is None or not self._diagnosing.acquire(blocking=False):
             return
         try:
             now_s = self.clock()
             if now_s - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
                 return
-            metrics = read_page(self.metrics.text().decode()).metrics
-            growth = metrics.since(self._samples[0])
-            num_steps, num_new = map(_num_steps, (growth, metrics.since(self._samples[-1])))
-            if num_new and num_steps >= MIN_DIAGNOSED:
+            found = self._diagnose(self.metrics.text().decode())
+            if found is not None:
                 self._diagnosed_s = now_s
-                self._samples.append(metrics)
-                self._diagnosis = live_diagnosis(diagnose(collect_evidence(growth)), num_steps)
+                self._diagnosis = found
         finally:
             self._diagnosing.release()
-
-
-def collect_evidence(metrics: Metrics) -> Evidence:
-    """Return the evidence that a file of our own metrics gives."""
-    source = "metrics of this server"
-    evidence = Evidence(readings=[Reading(source=source, kinds={"forerun metrics"})])
-    evidence.add("engine", "forerun", source)
-    metrics_of(metrics).add_to(evidence, source)
-    return evidence
-
-
-def _num_steps(metrics: Metrics) -> int:
-    return int(metrics.totals.get("forerun:sequence_steps", 0.0))
-
-
-def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
-    """Return the part of a diagnosis that the live page shows.
-
-    The speedup is left out: the page states it once, and a diagnosis rests on other steps.
-    """
-    return LiveDiagnosis(
-        verdict=found.verdict,
-        headline=headline(found, states_speedup=False),
-        causes=tuple(
-            LiveCause(
-                label=item.scored.cause.label, score=item.scored.score, what=item.scored.cause.what
-            )
-            for item in found.causes[:MAX_CAUSES]
-        ),
-        changes=tuple(
-            change_line(change, states_speedup=False) for change in changes_of(found)[:MAX_CHANGES]
-        ),
-        num_steps=num_steps,
-    )
 
 
 def _quantiles_of(values: list[float]) -> LiveQuantiles | None:

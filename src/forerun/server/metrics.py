@@ -28,11 +28,11 @@ from prometheus_client.core import (
     Metric,
 )
 
-from forerun.diagnose.change_points import MIN_DRAFTS, ChangePoint, Cusum, watch_position
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.results import Completion, RequestOutput
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.trace.change_points import MIN_DRAFTS, ChangePoint, Cusum, watch_position
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")

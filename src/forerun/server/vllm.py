@@ -12,25 +12,19 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from fastapi import FastAPI, Request, Response
-from msgspec.structs import replace
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from forerun.bounded_read import ReadLimits, parse_json, read_bytes
 from forerun.client.door import Forwarder, PassedReply, fetch_page
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.prometheus import Metrics, metrics_of, read_page
 from forerun.drafters.config import parse_drafter
 from forerun.errors import ForerunError, InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.catalog import PREFIX, zoo_path
@@ -39,163 +33,8 @@ from forerun.server.bodies import parsed
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_response, response_for
 from forerun.server.guard import ApiKey, protect
-from forerun.server.live import live_diagnosis
-from forerun.server.live_page import (
-    LiveDiagnosis,
-    LiveLoad,
-    LivePoint,
-    LivePosition,
-    LiveSetup,
-    LiveSnapshot,
-    LiveTotals,
-    page_router,
-)
+from forerun.server.live_page import LiveSource, page_router
 from forerun.server.request_log import CLIENT_LEFT
-
-_PREFIX = "vllm:spec_decode_num_"
-HISTORY = 120
-"""Samples that are kept; an open page makes about one a second."""
-RECENT_S = 10.0
-DIAGNOSIS_INTERVAL_S = 15.0
-MIN_DRAFTS = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsSample:
-    """Metrics of a server at one point in time."""
-
-    at_s: float
-    metrics: Metrics
-
-    def total(self, name: str) -> float:
-        """Return a metric summed over its labels; 0 where the server does not have it."""
-        return self.metrics.totals.get(name, 0.0)
-
-
-class VllmView:
-    """Snapshots of a vLLM server for the live page, without figures of single steps.
-
-    `get` returns the body at a path of the server, or raises ServerUnavailable.
-    """
-
-    def __init__(
-        self,
-        get: Callable[[str], bytes],
-        *,
-        target: str,
-        methods: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.get = get
-        self.clock = clock
-        self._setup = LiveSetup(
-            engine="vllm", version="", target=target, methods=tuple(methods), max_context=None
-        )
-        self._started_s = clock()
-        self._samples: deque[MetricsSample] = deque(maxlen=HISTORY)
-        self._diagnosis: LiveDiagnosis | None = None
-        self._diagnosed_s = -DIAGNOSIS_INTERVAL_S
-
-    def snapshot(self) -> LiveSnapshot:
-        """Read the metrics once and return a snapshot; an unreachable server adds no sample."""
-        self._sample()
-        now_s = self.clock()
-        samples = list(self._samples) or [MetricsSample(at_s=now_s, metrics=Metrics())]
-        latest, growth = samples[-1], _grown_in(samples)
-        recent = [sample for sample in samples if sample.at_s >= now_s - RECENT_S]
-        drafts = growth.totals.get(_PREFIX + "drafts", 0.0)
-        accepted = growth.totals.get(_PREFIX + "accepted_tokens", 0.0)
-        return LiveSnapshot(
-            uptime_s=now_s - self._started_s,
-            window_s=latest.at_s - samples[0].at_s,
-            setup=self._setup,
-            totals=LiveTotals(
-                num_steps=int(latest.total(_PREFIX + "drafts")),
-                num_drafted=int(latest.total(_PREFIX + "draft_tokens")),
-                num_accepted=int(latest.total(_PREFIX + "accepted_tokens")),
-                num_emitted=int(latest.total("vllm:generation_tokens")),
-            ),
-            load=LiveLoad(
-                num_running=int(latest.total("vllm:num_requests_running")),
-                num_waiting=int(latest.total("vllm:num_requests_waiting")),
-                kv_share=latest.metrics.totals.get("vllm:kv_cache_usage_perc"),
-            ),
-            tokens_per_s=rate_of(recent),
-            acceptance_length=1.0 + accepted / drafts if drafts else None,
-            positions=positions_of(growth),
-            history=tuple(
-                _point_of(before, after, now_s, self._setup.methods)
-                for before, after in pairwise(samples)
-                if after.total("vllm:generation_tokens") > before.total("vllm:generation_tokens")
-            ),
-            diagnosis=self._diagnosis,
-        )
-
-    def _sample(self) -> None:
-        try:
-            body = self.get("/metrics")
-        except (InvalidRequest, ServerUnavailable):
-            return
-        page = read_page(body.decode(errors="replace"))
-        if not self._samples:
-            self._setup = replace(self._setup, version=_version(self.get))
-        self._samples.append(MetricsSample(at_s=self.clock(), metrics=page.metrics))
-
-    def diagnose(self) -> None:
-        """Diagnose the counts since the first stored sample if the last diagnosis is old enough."""
-        samples = list(self._samples)
-        if not samples or self.clock() - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
-            return
-        growth = _grown_in(samples)
-        drafts = int(growth.totals.get(_PREFIX + "drafts", 0.0))
-        if drafts < MIN_DRAFTS:
-            return
-        self._diagnosed_s = self.clock()
-        evidence = Evidence(readings=[Reading(source="metrics of vLLM", kinds={"vllm"})])
-        metrics_of(growth).add_to(evidence, "metrics of vLLM")
-        self._diagnosis = live_diagnosis(diagnose(evidence), drafts)
-
-
-def _grown_in(samples: Sequence[MetricsSample]) -> Metrics:
-    return samples[-1].metrics.since(samples[0].metrics)
-
-
-def rate_of(samples: Sequence[MetricsSample]) -> float:
-    """Return output tokens per second between the first and the last sample."""
-    if len(samples) < 2:
-        return 0.0
-    tokens = _grown_in(samples).totals.get("vllm:generation_tokens", 0.0)
-    return tokens / max(1e-3, samples[-1].at_s - samples[0].at_s)
-
-
-def positions_of(growth: Metrics) -> tuple[LivePosition, ...]:
-    """Return acceptance by position from counters of vLLM, which always drafts K tokens."""
-    drafts = int(growth.totals.get(_PREFIX + "drafts", 0.0))
-    counts = growth.positions.get(_PREFIX + "accepted_tokens_per_pos", {})
-    return tuple(
-        LivePosition(position=index + 1, num_drafted=drafts, num_accepted=int(count))
-        for index, count in sorted(counts.items())
-        if drafts
-    )
-
-
-def _point_of(
-    before: MetricsSample, after: MetricsSample, now_s: float, methods: Sequence[str]
-) -> LivePoint:
-    """Return the figures of the time between two samples."""
-    growth = after.metrics.since(before.metrics)
-    drafts = growth.totals.get(_PREFIX + "drafts", 0.0)
-    accepted = growth.totals.get(_PREFIX + "accepted_tokens", 0.0)
-    method = methods[0] if methods and drafts else "plain"
-    return LivePoint(
-        age_s=max(0.0, now_s - before.at_s),
-        tokens_per_s=rate_of((before, after)),
-        num_running=after.total("vllm:num_requests_running"),
-        acceptance_length=1.0 + accepted / drafts if drafts else None,
-        num_speculative_tokens=growth.totals.get(_PREFIX + "draft_tokens", 0.0) / max(1.0, drafts),
-        methods={method: max(1, int(drafts))},
-    )
-
 
 _HOP_HEADERS = frozenset(
     "connection content-length date host keep-alive origin te trailer transfer-encoding "
@@ -404,16 +243,23 @@ def vllm_running(
             vllm.stop()
 
 
+def fetch(address: str, path: str) -> bytes:
+    """Return what vLLM answers at a path; raises ServerUnavailable if it does not answer."""
+    try:
+        return fetch_page(address + path, PAGE)
+    except UnreadableInput as error:
+        raise ServerUnavailable(f"vLLM does not answer: {error}") from error
+
+
 def create_proxy(
     address: str,
+    view: LiveSource,
     *,
-    target: str,
-    methods: Sequence[str],
     config: ServerConfig | None = None,
     keys: Sequence[ApiKey] = (),
     is_ready: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
-    """Return an application that passes requests on to vLLM and shows its metrics on the live page.
+    """Return an application that passes requests on to vLLM and shows a view on the live page.
 
     Without `keys` none is needed. Until `is_ready`, only the page and the health check answer.
     """
@@ -428,18 +274,12 @@ def create_proxy(
     app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
     protect(app, config, keys, _ignore_status)
 
-    def get(path: str) -> bytes:
-        try:
-            return fetch_page(address + path, PAGE)
-        except UnreadableInput as error:
-            raise ServerUnavailable(f"vLLM does not answer: {error}") from error
-
-    app.include_router(page_router(VllmView(get, target=target, methods=methods)))
+    app.include_router(page_router(view))
     app.add_exception_handler(ServerUnavailable, _unavailable)
     for kind in (ForerunError, HTTPException):
         app.add_exception_handler(kind, response_for)
 
-    _add_probes(app, get, is_ready)
+    _add_probes(app, partial(fetch, address), is_ready)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
     async def pass_on(path: str, request: Request) -> Response:
@@ -481,14 +321,6 @@ def _add_probes(app: FastAPI, get: Callable[[str], bytes], is_ready: Callable[[]
         if not is_ready():
             raise ServerUnavailable(LOADING)
         return health()
-
-
-def _version(get: Callable[[str], bytes]) -> str:
-    """Return the version that a vLLM server reports; empty if it reports none."""
-    try:
-        return str(parse_json(get("/version"), "the version")["version"])
-    except (ForerunError, KeyError, TypeError):
-        return ""
 
 
 DEFAULT_MAX_TOKENS: Mapping[str, int | None] = MappingProxyType(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 
 import msgspec
 import pytest
@@ -11,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests import tiny
 from tests.records import STEP
 
-from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.prometheus import PrometheusText
-from forerun.diagnose.readers.sources import read_lines
+from forerun.doctor import live as pages
+from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.readers.prometheus import Metrics, PrometheusText
+from forerun.doctor.readers.sources import read_lines
 from forerun.engine.engine import Engine
 from forerun.engine.thread import EngineThread
 from forerun.sampling.config import SamplingParams
@@ -32,7 +34,8 @@ def engine() -> Engine:
 
 
 def view_of(engine: Engine, **changes: bool) -> LiveView:
-    found = LiveView(engine, target="tiny", metrics=ServerMetrics(engine, "tiny"), **changes)
+    parts = {"metrics": ServerMetrics(engine, "tiny"), "diagnose": pages.PageDiagnosis()}
+    found = LiveView(engine, target="tiny", **parts, **changes)
     engine.observers.append(found)
     return found
 
@@ -150,7 +153,7 @@ def test_a_diagnosis_comes_after_enough_steps(engine, view):
     assert found.verdict in ("healthy", "problem", "insufficient evidence")
     assert found.headline
     assert not re.search(r"\d x|\dx", " ".join([found.headline, *found.changes]))  # stated once
-    assert found.num_steps >= live.MIN_DIAGNOSED
+    assert found.num_steps >= pages.MIN_DIAGNOSED
 
 
 def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
@@ -159,17 +162,16 @@ def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
     lines = view.metrics.text().decode().splitlines()
     expected = diagnose(read_lines(((line, False) for line in lines), "metrics.txt"))
     found = view.snapshot().diagnosis
-    assert found == live.live_diagnosis(expected, found.num_steps)
     page = PrometheusText()
     assert all([page.read(line) for line in lines])
-    facts = {
-        fact.name: fact.value for fact in diagnose(live.collect_evidence(page.metrics)).evidence
-    }
+    assert found == pages.diagnose_metrics(page.metrics, "forerun", found.num_steps)
+    evidence = pages.collect_evidence(page.metrics, "forerun")
+    facts = {fact.name: fact.value for fact in diagnose(evidence).evidence}
     assert facts == {fact.name: fact.value for fact in expected.evidence}
 
 
 def test_a_diagnosis_rests_on_what_was_counted_since_the_oldest_sample(engine, view, monkeypatch):
-    monkeypatch.setattr(view, "_samples", type(view._samples)(view._samples, maxlen=2))
+    monkeypatch.setattr(view._diagnose, "_samples", deque([Metrics()], maxlen=2))
     nums = []
     for second in range(3):
         view.clock = lambda now_s=100.0 * second: now_s
@@ -228,7 +230,7 @@ def test_a_diagnosis_is_made_at_a_low_rate(engine, view):
 
     engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "diagnose", counted)
+        patch.setattr(pages, "diagnose", counted)
         for second in range(31):
             now_s[0] = float(second)
             engine.generate([[1]], PARAMS)

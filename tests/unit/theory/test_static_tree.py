@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.naive import expected_static
 
-from forerun.testing.exact.trees import all_trees
+from forerun.doctor.exact.trees import all_trees
 from forerun.theory.tree import static_tree
 
 RANKS = ((0.6, 0.2, 0.1), (0.35, 0.3, 0.25), (0.9, 0.05, 0.01), (0.5, 0.5, 0.0))

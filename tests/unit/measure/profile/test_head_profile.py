@@ -6,7 +6,7 @@ import time
 
 import pytest
 from tests import heads, natives, tiny
-from tests.unit.probe.planted import facts
+from tests.unit.doctor.probe.planted import facts
 
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile import ProfileCell, ProfileConfig, Quantity

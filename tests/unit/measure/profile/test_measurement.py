@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from tests.unit.probe.planted import COMMIT_S, SMALL, Clock, Costs, facts, planted_pair
+from tests.unit.doctor.probe.planted import COMMIT_S, SMALL, Clock, Costs, facts, planted_pair
 
 from forerun.errors import NotEnoughMemory
 from forerun.measure.profile import Profile, Quantity
@@ -208,7 +208,7 @@ def test_an_unsteady_machine_stops_at_its_budget():
 
 
 def test_passes_that_do_not_fit_are_left_out_with_one_warning(caplog):
-    with caplog.at_level(logging.WARNING, logger="forerun.probe"):
+    with caplog.at_level(logging.WARNING, logger="forerun.measure"):
         found = profile_of(target_costs(fits=lambda rows: rows != 24), draft_costs(), BRIEF)
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("2 of")
@@ -222,7 +222,7 @@ def test_a_batch_that_does_not_fit_at_all_goes_altogether(caplog):
     # Prompts of the engine steps and chunks of the prefix are passes of many rows; only three
     # sequences of one row each are refused.
     costs = target_costs(fits=lambda rows: rows != 3)
-    with caplog.at_level(logging.WARNING, logger="forerun.probe"):
+    with caplog.at_level(logging.WARNING, logger="forerun.measure"):
         found = profile_of(costs, draft_costs(), replace(BRIEF, rows=(1, 2), drafted=(1,)))
     assert found.greedy.batches == (1,)
     assert len(caplog.records) == 1

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from tests.unit.probe.planted import SMALL, Clock
+from tests.unit.doctor.probe.planted import SMALL, Clock
 
 from forerun.measure.profile import ProfileCell, Quantity, without
 from forerun.measure.rigs import corrected, estimates, measure, widest

@@ -1,0 +1,184 @@
+"""Numbers per token that show whether a text follows the distributions it should.
+
+A direction is a function of one token with values in [0, 1] whose expectation under the expected
+distribution is known. A text that follows the distributions has values that scatter around it, and
+a fault moves the values of some directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float, Int64
+from numpy import ndarray
+
+from forerun.doctor.audit import alternatives
+
+Rows = alternatives.Rows
+_RECENT = 64
+_RARE = 0.02
+_FLOOR = 1e-9
+_MOST_RATIO = 50.0
+"""Largest likelihood ratio of one token: a token at the edge of a filter must not decide."""
+DIRECTIONS: Mapping[str, str] = {
+    "best": "how often the most likely token is taken",
+    "likely": "how likely the tokens taken are, by rank",
+    "rare": f"how often tokens below {_RARE:g} are taken",
+    "low_ids": "position of the tokens in the order of their ids",
+    "repeats": f"how often one of the {_RECENT} tokens before is taken again",
+    "copied": "how often a second answer repeats the first",
+    "serial": "dependence of neighbouring tokens on the same noise",
+    "excluded": "tokens that the parameters exclude",
+    "not_best": "at temperature 0, tokens that are not the most likely one, without near ties",
+    "grammar": "texts outside the grammar",
+    "draft": "how often tokens that the draft prefers are taken",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpectedRows:
+    """Distributions that the tokens of a text should follow, one row per token.
+
+    Attributes:
+        probs: the last column is everything not listed if `ids` is given and has one fewer.
+        ids: token ids of the columns in every row; None where column i is token i.
+        draft: the draft's rows over the same columns, if it is known.
+        excluded: whether the parameters exclude the token by more than rounding.
+        margins: natural logarithm of the best probability over the token's, at temperature 1.
+    """
+
+    probs: Rows
+    columns: Int64[ndarray, " n"]
+    ids: Int64[ndarray, "n listed"] | None = None
+    draft: Rows | None = None
+    further: Mapping[str, Rows] = field(default_factory=dict)
+    excluded: Bool[ndarray, " n"] | None = None
+    margins: Float[ndarray, " n"] | None = None
+
+    def column_of(self, row: int, token: int) -> int | None:
+        """Return the column of a token; None if it is not listed."""
+        if self.ids is None:
+            return token if 0 <= token < self.probs.shape[1] else None
+        found = np.flatnonzero(self.ids[row] == token)
+        return int(found[0]) if len(found) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenReading:
+    """Statistics of the tokens of one answer.
+
+    Attributes:
+        values: by direction, one per token, with the expectations; NaN where it says nothing.
+        ratios: likelihood of every token under an alternative over that under the reference.
+        offsets: its place in what its step emitted, where the server shows its steps.
+    """
+
+    values: Mapping[str, tuple[Float[ndarray, " n"], Float[ndarray, " n"]]]
+    ratios: Mapping[str, Float[ndarray, " n"]]
+    indices: Int64[ndarray, " n"]
+    offsets: Int64[ndarray, " n"]
+
+
+def read_sampled(
+    rows: ExpectedRows, before: Sequence[int], tokens: Sequence[int], previous: Sequence[int]
+) -> tuple[dict[str, tuple[ndarray, ndarray]], dict[str, ndarray]]:
+    """Return the statistics and the likelihood ratios of all tokens of a sampled text.
+
+    `rows` has one row per token. `before` is the prompt, `previous` the answer to the same request
+    before, empty if there is none.
+    """
+    probs, at = rows.probs, rows.columns
+    num, own = len(at), probs[np.arange(len(at)), at]
+    likely = _middle(probs, _rank_order(rows), at)
+    by_id = _middle(probs, _id_order(rows), at)
+    half = np.full(num, 0.5)
+    found = {
+        "best": ((at == probs.argmax(-1)) * 1.0, probs.max(-1)),
+        "likely": (1.0 - likely, half),
+        "rare": ((own < _RARE) * 1.0, (probs * (probs < _RARE)).sum(-1)),
+        "low_ids": (1.0 - by_id, half),
+        "serial": (0.5 + 2.0 * (by_id - 0.5) * (np.append(0.5, by_id[:-1]) - 0.5), half),
+        "repeats": _repeats(rows, before, tokens),
+        "copied": _copied(rows, tokens, previous),
+    }
+    if rows.excluded is not None:
+        found["excluded"] = (rows.excluded * 1.0, np.zeros(num))
+    ratios: dict[str, ndarray] = {}
+    if rows.ids is None:
+        for name, other in _alternatives(rows):
+            of_token = other[np.arange(num), at] / np.maximum(own, _FLOOR)
+            ratios[name] = np.minimum(of_token, _MOST_RATIO)
+        if rows.draft is not None:
+            liked = rows.draft > probs
+            found["draft"] = (liked[np.arange(num), at] * 1.0, (probs * liked).sum(-1))
+    return found, ratios
+
+
+def _alternatives(rows: ExpectedRows) -> list[tuple[str, Rows]]:
+    probs = rows.probs
+    found = [*alternatives.of_target(probs, rows.further)]
+    if rows.draft is not None:
+        found += alternatives.of_draft(probs, rows.draft)
+        if "unfiltered" in rows.further:
+            found += alternatives.with_filter_on_one_side(
+                probs, rows.draft, rows.further["unfiltered"]
+            )
+    return found
+
+
+def _rank_order(rows: ExpectedRows) -> ndarray:
+    """Order of the columns from the most likely down; what is not listed comes last."""
+    keys = -rows.probs
+    if rows.ids is not None and rows.probs.shape[1] > rows.ids.shape[1]:
+        keys = keys.copy()
+        keys[:, -1] = 1.0
+    return keys
+
+
+def _id_order(rows: ExpectedRows) -> ndarray:
+    if rows.ids is None:
+        return np.broadcast_to(np.arange(rows.probs.shape[1]), rows.probs.shape)
+    rest = np.full((len(rows.ids), rows.probs.shape[1] - rows.ids.shape[1]), np.iinfo(np.int64).max)
+    return np.concatenate([rows.ids, rest], axis=1)
+
+
+def _middle(probs: Rows, keys: ndarray, at: ndarray) -> ndarray:
+    """Return the mass of smaller keys and half of that of equal ones, whose expectation is 1/2."""
+    own = keys[np.arange(len(at)), at][:, None]
+    below, level = (probs * (keys < own)).sum(-1), (probs * (keys == own)).sum(-1)
+    found: ndarray = (below + level / 2) / np.maximum(probs.sum(-1), _FLOOR)
+    return found
+
+
+def _repeats(
+    rows: ExpectedRows, before: Sequence[int], tokens: Sequence[int]
+) -> tuple[ndarray, ndarray]:
+    history = [*before, *tokens]
+    values, expected = np.zeros(len(tokens)), np.zeros(len(tokens))
+    for row in range(len(tokens)):
+        place = len(before) + row
+        recent = set(history[max(0, place - _RECENT) : place])
+        if rows.ids is None:
+            columns = [token for token in recent if 0 <= token < rows.probs.shape[1]]
+        else:
+            columns = [i for i, token in enumerate(rows.ids[row].tolist()) if token in recent]
+        expected[row] = rows.probs[row, columns].sum()
+        values[row] = rows.columns[row] in columns
+    return values, np.minimum(expected, 1.0)
+
+
+def _copied(
+    rows: ExpectedRows, tokens: Sequence[int], previous: Sequence[int]
+) -> tuple[ndarray, ndarray]:
+    """Bet on the earlier answer as long as this one has repeated it."""
+    values, expected = np.full(len(tokens), np.nan), np.full(len(tokens), np.nan)
+    for row, (token, earlier) in enumerate(zip(tokens, previous, strict=False)):
+        column = rows.column_of(row, earlier)
+        if column is None:
+            break
+        values[row], expected[row] = token == earlier, min(1.0, rows.probs[row, column])
+        if token != earlier:
+            break
+    return values, expected

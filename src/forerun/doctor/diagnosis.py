@@ -1,0 +1,636 @@
+"""Makes a diagnosis: what evidence implies, attribution, ranked causes, next test and gains."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from typing import Literal
+
+import msgspec
+
+from forerun.doctor.attribution import (
+    Attribution,
+    Effect,
+    Outlook,
+    Prediction,
+    add_predictions,
+    attribute,
+    outlook_of,
+    predict,
+)
+from forerun.doctor.evidence import (
+    FACTS,
+    Evidence,
+    Fact,
+    Value,
+    add_costs,
+    add_rates,
+    add_ratios,
+    load_table,
+)
+from forerun.theory.cost import CostTable
+from forerun.theory.record import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """A figure and the thresholds above or below which an observation about it is true.
+
+    Attributes:
+        yes: on this side of it the answer is yes.
+        no: on this side, no; between the two there is no answer.
+    """
+
+    name: str
+    figure: str
+    yes: float
+    no: float
+
+    def answer(self, fact: Fact) -> bool | None:
+        """Return the observation if value and interval are clear of the thresholds; else None."""
+        low = high = float(fact.value)  # type: ignore[arg-type]  # a number by its kind
+        if fact.interval is not None:
+            low, high = fact.interval.low, fact.interval.high
+        if self.yes > self.no:
+            return True if low >= self.yes else False if high <= self.no else None
+        return True if high <= self.yes else False if low >= self.no else None
+
+
+THRESHOLDS = msgspec.convert(load_table("derived")["threshold"], tuple[Threshold, ...])
+
+
+def _add_observations(evidence: Evidence) -> None:
+    copies = "ngram" in evidence.words("method")
+    for threshold in THRESHOLDS:
+        if copies and threshold.figure == "alpha_1":
+            continue  # acceptance of copies depends on the text, so no value of it is high or low
+        fact = evidence.facts.get(threshold.figure)
+        if fact is not None and threshold.name not in evidence:
+            evidence.note(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")
+    _add_unplaced_rate(evidence)
+    _add_nothing_accepted(evidence)
+    gain = evidence.number("speedup")
+    if gain is not None and "no_gain" not in evidence:
+        least, most = NO_GAIN
+        evidence.note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
+    _add_not_drafted(evidence)
+    _add_comparisons(evidence)
+
+
+def _add_unplaced_rate(evidence: Evidence) -> None:
+    """Add whether acceptance is high or low, from a draft acceptance rate at an unknown K."""
+    rate = evidence.number("draft_acceptance_rate")
+    if rate is None or "alpha_1" in evidence:
+        return
+    words = f"{rate:.0%} of the drafted tokens, K not known"
+    for name, is_so in (("acceptance_fine", rate >= 0.7), ("acceptance_low", rate <= 0.2)):
+        if is_so and name not in evidence:
+            evidence.note(name, True, words)
+
+
+def _add_nothing_accepted(evidence: Evidence) -> None:
+    if "acceptance_zero" in evidence:
+        return
+    rate, tau = evidence.number("draft_acceptance_rate"), evidence.number("acceptance_length")
+    if rate is None:
+        if tau is not None:
+            answer = True if tau <= 1.02 else False if tau >= 1.15 else None
+            evidence.note("acceptance_zero", answer, f"tau {tau:.2f}")
+        return
+    drafts = evidence.number("num_drafts")
+    seen = evidence.number("num_drafted") if drafts is None else drafts
+    first, words = evidence.number("alpha_1") or 0.0, f"{rate:.1%} of the drafted tokens"
+    if rate > 0.05 or first > 0.15:
+        evidence.note("acceptance_zero", False, words)
+    elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
+        evidence.note("acceptance_zero", True, words)
+
+
+NO_GAIN = (0.97, 1.05)
+"""Speedups that are neither a gain nor a loss: below 0.97 decoding is `slower_than_plain`, and the
+timing of a short run does not show a gain of less than 5%."""
+
+
+def _add_not_drafted(evidence: Evidence) -> None:
+    drafts, steps = evidence.number("num_drafts"), evidence.number("num_steps")
+    drafted = evidence.number("num_drafted")
+    if "drafts_absent" in evidence:
+        return
+    if drafts or drafted:
+        evidence.note("drafts_absent", False, "drafted tokens are counted")
+    elif (drafts == 0 or drafted == 0) and (steps is None or steps >= MIN_DRAFTS):
+        evidence.note("drafts_absent", True, "no drafted token is counted")
+    elif "acceptance_length" in evidence or "draft_acceptance_rate" in evidence:
+        evidence.note("drafts_absent", False, "acceptance was measured")
+
+
+def _add_comparisons(evidence: Evidence) -> None:
+    plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
+    if plain and idle and "slow_without_drafts" not in evidence:
+        evidence.note("slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s")
+    cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
+    if cycle and draft is not None and "draft_share_high" not in evidence:
+        evidence.note("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
+    sizes = evidence.number("target_vocab_size"), evidence.number("draft_vocab_size")
+    if sizes[0] and sizes[1] and "vocabularies_differ" not in evidence:
+        # Padding to a multiple moves sizes by a few percent; maps that differ, by more.
+        apart = abs(sizes[0] - sizes[1]) / max(sizes[0], sizes[1]) > 0.05
+        evidence.note(
+            "vocabularies_differ", apart or None, f"{sizes[0]:g} and {sizes[1]:g} entries"
+        )
+    ratio, tau = evidence.number("client_ratio"), evidence.number("acceptance_length")
+    if ratio and tau and tau > 1.2 and ratio > 1.1:
+        evidence.note(
+            "client_ratio_is_tau", abs(ratio / tau - 1) < 0.2, f"{ratio:.2f}, tau {tau:.2f}"
+        )
+    prompt, output = evidence.number("num_prompt_tokens"), evidence.number("num_output_tokens")
+    if prompt and output and "outputs_short" not in evidence:
+        evidence.note("outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens")
+
+
+BILLIONS = re.compile(r"(?<![a-zA-Z0-9.])(\d{1,4}(?:\.\d{1,2})?)[bB](?![a-zA-Z0-9])")
+MILLIONS = re.compile(r"(?<![a-zA-Z0-9.])(\d{1,4})[mM](?![a-zA-Z0-9])")
+ACTIVE = re.compile(r"(?<![a-zA-Z0-9])A(\d{1,3}(?:\.\d{1,2})?)B(?![a-zA-Z0-9])")
+EXPERTS = re.compile(r"(?i)\bmoe\b|mixtral|\d+x\d+b|\d+e\b")
+QUANTISED = re.compile(
+    r"(?i)(?<![a-z0-9])(?:i?q[2-8](?:_[0-9a-z]+)*|fp8|fp4|nvfp4|mxfp4|int[48]|w[48]a(?:8|16)|awq|gptq|"
+    r"bnb|[2-8]-?bit)(?![a-z0-9])"
+)
+RECURRENT = re.compile(r"(?i)mamba|\bssm\b|\bgdn\b|rwkv|jamba|hybrid|delta-?net|recurrent")
+
+
+def _add_name(evidence: Evidence, side: str, name: str) -> None:
+    source = f"name of the {side}: {name}"
+    if (size := _billions_of(name)) is not None and f"{side}_parameters" not in evidence:
+        evidence.note(f"{side}_parameters", size, source)
+    if QUANTISED.search(name) and f"{side}_quantised" not in evidence:
+        evidence.note(f"{side}_quantised", True, source)
+    if side != "target":
+        return
+    if (ACTIVE.search(name) or EXPERTS.search(name)) and "target_moe" not in evidence:
+        evidence.note("target_moe", True, source)
+    if RECURRENT.search(name) and "target_recurrent" not in evidence:
+        evidence.note("target_recurrent", True, source)
+
+
+def _billions_of(name: str) -> float | None:
+    for pattern, factor in ((ACTIVE, 1.0), (BILLIONS, 1.0), (MILLIONS, 0.001)):
+        if found := pattern.search(name):
+            return float(found.group(1)) * factor
+    return None
+
+
+SAMENESS: Mapping[str, tuple[str, ...]] = {
+    "target": ("target_hash", "target_name"),
+    "draft": ("draft_hash", "draft_name"),
+    "engine": ("engine_version",),
+    "hardware": ("device",),
+}
+"""Facts that show whether a part of the setup is the same; the first one both runs have decides."""
+DIFFERENCE: Mapping[str, tuple[str, ...]] = {"config": ("k", "method"), "traffic": ("temperature",)}
+"""Facts that show a change of a part where they differ, and prove nothing where they are equal."""
+
+
+def add_changes(evidence: Evidence, before: Evidence) -> None:
+    """Add what differs between two runs (`changed`) and what is equal in both (`unchanged`)."""
+    given = evidence.words("changed")
+    changed: set[str] = set(given)
+    same: set[str] = set()
+    for part, names in SAMENESS.items():
+        pair = _values_of_both(evidence, before, names)
+        if pair is not None:
+            (changed if pair[0] != pair[1] else same).add(part)
+    for part, names in DIFFERENCE.items():
+        pairs = [_values_of_both(evidence, before, (name,)) for name in names]
+        if any(pair is not None and pair[0] != pair[1] for pair in pairs):
+            changed.add(part)
+    source = "both runs compared"
+    if changed - set(given):
+        if given:
+            source = f"{evidence.facts['changed'].source}; {source}"
+        values = tuple(sorted(changed))
+        evidence.facts["changed"] = Fact(name="changed", value=values, source=source)
+    if same - changed:
+        evidence.note("unchanged", sorted(same - changed), "both runs compared")
+
+
+def _values_of_both(
+    evidence: Evidence, before: Evidence, names: tuple[str, ...]
+) -> tuple[Value, Value] | None:
+    for name in names:
+        now, then = evidence.facts.get(name), before.facts.get(name)
+        if now is not None and then is not None:
+            return now.value, then.value
+    return None
+
+
+def derive(evidence: Evidence) -> None:
+    """Add all facts that follow without an attribution; facts that were read are not changed."""
+    for side in ("target", "draft"):
+        for name in evidence.words(f"{side}_name"):
+            _add_name(evidence, side, name)
+    add_rates(evidence)
+    add_costs(evidence)
+    add_ratios(evidence)
+    _add_observations(evidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Evidence for or against a cause from one fact, with its weight."""
+
+    fact: Fact
+    weight: float
+
+    @property
+    def words(self) -> str:
+        value = self.fact.value
+        if isinstance(value, bool):
+            text = self.fact.definition if value else f"{self.fact.definition}: no"
+        elif isinstance(value, float | int):
+            unit = FACTS[self.fact.name].unit
+            text = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
+        else:
+            listed = value if isinstance(value, str) else ", ".join(map(str, value))
+            text = f"{self.fact.name}: {listed}"
+        return f"{text} ({self.fact.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """Weight of one kind of fact for one cause, as the log of a likelihood ratio.
+
+    Attributes:
+        yes: weight where an observation is yes, or a figure is at or beyond the end of its ramp.
+        no: weight where it is no, or at or before the start of the ramp.
+        ramp: start and end for a figure, in between linear; the start may be the larger one.
+        word: the word that counts as yes, for words.
+    """
+
+    fact: str
+    yes: float
+    no: float = 0.0
+    ramp: tuple[float, float] | None = None
+    word: str | None = None
+
+    def finding(self, evidence: Evidence) -> Finding | None:
+        """Weigh a fact of the evidence; None if the fact is not known."""
+        fact = evidence.facts.get(self.fact)
+        if fact is None:
+            return None
+        if self.word is not None:
+            weight = self.yes if self.word in evidence.words(self.fact) else self.no
+        elif self.ramp is not None:
+            weight = self._on_ramp(fact)
+        else:
+            weight = self.yes if fact.value is True else self.no
+        return Finding(fact=fact, weight=weight) if weight else None
+
+    def _on_ramp(self, fact: Fact) -> float:
+        assert self.ramp is not None and isinstance(fact.value, float | int)
+        points = [float(fact.value)]
+        if fact.interval is not None:
+            points += [fact.interval.low, fact.interval.high]
+        start, end = self.ramp
+        places = [min(1.0, max(0.0, (point - start) / (end - start))) for point in points]
+        return self.no + (self.yes - self.no) * sum(places) / len(places)
+
+    @property
+    def spread(self) -> float:
+        """Largest difference that the fact could make to the cause's score."""
+        return abs(self.yes - self.no)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    change: str
+    price: str
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A possible reason why speculation is slow, wrong, or only appears so.
+
+    Attributes:
+        prior: log of how common it is among complaints, against the others.
+    """
+
+    label: str
+    family: str
+    what: str
+    why: str
+    prior: float = 0.0
+    signs: tuple[Sign, ...]
+    remedies: tuple[Remedy, ...]
+
+
+CAUSES: Mapping[str, Cause] = {
+    cause.label: cause
+    for cause in msgspec.convert(load_table("causes")["cause"], tuple[Cause, ...])
+}
+"""Every cause by its label, in the order of the documentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """A test that distinguishes causes and that an operator can run.
+
+    Attributes:
+        minutes: what it takes a person who has the machine; an order of magnitude.
+    """
+
+    name: str
+    how: str
+    minutes: float
+    yields: tuple[str, ...]
+
+
+EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Experiment, ...])
+"""Every experiment, in the order of the documentation."""
+
+
+def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
+    spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
+    return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
+
+
+def best_experiment(
+    weights: Mapping[str, float], causes: Iterable[Cause], evidence: Evidence
+) -> Experiment | None:
+    """Return the test that distinguishes the causes best for the time it takes."""
+    if not weights:
+        return None
+    signs = {
+        cause.label: {sign.fact: sign.yes - sign.no for sign in cause.signs} for cause in causes
+    }
+
+    def worth(item: Experiment) -> float:
+        total = 0.0
+        for fact in item.yields:
+            if fact not in evidence:
+                moves = [(share, signs[label].get(fact, 0.0)) for label, share in weights.items()]
+                mean = sum(share * move for share, move in moves)
+                total += sqrt(sum(share * (move - mean) ** 2 for share, move in moves))
+        return total
+
+    return best_of(worth)
+
+
+def best_of(worth: Callable[[Experiment], float]) -> Experiment | None:
+    """Return the test with the most information per square root of its time."""
+    ranked = [(worth(item) / sqrt(item.minutes), item) for item in EXPERIMENTS]
+    value, item = max(ranked, key=lambda pair: pair[0])
+    return item if value > 0.0 else None
+
+
+MIN_SUPPORT = 1.3
+"""Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
+ANY_OTHER = 2.0
+"""Log weight of all causes that are not in the list: two nats of evidence leave it even."""
+MIN_ALSO = 0.5
+"""The same for a cause beside one that is supported: what else it may be is worth naming sooner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCause:
+    """A cause with its score and the evidence for and against it.
+
+    Attributes:
+        score: its share of the likelihood of all causes, unlisted ones included.
+    """
+
+    cause: Cause
+    score: float
+    evidence_for: tuple[Finding, ...]
+    evidence_against: tuple[Finding, ...]
+
+    @property
+    def support(self) -> float:
+        return sum(finding.weight for finding in self.evidence_for)
+
+    @property
+    def is_supported(self) -> bool:
+        return self.reaches(MIN_SUPPORT)
+
+    @property
+    def penalty(self) -> float:
+        """Nats subtracted from the score of a cause with little evidence in its favour."""
+        return 0.0 if self.is_supported else 6.0 if self.reaches(MIN_ALSO) else 12.0
+
+    def reaches(self, support: float) -> bool:
+        """Whether support plus a negative prior reaches a threshold and exceeds the opposition."""
+        against = -sum(finding.weight for finding in self.evidence_against)
+        return self.support + min(0.0, self.cause.prior) >= support and self.support > against
+
+
+def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCause, ...]:
+    """Score every cause, the likeliest first.
+
+    The weights of facts add up as if facts were independent given the cause, which they are not
+    quite: scores rank causes, and overstate their probabilities. A cause with little in its favour
+    may have little against it either; it is no finding, so its share is cut.
+    """
+    found = []
+    for cause in causes:
+        findings = [
+            finding for sign in cause.signs if (finding := sign.finding(evidence)) is not None
+        ]
+        findings.sort(key=lambda finding: -abs(finding.weight))
+        found.append((cause.prior + sum(f.weight for f in findings), cause, findings))
+    unweighted = [
+        ScoredCause(
+            cause=cause,
+            score=log,
+            evidence_for=tuple(f for f in findings if f.weight > 0.0),
+            evidence_against=tuple(f for f in findings if f.weight < 0.0),
+        )
+        for log, cause, findings in found
+    ]
+    logs = [item.score - item.penalty for item in unweighted]
+    highest = max(logs)
+    shares = [math.exp(log - highest) for log in logs]
+    total = sum(shares) + math.exp(ANY_OTHER - highest)
+    scored = [
+        replace(item, score=share / total) for item, share in zip(unweighted, shares, strict=True)
+    ]
+    return tuple(sorted(scored, key=lambda item: -item.score))
+
+
+Verdict = Literal["healthy", "problem", "insufficient evidence"]
+MAX_CAUSES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    remedy: Remedy
+    prediction: Prediction | None
+
+    def to_dict(self) -> dict[str, Json]:
+        return {
+            "change": self.remedy.change,
+            "price": self.remedy.price,
+            "effect": self.remedy.effect,
+            "predicted": None if self.prediction is None else asdict(self.prediction),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedCause:
+    scored: ScoredCause
+    next_test: Experiment | None
+    changes: tuple[Change, ...]
+
+    def to_dict(self) -> dict[str, Json]:
+        scored, test = self.scored, self.next_test
+        return {
+            "label": scored.cause.label,
+            "score": scored.score,
+            "what": scored.cause.what,
+            "why": scored.cause.why,
+            **{
+                name: [
+                    {"fact": f.fact.name, "weight": f.weight, "words": f.words} for f in findings
+                ]
+                for name, findings in (
+                    ("evidence_for", scored.evidence_for),
+                    ("evidence_against", scored.evidence_against),
+                )
+            },
+            "next_test": None if test is None else test.how,
+            "remedies": [change.to_dict() for change in self.changes],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The result of a diagnosis.
+
+    Attributes:
+        attribution: where the time per token goes; None where tau or K is not known.
+        causes: likely causes, the likeliest first; empty without enough evidence.
+        next_test: the test that tells the likeliest causes apart best for its time.
+        evidence: everything it rests on, with what was derived.
+    """
+
+    verdict: Verdict
+    attribution: Attribution | None
+    causes: tuple[RankedCause, ...]
+    next_test: Experiment | None
+    evidence: Evidence
+
+    def to_dict(self) -> dict[str, Json]:
+        evidence, test = self.evidence, self.next_test
+        return {
+            "verdict": self.verdict,
+            "causes": [ranked.to_dict() for ranked in self.causes],
+            "next_test": None
+            if test is None
+            else {"name": test.name, "how": test.how, "minutes": test.minutes},
+            "attribution": None if self.attribution is None else self.attribution.to_dict(),
+            "evidence": {fact.name: fact.to_dict() for fact in evidence},
+            "disagreements": [{"fact": f.name, **f.to_dict()} for f in evidence.disagreements],
+            "sources": [reading.to_dict() for reading in evidence.readings],
+        }
+
+
+def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
+    """Derive facts, attribute the time, score all causes and predict the gains of remedies.
+
+    Every figure of the result is a fact of the evidence: readers add those that a source states,
+    `derive`, `_add_gap_shares` and `add_predictions` those that follow.
+    """
+    derive(evidence)
+    attribution = attribute(evidence)
+    outlook: Outlook | None = None
+    if attribution is not None:
+        _add_gap_shares(evidence, attribution)
+        outlook = outlook_of(evidence, attribution, costs)
+        add_predictions(evidence, attribution, outlook)
+    _add_symptoms(evidence)
+    scored = score_causes(evidence, CAUSES.values())
+    supported = [item for item in scored if item.is_supported]
+    verdict = verdict_of(supported, evidence)
+    named = {
+        "problem": [item for item in scored if item.reaches(MIN_ALSO)],
+        "healthy": supported,
+        "insufficient evidence": [],
+    }[verdict]
+    causes = tuple(
+        RankedCause(
+            scored=item,
+            next_test=experiment_for(item.cause, evidence),
+            changes=changes_of(item, evidence, attribution, outlook),
+        )
+        for item in named[:MAX_CAUSES]
+    )
+    weights = {item.cause.label: item.score for item in scored}
+    return Diagnosis(
+        verdict=verdict,
+        attribution=attribution,
+        causes=causes,
+        next_test=best_experiment(weights, CAUSES.values(), evidence),
+        evidence=evidence,
+    )
+
+
+def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
+    for kind in ("rejection", "draft", "verify", "overhead"):
+        evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
+
+
+MIN_SYMPTOM = 1.0
+"""Weight of a fact against health, in nats, from which on it is a symptom."""
+MEASURED = ("acceptance_length", "draft_acceptance_rate", "speedup", "replay_ratio")
+"""Without any of these facts nothing is known of how speculation does."""
+
+
+def _add_symptoms(evidence: Evidence) -> None:
+    """Add whether any fact says that something is wrong, if how speculation does was measured."""
+    if not any(name in evidence for name in MEASURED):
+        return
+    found = [sign.finding(evidence) for sign in CAUSES["healthy"].signs]
+    seen = [f.fact.name for f in found if f is not None and f.weight <= -MIN_SYMPTOM]
+    evidence.note("symptom_seen", bool(seen), ", ".join(seen) or "no fact speaks against health")
+
+
+MIN_SCORE_WITHOUT_HARM = 0.4
+MIN_TIMED_DRAFTS = 8
+"""Drafts below which times show no cost, because the first steps of a process are slower."""
+MIN_DRAFTS = 30
+MIN_SCORE_OF_FEW = 0.6
+"""Score of the likeliest cause below which few drafts, or a run as fast as plain, prove nothing."""
+
+
+def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
+    if not supported:
+        return "insufficient evidence"
+    likeliest = supported[0]
+    if likeliest.cause.label == "healthy":
+        return "healthy"
+    speedup, drafts = evidence.number("speedup"), evidence.number("num_drafts")
+    if drafts is not None and 0 < drafts < MIN_TIMED_DRAFTS and likeliest.cause.family == "cost":
+        return "insufficient evidence"
+    if speedup is not None and NO_GAIN[0] <= speedup <= NO_GAIN[1]:
+        least = MIN_SCORE_WITHOUT_HARM
+    elif drafts is not None and 0 < drafts < MIN_DRAFTS:
+        least = MIN_SCORE_OF_FEW
+    else:
+        return "problem"
+    return "problem" if likeliest.score >= least else "insufficient evidence"
+
+
+def changes_of(
+    item: ScoredCause, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
+) -> tuple[Change, ...]:
+    """Return the remedies of a cause, in descending order of predicted gain."""
+    changes = [
+        Change(remedy=remedy, prediction=predict(remedy.effect, evidence, found, outlook))
+        for remedy in item.cause.remedies
+    ]
+    return tuple(
+        sorted(changes, key=lambda change: -(change.prediction.gain if change.prediction else 0.0))
+    )

@@ -1,0 +1,586 @@
+"""Converts a forerun trace to evidence: counts, costs, shares and comparisons of its parts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+from msgspec.structs import replace
+
+from forerun.doctor.evidence import MAX_WORD, Evidence, Reading, is_limit, load_table
+from forerun.doctor.readers.trace_totals import (
+    AFTER_PAUSE,
+    NO_RECENT_PAUSE,
+    OUTCOMES,
+    PAUSING,
+    Comparison,
+    StretchCounts,
+    Stretches,
+    TraceTotals,
+    compare,
+    ends,
+)
+from forerun.theory.acceptance import AcceptanceCounts, ngrams
+from forerun.theory.intervals import normal_interval
+from forerun.theory.record import RequestRecord, TraceHeader
+from forerun.trace.columns import Mask, Piece, StepBlock, pieces_of
+from forerun.trace.files import read_trace
+from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
+
+MIN_CHANGES = 0.2
+"""Least share of steps with another K than the step before; probes change K less often."""
+MIN_RISES = 0.03
+"""Least share of steps with a larger K than the step before for K to count as adaptive."""
+
+
+def add_figures(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Add facts that are figures, and the data series of the charts."""
+    counts = totals.overall.acceptance
+    evidence.note("num_steps", totals.overall.num_steps, source)
+    evidence.note("num_drafts", counts.num_steps, source)
+    evidence.note("num_drafted", counts.num_drafted, source)
+    evidence.note("num_accepted", counts.num_accepted, source)
+    if counts.num_steps:
+        _add_counts(evidence, totals, counts, source)
+    add_costs(evidence, totals, source)
+    _add_shares(evidence, totals, source)
+    add_requests(evidence, requests, source)
+
+
+def _add_counts(
+    evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
+) -> None:
+    evidence.note("k", totals.ks.most_common(1)[0][0], source)
+    by_k = sorted(totals.ks.items())
+    evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in by_k)
+    evidence.note("num_emitted", counts.num_emitted, source)
+    evidence.note("accepted_per_position", counts.accepted_per_position, source)
+    evidence.note("drafted_per_position", counts.drafted_per_position, source)
+    evidence.note("conditional_acceptance_per_position", counts.conditional_acceptance, source)
+    if is_limit(evidence):
+        full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
+        evidence.note("full_accept_share", full / counts.num_steps, source)
+    none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
+    evidence.note("zero_accept_share", none / counts.num_steps, source)
+    if (expected := totals.overall.expected_accepted) > 0.0:
+        ratio = counts.num_accepted / expected
+        interval = normal_interval(ratio, math.sqrt(totals.squares) / expected)
+        evidence.note("expected_accepted", expected, source)
+        evidence.note("calibration", ratio, source, interval)
+    overlap, num_known = totals.overlap
+    reached = sum(counts.reached_per_position)
+    if num_known and overlap > 0.0:
+        found = counts.num_accepted / reached / (overlap / num_known)
+        evidence.note("accept_rule_ratio", found, source)
+
+
+def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Add times of drafting and plain steps, at the same number of requests in a cycle."""
+    drafting, plain_step_s = totals.cycles.by_size("drafting"), totals.cycles.plain_step_s
+    if not drafting:
+        return
+    compared = {size: total for size, total in drafting.items() if size in plain_step_s}
+    used = merged((compared or drafting).values())
+    if not used.num_cycles or used.total_s <= 0.0:
+        return
+    evidence.note("cycle_s", used.total_s / used.num_cycles, source)
+    for name in ("draft_s", "verify_s", "other_s"):
+        evidence.note(name, getattr(used, name) / used.num_cycles, source)
+    evidence.note("batch", used.num_steps / used.num_cycles, source)
+    if compared:
+        plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
+        evidence.note("plain_step_s", plain_s / used.num_cycles, source)
+        speedup = totals.cycles.speedup(plain_step_s)
+        evidence.note("speedup", speedup, f"{source}: all decode steps, plain ones included")
+        _add_batch(evidence, compared, plain_step_s, source)
+        _add_verify_curve(evidence, totals, plain_step_s, source)
+
+
+MIN_CYCLES = 20
+COSTLIER, AS_COSTLY = 1.3, 1.1
+"""Growth of kappa with the batch: reported from the first value on, denied up to the second."""
+FAR = 2.0
+"""Least ratio of two batch sizes that are compared."""
+
+
+def _add_batch(
+    evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
+) -> None:
+    few, many = min(plain_step_s), max(plain_step_s)
+    if many >= FAR * few:
+        growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
+        evidence.note("batch_linearity", max(0.0, growth), f"{source}: {few} and {many} sequences")
+    kappas = {
+        size: total.total_s / total.num_cycles / plain_step_s[size]
+        for size, total in sorted(drafting.items())
+        if total.num_cycles >= MIN_CYCLES
+    }
+    few, many = min(kappas, default=0), max(kappas, default=0)
+    if few and many >= FAR * few:
+        ratio = kappas[many] / kappas[few]
+        answer = True if ratio >= COSTLIER else False if ratio <= AS_COSTLY else None
+        words = f"kappa {kappas[few]:.2f} for {few}, {kappas[many]:.2f} for {many}"
+        evidence.note("slower_with_batch", answer, f"{source}: {words}")
+
+
+def _add_verify_curve(
+    evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
+) -> None:
+    """Add pass times by number of rows, at the batch size with the most cycles."""
+    sizes: Counter[int] = Counter()
+    for (size, _), total in totals.rows.items():
+        if size in plain_step_s:
+            sizes[size] += total.num_cycles
+    ((size, _),) = sizes.most_common(1)
+    curve = [
+        (float(rows), total.verify_s / total.num_cycles / plain_step_s[size])
+        for (s, rows), total in sorted(totals.rows.items())
+        if s == size and total.num_cycles >= MIN_PLAIN_STEPS
+    ]
+    if len(curve) > 1:
+        evidence.note("verify_rows", [rows for rows, _ in curve], source)
+        evidence.note("verify_costs", [cost for _, cost in curve], source)
+
+
+def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    prefill = merged(totals.cycles.by_size("prefill").values())
+    everything_s = merged(totals.cycles.places.values()).total_s
+    if everything_s > 0.0:
+        evidence.note("prefill_share", prefill.total_s / everything_s, source)
+        decode_s = everything_s - prefill.total_s
+        if decode_s > 0.0:
+            decoded = totals.overall.num_tokens - prefill.num_steps
+            evidence.note("tokens_per_s", max(0, decoded) / decode_s, source)
+    steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
+    if steps:
+        drafted = totals.drafting_steps.total()
+        evidence.note("k0_share", max(0.0, 1.0 - drafted / steps), source)
+    if totals.num_pairs:
+        evidence.note("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+        _add_swing(evidence, totals, source)
+    if graphs := totals.graph_hits.total():
+        evidence.note("graph_hit_share", totals.graph_hits[True] / graphs, source)
+
+
+def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    if PAUSING & totals.methods.keys():
+        return
+    moved, of = totals.k_swing
+    if of:
+        swing = moved / of if totals.num_k_changes >= MIN_CHANGES * totals.num_pairs else 0.0
+        evidence.note("k_swing", swing, f"{source}: mean change of K over mean K")
+    rises = totals.num_k_rises / totals.num_pairs
+    if rises > MIN_RISES:
+        evidence.note("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
+
+
+def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    if not requests:
+        return
+    evidence.note("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
+    evidence.note("num_output_tokens", fmean(r.num_output_tokens for r in requests), source)
+    if ttft := [request.ttft_s for request in requests if request.ttft_s is not None]:
+        evidence.note("ttft_s", median(ttft), source)
+    for name in ("temperature", "top_k", "top_p"):
+        asked = {request.parameters.get(name) for request in requests}
+        value = asked.pop() if len(asked) == 1 else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            evidence.note(name, value, source)
+
+
+LEAST = 0.1
+"""Least difference of the accepted share of a draft that is reported."""
+CHANCE = 0.03
+"""Probability of a false finding in one comparison."""
+AGAINST_TREND = 0.05
+"""Least difference, and probability of a false finding, where the opposite is to be expected."""
+MIN_STEPS = 50
+"""Least number of steps of a tag, or of a slice of time, that is shown."""
+OTHER_TEXT = 0.4
+"""Least relative difference between contexts of different length: their prompts differ too, which
+changes acceptance by up to two fifths in healthy runs."""
+MAX_POINTS = 60
+MAX_COMPARED_TAGS = 500
+"""Most tags that are compared; those of the most requests are taken."""
+FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
+"""Keys of tags `key:value` that describe the form of a prompt; other tags describe its topic."""
+
+
+def add_contrasts(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Add facts that compare parts of a trace, and the data series of their charts."""
+    stretches = totals.stretches
+    _add_outcomes(evidence, stretches.by("previous"), source)
+    if not PAUSING & totals.methods.keys():
+        paused = stretches.by("paused")
+        found = compare(paused, paused.place == NO_RECENT_PAUSE, paused.place == AFTER_PAUSE)
+        _add_fall(evidence, "acceptance_falls_after_handoff", found, source)
+    for name, key in (("context", "context"), ("generation", "index")):
+        places = stretches.by(key)
+        _add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
+    company = stretches.by("company")
+    found = compare(company, company.place == 0, company.place == 1)
+    _add_fall(evidence, "acceptance_falls_with_batch", found, source)
+    _add_growth(evidence, totals.far, source)
+    known = {request.request_id: request for request in requests}
+    by_stretch = [known.get(name) for name in stretches.request_ids]
+    _add_tags(evidence, stretches.by("all"), by_stretch, source)
+    _add_temperatures(evidence, stretches.by("all"), by_stretch, source)
+    _add_acceptance_over_time(evidence, totals, source)
+
+
+def _add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
+    """Compare acceptance by the outcome of the previous draft.
+
+    Consecutive steps of a text are alike, so after a step with more accepted tokens acceptance is
+    at least as high as after one with fewer, unless the draft's state is wrong.
+    """
+    none, partial, full = (places.place == index for index in range(len(OUTCOMES)))
+    for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
+        found = compare(places, high, low)
+        fact = f"acceptance_falls_after_{name}"
+        _add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
+
+
+def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
+    evidence: Evidence,
+    name: str,
+    found: Comparison | None,
+    source: str,
+    *,
+    least: float = LEAST,
+    share: float = 0.0,
+    chance: float = CHANCE,
+) -> None:
+    """Add whether acceptance is lower in the second group of a comparison than in the first."""
+    if found is None:
+        return
+    high, low = found.high, found.low
+    answer = found.is_lower(max(least, share * high.mean), chance)
+    sides = ", ".join(
+        f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
+    )
+    words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
+    evidence.note(name, answer, f"{source}: {words}")
+
+
+NO_GROWTH, MIN_GROWTH = 1.15, 1.6
+"""Growth of a pass from short to long contexts, if that of plain steps is not known: up to the
+first it is none, from the second on it is reported. Attention takes longer there without drafts,
+too."""
+Cycles = Mapping[tuple[int, ...], Seconds]
+"""Durations by number of requests, rows per request, and logarithm of the context."""
+
+
+def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
+    """Add how pass time grows with context beyond that of plain steps, at equal size and rows."""
+    found: list[tuple[int, float, str]] = []
+    for size, rows in {place[:2] for place in cycles if place[1] > 1}:
+        for split in {place[2] for place in cycles if place[:2] == (size, rows)}:
+            drafting = _growth(cycles, (size, rows), split)
+            plain = _growth(cycles, (size, 1), split)
+            if drafting is None:
+                continue
+            num, growth = drafting
+            if plain is None and NO_GROWTH < growth < MIN_GROWTH:
+                continue
+            words = f"a pass of {rows} rows takes {growth:.2f} times as long at long contexts"
+            if plain is not None:
+                words += f", a plain one {plain[1]:.2f} times"
+                growth /= plain[1]
+            found.append((num, growth, words))
+    if found:
+        _, growth, words = max(found)
+        evidence.note("context_growth", growth, f"{source}: {words}")
+
+
+def _growth(cycles: Cycles, of: tuple[int, ...], split: int) -> tuple[int, float] | None:
+    sides = [(place[2] > split, total) for place, total in cycles.items() if place[:2] == of]
+    short, long = (merged(total for is_long, total in sides if is_long is i) for i in (False, True))
+    num = min(short.num_cycles, long.num_cycles)
+    if num < MIN_CYCLES or short.verify_s <= 0.0:
+        return None
+    return num, (long.verify_s / long.num_cycles) / (short.verify_s / short.num_cycles)
+
+
+def _add_tags(
+    evidence: Evidence,
+    places: StretchCounts,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
+) -> None:
+    tags: dict[str, list[int]] = {}
+    for index, request in enumerate(by_stretch):
+        for tag in () if request is None else request.tags:
+            tags.setdefault(tag, []).append(index)
+    common = sorted(tags.items(), key=lambda entry: -len(entry[1]))[:MAX_COMPARED_TAGS]
+    known = {tag: np.isin(places.stretch, indices) for tag, indices in common}
+    sides = [(tag, mask, *alpha_1(places, mask)) for tag, mask in known.items()]
+    ordered = sorted((s for s in sides if s[3] >= MIN_STEPS), key=lambda side: side[2])
+    evidence.series["tag"] = tuple((tag[:60], a, n) for tag, _, a, n in ordered[:MAX_POINTS])
+    formats = [side for side in ordered if side[0].partition(":")[0] in FORMATS]
+    domains = [side for side in ordered if side[0].partition(":")[0] not in FORMATS]
+    for name, found in (
+        ("acceptance_differs_by_template", formats),
+        ("acceptance_differs_by_domain", domains),
+    ):
+        if len(found) > 1:
+            low, high = found[0], found[-1]
+            pairs = len(found) * (len(found) - 1)  # the most different one of them is compared
+            words = f"{source}: {high[0][:60]} and {low[0][:60]}"
+            comparison = compare(places, high[1], low[1])
+            _add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
+
+
+def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
+    num_steps = float(places.num_steps[mask].sum())
+    return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
+
+
+def _add_temperatures(
+    evidence: Evidence,
+    places: StretchCounts,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
+) -> None:
+    asked = [(i, request) for i, request in enumerate(by_stretch) if request is not None]
+    cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
+    greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
+    found = compare(places, greedy, known & ~greedy)
+    _add_fall(evidence, "acceptance_falls_with_temperature", found, source)
+
+
+def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    ordered = sorted(totals.over_time, key=lambda point: point[0])
+    if not ordered:
+        return
+    points = []
+    width = -(-len(ordered) // MAX_POINTS)
+    for start in range(0, len(ordered), width):
+        times_s, num_steps, num_first = zip(*ordered[start : start + width], strict=True)
+        rate = sum(num_first) / max(1, sum(num_steps))
+        points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
+    evidence.series["time"] = tuple(points)
+    best = _sharpest(totals.stretches)
+    # Without a drop in the trace there is no answer: the whole trace may be later than the drop.
+    if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
+        _add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
+
+
+NUM_CUTS = 16
+"""Number of moments that are tried as the time of a drop of acceptance."""
+
+
+def _sharpest(stretches: Stretches) -> Comparison | None:
+    places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
+    if not len(starts_s):
+        return None
+    found: list[Comparison] = []
+    for moment in np.unique(np.quantile(starts_s, np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1))):
+        before: Mask = (starts_s < moment)[places.stretch]
+        if (comparison := compare(places, before, ~before)) is not None:
+            found.append(comparison)
+    return max(found, key=lambda comparison: comparison.t, default=None)
+
+
+METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
+"""Value of the fact `method` for each of forerun's drafters."""
+MIN_PROMPT_TOKENS = 200
+"""Least number of prompt tokens from which random ids are told from text."""
+COMMON = 10
+"""Number of most frequent tokens whose share is large in text and near 0 in random ids."""
+
+
+def _add_setup(
+    evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
+) -> None:
+    if not headers:
+        return
+    evidence.note("engine", "forerun", source)
+    for name, values in (
+        ("target_name", {header.target for header in headers}),
+        ("draft_name", {header.draft for header in headers}),
+        ("target_hash", {header.target_hash for header in headers}),
+        ("draft_hash", {header.draft_hash for header in headers}),
+        ("engine_version", {header.versions.get("forerun") for header in headers}),
+        ("device", {header.device for header in headers}),
+    ):
+        value = values.pop() if len(values) == 1 else None
+        if value is not None and len(value) <= MAX_WORD:
+            evidence.note(name, value, source)
+    _add_changed_target(evidence, headers, source)
+    if methods:
+        most = max(methods, key=lambda method: methods[method])
+        evidence.note("method", METHODS.get(most, "other"), source)
+
+
+SWITCHING = frozenset({"auto", "goodput", "bandit"})
+"""Controllers that plan K = 0 where they expect or measured that drafting does not pay."""
+
+
+def _add_off_share(
+    evidence: Evidence, headers: Sequence[TraceHeader], totals: TraceTotals, source: str
+) -> None:
+    """Add the share of decode steps with K = 0, if every controller can switch a draft off."""
+    names = {header.controller for header in headers}
+    steps = totals.request_steps.total()
+    has_draft = all(header.draft is not None for header in headers)
+    if steps and names and names <= SWITCHING and has_draft:
+        controller = " and ".join(sorted(filter(None, names)))
+        evidence.note("off_share", totals.num_off / steps, f"{source}: {controller}")
+
+
+def _add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
+    drafts = {header.draft_hash for header in headers}
+    targets = {header.target_hash for header in headers}
+    if len(targets) == 2 and len(drafts) == 1:
+        evidence.note("changed", ["target"], f"{source}: its headers name two targets, one draft")
+
+
+def _add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    rules = {
+        (r.parameters.get("verification"), r.parameters.get("draft_temperature"))
+        for r in requests
+        if r.parameters.get("temperature") != 0
+    }
+    if len(rules) == 1 and "draft_model" in evidence.words("method"):
+        rule, draft_temperature = rules.pop()
+        evidence.note("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
+        if rule in ("walk", "block", "token"):
+            evidence.note("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
+    _add_prompts(evidence, requests, source)
+
+
+def _add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    counts: Counter[int] = Counter()
+    for request in requests:
+        counts.update(request.prompt_token_ids or ())
+    total = counts.total()
+    if total < MIN_PROMPT_TOKENS:
+        return
+    share = sum(count for _, count in counts.most_common(COMMON)) / total
+    answer = True if share < 0.05 else False if share > 0.12 else None
+    evidence.note("random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens")
+
+
+GRAM = 4
+MIN_GRAMS = 200
+"""Least number of 4-grams from which repetition is judged."""
+
+
+def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:
+    """Add how repetitive the outputs are, if the trace contains their tokens."""
+    total = distinct = 0
+    for text in texts:
+        grams = [*ngrams(text, GRAM)]
+        total += len(grams)
+        distinct += len(set(grams))
+    if total >= MIN_GRAMS:
+        evidence.note("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
+
+
+MAX_HEADERS = 1000
+MAX_STEPS = 5_000_000
+"""Most steps that are read, to bound the time; more would hardly make a figure more precise."""
+MAX_REQUESTS = 200_000
+"""Most requests that are kept; each takes about a kilobyte of memory."""
+MAX_TAGS = 16
+"""Most tags of one request."""
+MAX_PROMPT_TOKENS = 1_000_000
+"""Most prompt tokens that are kept to see whether prompts are random."""
+MAX_NAMED_DAMAGE = 3
+MAX_DAMAGE = 100_000
+"""Most unreadable places of a file; reading stops there."""
+PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperature")
+"""Parameters of requests that are kept as evidence."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceRead:
+    totals: TraceTotals = field(default_factory=TraceTotals)
+    headers: list[TraceHeader] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    num_damaged: int = 0
+    damage: list[str] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    limit: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Add steps, a header, a request or damage; sets `limit` where enough was read."""
+        if isinstance(piece, StepBlock):
+            self.totals.add(piece)
+            if self.totals.overall.num_steps >= MAX_STEPS:
+                self.limit = f"{MAX_STEPS} steps"
+            elif len(self.totals.request_steps) >= MAX_REQUESTS:
+                self.limit = f"{MAX_REQUESTS} requests"
+        elif isinstance(piece, TraceHeader):
+            if len(self.headers) < MAX_HEADERS:
+                self.headers.append(piece)
+        elif isinstance(piece, RequestRecord):
+            if len(self.requests) < MAX_REQUESTS:
+                self.requests.append(_trimmed(piece, self))
+        else:
+            self.num_damaged += 1
+            if len(self.damage) < MAX_NAMED_DAMAGE:
+                self.damage.append(str(piece))
+            if self.num_damaged >= MAX_DAMAGE:
+                self.limit = f"{MAX_DAMAGE} places that cannot be read"
+
+
+def read_trace_evidence(path: Path) -> Evidence:
+    """Return the evidence of a trace; raises InvalidTrace if it cannot be read."""
+    read = TraceRead()
+    for piece in pieces_of(read_trace(path)):
+        read.add(piece)
+        if read.limit:
+            break
+    return evidence_of(read, path.name, f"trace {path.name}")
+
+
+def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
+    """Return the facts that follow from the totals, headers and requests of a trace."""
+    evidence = Evidence(readings=[reading_of(read, name)])
+    add_figures(evidence, read.totals, read.requests, source)
+    add_contrasts(evidence, read.totals, read.requests, source)
+    _add_setup(evidence, read.headers, read.totals.methods, source)
+    _add_off_share(evidence, read.headers, read.totals, source)
+    _add_asked(evidence, read.requests, source)
+    add_texts(evidence, read.totals.texts.values(), source)
+    return evidence
+
+
+def _trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
+    tokens = request.prompt_token_ids
+    if tokens is not None:
+        tokens = tokens[: max(0, MAX_PROMPT_TOKENS - read.num_prompt_tokens)]
+        read.num_prompt_tokens += len(tokens)
+    return replace(
+        request,
+        tags=tuple(tag[:MAX_WORD] for tag in request.tags[:MAX_TAGS]),
+        parameters={
+            name: value
+            for name, value in request.parameters.items()
+            if name in PARAMETERS and isinstance(value, str | int | float | None)
+        },
+        prompt_token_ids=tokens,
+    )
+
+
+def reading_of(read: TraceRead, name: str) -> Reading:
+    reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.overall.num_steps)
+    reading.num_unknown = read.num_damaged
+    reading.notes += [f"not read: {place}" for place in read.damage]
+    if read.limit:
+        reading.notes.append(f"longer than {read.limit}; only the beginning was read")
+    if len(read.headers) > 1:
+        drafts = sorted({str(header.draft) for header in read.headers})
+        reading.notes.append(f"several runs in one trace, drafts {', '.join(drafts)}")
+    return reading

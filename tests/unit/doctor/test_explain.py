@@ -1,0 +1,239 @@
+"""Every figure of an explanation is recomputed from the records."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+
+import pytest
+from msgspec.structs import replace
+from tests.records import HEADER, REQUEST, STEP
+
+from forerun.cli.main import main
+from forerun.doctor.explain import (
+    bottleneck_of,
+    explain_request,
+    in_words,
+    outcomes_of,
+    quiz_of,
+)
+from forerun.errors import InvalidTrace
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.trace.files import open_trace
+
+ACCEPTED = (2, 4, 0, 1, 4, 3)
+STEPS = [
+    replace(
+        STEP,
+        cycle_id=number,
+        step=number,
+        num_accepted=accepted,
+        num_emitted=accepted + 1,
+        draft_s=0.001 * (number + 1),
+        verify_s=0.004 + 0.001 * number,
+        other_s=0.0005,
+        last_token_source="bonus" if accepted == 4 else "recovered",
+        token_ids=tuple(range(100, 101 + accepted)),
+    )
+    for number, accepted in enumerate(ACCEPTED)
+]
+OTHER = replace(STEP, request_id="other", cycle_id=3)
+
+
+def found():
+    return explain_request([HEADER, *STEPS[3:], OTHER, *STEPS[:3], REQUEST], "r")
+
+
+def test_the_steps_of_one_request_are_taken_in_order():
+    assert [step.step for step in found().steps] == [0, 1, 2, 3, 4, 5]
+    assert found().request == REQUEST
+    assert explain_request([OTHER, *STEPS]).request_id == "other"
+
+
+def test_every_drafted_token_has_an_outcome():
+    assert outcomes_of(STEPS[0]) == ["accepted", "accepted", "rejected", "not reached"]
+    assert outcomes_of(STEPS[1]) == ["accepted"] * 4
+    assert outcomes_of(STEPS[2])[0] == "rejected"
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "greedy", "walk"])
+def test_probabilities_say_why_a_token_was_kept(rule):
+    """Tokens 1 and 2 of 4 were accepted and token 3 rejected; every figure follows from p and q."""
+    p, q = (0.5, 0.25, 0.125, 0.5), (0.25, 0.5, 0.5, 0.5)
+    drawn = rule in ("token", "block")
+    step = replace(STEPS[0], rule=rule, target_probs=p, draft_probs=q if drawn else None)
+    lines = [line for line in in_words(found(), [step]) if "; p " in line]
+    assert len(lines) == 3  # nothing decided about the fourth
+    ratio = 1.0
+    for place, line in enumerate(lines):
+        assert f"; p {p[place]:.3f}" in line
+        ratio = min(1.0, ratio * p[place] / q[place])
+        expected = {
+            "token": f"q {q[place]:.3f}: kept with probability min(1, p/q) = "
+            f"{min(1.0, p[place] / q[place]):.3f}",
+            "block": f"q {q[place]:.3f}: the prefix up to here has ratio {ratio:.3f}",
+            "greedy": f"most likely token is {'this' if place < 2 else 'another'} one",
+            "walk": f"own draw is {'this' if place < 2 else 'another'} one",
+        }[rule]
+        assert line.endswith(expected)
+
+
+def test_the_parts_of_the_time_are_those_of_the_records():
+    shares = found().shares
+    assert sum(shares.values()) == pytest.approx(
+        sum(step.draft_s + step.verify_s + step.other_s for step in STEPS)
+    )
+    wasted = sum(0.001 * (n + 1) * (4 - a) / 4 for n, a in enumerate(ACCEPTED))
+    assert shares["drafting tokens that were not"] == pytest.approx(wasted)
+    assert bottleneck_of(found()).startswith("target passes")
+
+
+def test_hindsight_counts_what_a_smaller_k_would_have_accepted():
+    each = found().hindsight()
+    assert [item.num_speculative_tokens for item in each] == [0, 1, 2, 3, 4]
+    for k, item in enumerate(each):
+        assert item.tokens_per_step == pytest.approx(sum(min(a, k) + 1 for a in ACCEPTED) / 6)
+        drafted_s = k * sum(step.draft_s for step in STEPS) / 24
+        assert item.step_s == pytest.approx(
+            drafted_s + median(step.verify_s for step in STEPS) + 0.0005
+        )
+
+
+def test_hindsight_beyond_the_shortest_draft_is_estimated_from_the_steps_that_drafted_as_far():
+    """Six steps drafted 4 tokens; two more drafted 1, which was accepted, and one 5."""
+    short = [replace(s, num_drafted=1, depth_drafted=1, num_accepted=1) for s in STEPS[:2]]
+    long = replace(STEPS[0], num_drafted=5, depth_drafted=5, num_accepted=5)
+    request = explain_request([*STEPS, *short, long])
+    each = request.hindsight()
+    assert request.least_drafted == 1
+    assert [item.num_speculative_tokens for item in each] == [0, 1, 2, 3, 4]  # 5 was drafted once
+    first, second = 8 / 9, 5 / 6  # the steps that drafted two and accepted the first: 2 4 4 3 1, 5
+    assert each[1].tokens_per_step == pytest.approx(1 + first)
+    assert each[2].tokens_per_step == pytest.approx(1 + first + first * second)
+    text = "\n".join(in_words(request, []))
+    assert "tokens are exact up to K = 1, estimated beyond" in text
+
+
+def test_trees_have_no_hindsight_of_chains():
+    tree = [replace(step, num_drafted=7, depth_drafted=4) for step in STEPS]
+    assert explain_request(tree).hindsight() == []
+
+
+def test_a_tree_is_told_depth_by_depth():
+    """Seven nodes: three below the root, of which the second was kept, two below that, two more."""
+    step = replace(
+        STEPS[0],
+        num_drafted=7,
+        depth_drafted=3,
+        num_accepted=1,
+        num_emitted=2,
+        path_ranks=(2,),
+        path_children=(3, 2),
+    )
+    text = "\n".join(in_words(found(), [step]))
+    assert "depth 1: number 2 of 3 siblings accepted (id 100)" in text
+    assert "depth 2: none of 2 siblings accepted" in text
+    assert "2 other nodes: not reached" in text
+    whole = replace(step, num_accepted=2, path_ranks=(1, 1), path_children=(3, 2, 0))
+    text = "\n".join(in_words(found(), [whole]))
+    assert "none of" not in text
+    assert "depth 2: number 1 of 2 siblings accepted (id 101)" in text
+
+
+def test_the_figures_of_the_page_are_those_of_the_records():
+    text = "\n".join(in_words(found(), found().steps))
+    assert "20 tokens in 6 steps" in text
+    assert "24 tokens drafted, 14 kept; 3.333 tokens per drafting step" in text
+    assert re.findall(r"Verification kept (\d)", text) == [str(a) for a in ACCEPTED]
+    drafted = re.findall(r"of at most 4 in ([0-9.]+) ms", text)
+    assert drafted == [f"{step.draft_s * 1e3:.2f}" for step in STEPS]
+    assert "(id 100)" in text
+    assert text.count("<- best") == 1
+
+
+def test_a_plain_step_is_explained():
+    plain = replace(
+        STEP,
+        num_drafted=0,
+        depth_drafted=0,
+        num_accepted=0,
+        num_emitted=1,
+        last_token_source="bonus",
+    )
+    text = "\n".join(in_words(explain_request([plain]), [plain]))
+    assert "Nothing was drafted" in text
+    assert quiz_of(explain_request([plain])) == []
+
+
+def test_exercises_have_answers_of_the_records():
+    exercises = quiz_of(found())
+    assert len(exercises) == 4
+    assert "Step 2 drafted 4 tokens and kept 0" in exercises[0][0]
+    assert exercises[0][1].startswith("1 token with one pass: the 0 that were kept")
+    assert "14 / 24 = 0.583. tau = 1 + 14 / 6 = 3.333" in exercises[1][1]
+    shares = found().shares
+    largest = max(shares, key=shares.get)
+    assert exercises[2][1].startswith(f"{largest}: {shares[largest] / sum(shares.values()):.0%}")
+    best = min(found().hindsight(), key=lambda item: item.step_s / item.tokens_per_step)
+    assert exercises[3][1].startswith(f"K = {best.num_speculative_tokens}: ")
+    assert f"{best.tokens_per_step:.2f} tokens per step" in exercises[3][1]
+
+
+def test_the_command_reads_a_trace(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    with open_trace(path) as writer:
+        for record in (HEADER, *STEPS, REQUEST):
+            writer.add(record)
+    assert main(["explain", str(path), "--step", "2"]) == 0
+    assert "Verification kept 0" in capsys.readouterr().out
+    assert main(["explain", str(path), "--quiz"]) == 0
+    assert "Answers" in capsys.readouterr().out
+    assert main(["explain", str(path), "--step", "9"]) == 2
+    assert main(["explain", str(path), "--request", "x"]) == 2
+    assert "there are: r" in capsys.readouterr().err
+
+
+def test_a_trace_without_steps_is_refused():
+    with pytest.raises(InvalidTrace, match="no steps"):
+        explain_request([HEADER])
+
+
+class Counting(str):
+    """A request id that counts the comparisons with it."""
+
+    __slots__ = ()
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counting.num_compared += 1
+        return super().__eq__(other)
+
+
+def test_the_work_grows_with_the_number_of_requests_and_not_its_square():
+    steps = [replace(STEP, request_id=Counting(f"r{number}")) for number in range(300)]
+    Counting.num_compared = 0
+    explain_request(iter(steps), "r7")
+    assert Counting.num_compared < 2000
+
+
+def test_deep_drafts_are_counted_once(monkeypatch):
+    num_read = 0
+    survival = AcceptanceCounts.survival
+
+    def read(counts):
+        nonlocal num_read
+        num_read += 1
+        return survival.fget(counts)
+
+    monkeypatch.setattr(AcceptanceCounts, "survival", property(read))
+    deep = replace(STEP, num_drafted=500, depth_drafted=500, k_budget=500, num_accepted=2)
+    assert len(explain_request([deep]).hindsight()) == 501
+    assert num_read == 1
+
+
+def test_messages_name_few_requests_and_cut_long_ids():
+    many = [replace(STEP, request_id=f"{n}" * 1000) for n in range(20)]
+    with pytest.raises(InvalidTrace, match=r"no steps of request 'x'; there are: 0000") as caught:
+        explain_request(many, "x")
+    assert len(str(caught.value)) < 1000
