@@ -17,15 +17,13 @@ from forerun.align.config import (
     AlignConfig,
     AttachedConfig,
     DataConfig,
-    ObjectiveConfig,
     TrainingConfig,
 )
 from forerun.align.draft import Draft, DraftConfig, DraftLoss, load_draft
 from forerun.align.objectives import (
+    OBJECTIVES,
     DenseDistribution,
     TargetDistribution,
-    make_objective,
-    objective_of,
 )
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.target import load_target
@@ -147,7 +145,7 @@ def trainer_of(
     accelerator: Accelerator | None = None,
 ) -> Trainer:
     """In fp32, on the CPU, by the table unless another teacher is given."""
-    chosen = make_objective(ObjectiveConfig(objective=objective), 1.0)
+    chosen = OBJECTIVES[objective]
     return Trainer(
         config=settings or config(),
         module=DraftLoss(draft.model, chosen, 1.0),
@@ -174,7 +172,7 @@ def tiny_head(
     model = load_target(target, device="cpu")
     trainer = Trainer(
         config=settings,
-        module=draft.loss(objective_of(chosen), chosen),
+        module=draft.loss(OBJECTIVES[chosen.objective_name], chosen),
         teacher=ModelTeacher(model, chosen.sampling, draft.feature_layers),
         accelerator=accelerator,
         folder=folder,

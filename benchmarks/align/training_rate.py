@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from forerun.align.config import ObjectiveConfig, TrainingConfig
+from forerun.align.config import TrainingConfig
 from forerun.align.draft import (
     CHUNK_ROWS,
     DraftConfig,
@@ -36,7 +36,7 @@ from forerun.align.draft import (
     chunked_loss,
     load_draft,
 )
-from forerun.align.objectives import DenseDistribution, TargetDistribution, make_objective
+from forerun.align.objectives import DenseDistribution, TargetDistribution
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics
@@ -46,7 +46,7 @@ from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 
 TARGET, DRAFT = "zoo:code-11m", "zoo:books-1m"
-OBJECTIVE = ObjectiveConfig(objective="fkl")
+OBJECTIVE = "fkl"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """On a machine that does other work too, the processor's own time says more."""
 NUM_PROMPT = 16
@@ -149,7 +149,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     config = TrainingConfig(num_steps=1000)
     draft = load_draft(DraftConfig(target=model_folder(TARGET), draft=model_folder(DRAFT)))
-    module = DraftLoss(draft.model, make_objective(OBJECTIVE, 1.0), 1.0)
+    module = DraftLoss(draft.model, OBJECTIVES[OBJECTIVE], 1.0)
     teacher = FixedTeacher(draft.model.config.vocab_size)
     packing = Packing(samples(), window=config.window, seed=0)
     num_rows = config.tokens_per_step // config.window
@@ -190,7 +190,7 @@ def main() -> None:
             "num_blocks": options.blocks,
             "clock": options.clock,
             "training": asdict(config),
-            "objective": asdict(OBJECTIVE),
+            "objective": OBJECTIVE,
             "learned_share": sum(int(b.predicts.sum()) for b in batches) / num_tokens,
             "provenance": collect(hashes, options.threads).to_dict(),
         }

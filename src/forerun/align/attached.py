@@ -495,7 +495,6 @@ def _fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTa
         hidden_size=target.architecture.hidden_size,
         vocab_size=target.architecture.vocab_size,
         num_heads=attached.num_passes,
-        num_blocks=attached.num_blocks,
     )
     return MedusaOverTarget(MedusaHeads(config), target.head)
 

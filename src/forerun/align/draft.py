@@ -4,27 +4,19 @@ The logits of a whole pass are the largest tensor of training (8,192 rows x 152k
 fp32), and their gradient is as large again. Here the logits, loss and gradient of one chunk exist
 at a time: the gradients of hidden rows and head are computed in the forward pass, and the backward
 pass only scales them.
-
-Rows may be weighed by their contribution to the expected accepted length. Of K drafted tokens
-starting at row s, E_s = sum over k of a_s ... a_(s+k-1) are accepted on average, with a the
-acceptance probability of a row: a position after an unlikely one is seldom reached, and the first
-one decides about all that follow. The weight of row j is the sum, over the windows that contain it,
-of d log E_s / d log a_j: the part of E_s that goes through j, over E_s. With -log alpha as the
-objective, the weighted gradient is that of -sum log E_s. D-PACE (arXiv 2605.18810) weights by path
-too, and smooths instead.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -111,25 +103,6 @@ def chunked_loss(
     return LossSum(
         loss=loss, acceptance=acceptance if with_acceptance else None, num_rows=len(rows)
     )
-
-
-@torch.no_grad()
-def chunked_acceptance(
-    rows: LearnedRows, head: DraftHead, *, temperature: float
-) -> Float32[Tensor, " rows"]:
-    """Return the acceptance probability of every row at a temperature, without a gradient."""
-    if rows.teacher is None:
-        raise ValueError("acceptance needs a teacher, and there is none")
-    dtype = _product_dtype(rows.hidden)
-    found = torch.empty(len(rows), device=rows.hidden.device)
-    with torch.autocast(rows.hidden.device.type, enabled=False):
-        layer = _Layer(rows.hidden, head.weight, head.bias, dtype)
-        for chunk in _chunks(len(rows)):
-            logits = layer.logits(chunk, temperature)
-            found[chunk] = acceptance_probability(
-                logits, rows.teacher.distribution(chunk), temperature
-            )
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,44 +218,6 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-ALPHA_FLOOR = 1e-6
-"""Smallest acceptance probability that is used, so that weights are defined without acceptance."""
-
-
-@torch.no_grad()
-def length_weights(
-    acceptance: Float[Tensor, " rows"],
-    samples: Int64[Tensor, " rows"],
-    positions: Int64[Tensor, " rows"],
-    num_speculative_tokens: int,
-) -> Float[Tensor, " rows"]:
-    """Return the weight of every learned row, from 1 to (K + 1) / 2.
-
-    A window starts at every row and ends after K rows, or where its text does.
-    """
-    alphas = acceptance.clamp(min=ALPHA_FLOOR)
-    reached = _reached(alphas, samples, positions, num_speculative_tokens)
-    through = reached.flip(1).cumsum(1).flip(1)
-    shares = through / through[:, :1]
-    weights = torch.zeros_like(alphas)
-    for offset in range(min(num_speculative_tokens, len(alphas))):
-        weights[offset:] += shares[: len(alphas) - offset, offset]
-    return weights
-
-
-def _reached(alphas: Tensor, samples: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Return the probability that all tokens up to each offset from a row are accepted."""
-    columns = []
-    so_far = torch.ones_like(alphas)
-    for offset in range(window):
-        # Rows past the last one wrap around to the first, whose position or text differs.
-        same = samples.roll(-offset) == samples
-        follows = positions.roll(-offset) - positions == offset
-        so_far = so_far * torch.where(same & follows, alphas.roll(-offset), 0.0)
-        columns.append(so_far)
-    return torch.stack(columns, 1)
-
-
 def _causal_rows(
     model: Any, batch: PackedBatch
 ) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
@@ -302,18 +237,13 @@ class DraftLoss(nn.Module):
 
     Args:
         temperature: the one the draft is deployed at; decides which acceptance is reported.
-        weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
-            length; None weighs all alike.
     """
 
-    def __init__(
-        self, model: Any, objective: Objective, temperature: float, weighed_for: int | None = None
-    ) -> None:
+    def __init__(self, model: Any, objective: Objective, temperature: float) -> None:
         super().__init__()
         self.model: Any = model
         self.objective = objective
         self.temperature = temperature
-        self.weighed_for = weighed_for
         # Accelerate reads here which layers to shard one by one.
         self._no_split_modules = list(model._no_split_modules or ())
 
@@ -323,12 +253,6 @@ class DraftLoss(nn.Module):
         """Return loss and acceptance probability, summed over the learned rows of a batch."""
         hidden, head = _causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
-        if self.weighed_for is not None:
-            # Weights by contribution to the expected accepted length.
-            alphas = chunked_acceptance(rows, head, temperature=self.temperature)
-            owners, positions = batch.samples[batch.predicts], batch.positions[batch.predicts]
-            weights = length_weights(alphas, owners, positions, self.weighed_for)
-            rows = replace(rows, weights=weights)
         total = chunked_loss(
             rows,
             head,
@@ -388,8 +312,7 @@ class Draft:
         self.model = model
 
     def loss(self, objective: Objective, config: AlignConfig) -> DraftLoss:
-        k = config.evaluation.num_speculative_tokens if config.objective.length_aware else None
-        return DraftLoss(self.model, objective, config.draft_temperature, k)
+        return DraftLoss(self.model, objective, config.draft_temperature)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face folder in bf16: weights, config and the target's tokenizer."""

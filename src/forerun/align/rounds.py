@@ -40,11 +40,6 @@ class RoundData:
     texts: TrainingTexts
     feature_layers: tuple[int, ...] = field(init=False, default=())
 
-    @property
-    def changes(self) -> bool:
-        """Whether the texts differ by round, because the draft writes some of them."""
-        return "draft" in self.texts.shares
-
     @cached_property
     def steady(self) -> list[Sample]:
         def make() -> list[Sample]:
@@ -53,21 +48,10 @@ class RoundData:
 
         return from_main(self.accelerator, make)
 
-    def packing(self, start: int, number: int, num_rounds: int) -> Packing:
-        steady = self.steady
-
-        def mixed() -> list[Sample]:
-            own: list[Sample] = []
-            if self.changes:
-                with self.phases.bar("responses", "the draft's own") as on_progress:
-                    snapshot = self.workspace.snapshot(start)
-                    check_hashes(snapshot)
-                    own = self.texts.of_draft(snapshot, number, num_rounds, on_progress)
-            return self.texts.mixed([*steady, *own], seed=number)
-
+    def packing(self) -> Packing:
+        samples = from_main(self.accelerator, lambda: self.texts.mixed(self.steady))
         training = self.config.training
-        samples = from_main(self.accelerator, mixed)
-        return Packing(samples, window=training.window, seed=training.training_seed + number)
+        return Packing(samples, window=training.window, seed=training.training_seed)
 
     def teacher(self, packing: Packing) -> Teacher | None:
         """Return the teacher of a round, whose cache is filled by all processes together."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from rich.console import Console
 from forerun.align.attached import check_start, load_attached
 from forerun.align.config import AlignConfig
 from forerun.align.draft import DraftConfig, TrainedDraft, load_draft
-from forerun.align.objectives import objective_of
+from forerun.align.objectives import OBJECTIVES
 from forerun.align.report import (
     AlignReport,
     DataSummary,
@@ -90,7 +89,7 @@ class Alignment:
         self.num_threads = torch.get_num_threads()  # before a native target takes the cores
         self.costs = costs
         self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
-        self.objective = objective_of(config)
+        self.objective = OBJECTIVES[config.objective_name]
         self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
@@ -224,23 +223,19 @@ class Alignment:
         self, trainer: Trainer, draft: TrainedDraft, data: RoundData, selector: DraftSelector | None
     ) -> Packing:
         """Train all rounds that are not complete; returns the data of the last round."""
-        packing: Packing | None = None
-        rounds = list(enumerate(pairwise(self.schedule)))
+        packing = data.packing()
+        trainer.teacher = data.teacher(packing)
         log = MetricsLog(self.workspace.metrics, self.workspace.root / "tensorboard")
         with log.open_at(trainer.step) if self.is_main else nullcontext():
-            for number, (start, until) in rounds:
+            for until in self.schedule[1:]:
                 if trainer.step > until:
                     continue
-                if packing is None or data.changes:
-                    packing = data.packing(start, number, len(rounds))
-                    trainer.teacher = data.teacher(packing)
                 self._round(trainer, packing, until, selector, log)
                 self._snapshot(draft, trainer, until)
                 if selector is not None:
                     with self.phases.waiting("judging", f"judging step {until}"):
                         selector.consider(until)
                 self.accelerator.wait_for_everyone()
-        assert packing is not None  # the last round is never skipped
         return packing
 
     def _round(

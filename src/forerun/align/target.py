@@ -284,8 +284,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
     if needed > available:
         raise NotEnoughMemory(
             f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
-            'available; spread it over several GPUs with device "sharded", or take its '
-            "log-probabilities from a server (teacher top-k)"
+            "available; spread it over several GPUs with --teacher-device sharded"
         )
     return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device, scored))
 
@@ -335,6 +334,6 @@ def refuse_offloaded(source: str, model: nn.Module) -> None:
     """Refuse a model with layers that do not fit on the GPUs and would be read in every pass."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise NotEnoughMemory(
-            f"the GPUs here together do not hold {source}; take its log-probabilities from a "
-            "server (teacher top-k)"
+            f"the GPUs here together do not hold {source}; score it in the host's memory with "
+            "--teacher-device cpu"
         )

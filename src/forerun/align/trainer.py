@@ -335,7 +335,7 @@ class Trainer:
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        norm = float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
+        norm = float(whole(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainingDiverged(
                 f"step {self.step + 1}: the loss is {loss}, the norm of its gradient {norm}; the "
@@ -391,13 +391,17 @@ def decisive(config: TrainingConfig) -> dict[str, str]:
 FINAL_SHARE = 0.1
 """Learning rate at the last step, as a share of the peak."""
 BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+"""Of matrices."""
+MAX_GRAD_NORM = 1.0
+"""Gradients are clipped to this norm."""
 
 
 def make_optimiser(module: nn.Module, config: TrainingConfig) -> AdamW:
     """Build AdamW; matrices have weight decay, norms and biases do not."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]

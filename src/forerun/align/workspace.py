@@ -208,9 +208,12 @@ def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
         lock.release()
 
 
-GONE: Mapping[str, Mapping[str, int]] = {
-    "data": {"samples_per_prompt": 1},
-    "training": {"lora_rank": 0},
+GONE: Mapping[str, Mapping[str, float]] = {
+    "data": {"samples_per_prompt": 1, "on_policy_share": 0.0},
+    "teacher": {"num_sampled_ids": 64},
+    "objective": {"beta": 0.5, "eta": 3.0, "length_aware": False},
+    "attached": {"num_blocks": 1},
+    "training": {"lora_rank": 0, "weight_decay": 0.01, "max_grad_norm": 1.0},
 }
 """Removed settings, by stage; files with any other value than these defaults are refused."""
 

@@ -65,4 +65,4 @@ def test_the_data_hash_follows_what_is_learned_and_nothing_else() -> None:
     }
     assert len(hashes) == 5
     assert data_hash([SAMPLE, other]) == data_hash([other, SAMPLE])
-    assert data_hash([replace(SAMPLE, tag="t", source="draft")]) == data_hash([SAMPLE])
+    assert data_hash([replace(SAMPLE, tag="t", source="replay")]) == data_hash([SAMPLE])

@@ -18,7 +18,8 @@ from forerun.align.teachers import Teacher, make_teacher
 from forerun.errors import CacheTooLarge, InvalidCache, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 
-KINDS = ("hidden", "sampled")
+KINDS = ("hidden", "choices")
+"""What is cached: for the second the target is greedy."""
 
 
 @pytest.fixture
@@ -26,7 +27,9 @@ def make(on_disk):
     """Makes a teacher; what of its source differs is named."""
 
     def of(kind: str = "hidden", **changes) -> Teacher:
-        settings = changes.pop("config", caching(kind))
+        if kind == "choices":
+            changes["sampling"] = SamplingParams(temperature=0)
+        settings = changes.pop("config", caching("auto" if kind == "choices" else kind))
         return make_teacher(settings, on_disk.with_(**changes), 100)
 
     return of
@@ -71,6 +74,15 @@ def test_one_cache_serves_every_temperature(make, on_disk, no_target):
     teacher.prepare(packing.samples)
     expected = (expected_logits(on_disk.network, packing, batch) / 0.6).softmax(-1)
     torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
+
+
+def test_choices_are_the_most_likely_tokens_of_the_target(make, on_disk):
+    packing, batch = all_rows(texts())
+    teacher = make("choices")
+    teacher.prepare(packing.samples)
+    best = expected_logits(on_disk.network, packing, batch).argmax(-1)
+    expected = torch.nn.functional.one_hot(best, tiny.VOCAB_SIZE).float()
+    assert torch.equal(probs_of_rows(teacher, batch), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from tests import training
 
 from forerun.align.attached import AttachedDraft, PassLoss, UnrolledEagle3, load_attached
 from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
-from forerun.align.objectives import objective_of
+from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import Packing
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import make_teacher
@@ -68,7 +68,7 @@ def trainer_of(
     teacher.prepare(packing.samples)
     return Trainer(
         config=config.training,
-        module=draft.loss(objective_of(config), config),
+        module=draft.loss(OBJECTIVES[config.objective_name], config),
         teacher=teacher,
         accelerator=training.fresh_accelerator(precision),
         folder=folder,
@@ -212,6 +212,6 @@ def test_greedy_deployments_train_at_temperature_1(tmp_path):
     config = config_of(tmp_path)
     greedy = replace(config, sampling=replace(config.sampling, temperature=0))
     draft = load_attached(greedy, training.samples())
-    module = draft.loss(objective_of(greedy), greedy)
+    module = draft.loss(OBJECTIVES[greedy.objective_name], greedy)
     assert isinstance(module, PassLoss)
     assert (module.temperature, module.objective.name) == (1.0, "fkl")
