@@ -29,17 +29,18 @@ from finetune import pieces
 from openings import modules
 
 from forerun.align.config import AlignConfig, TrainingConfig, suited_objective
-from forerun.align.draft import DraftConfig, DraftLoss, load_draft
+from forerun.align.manifest import read_settings
+from forerun.align.methods.base import MethodConfig
+from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.objectives import OBJECTIVES, Objective, forward_kl, overlap
 from forerun.align.samples import Packing, Sample
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.trainer import Trainer, make_accelerator
-from forerun.align.workspace import StepMetrics, Workspace, read_settings
+from forerun.align.workspace import StepMetrics, Workspace
 from forerun.engine.engine import Engine
 from forerun.measure.judge import DraftFigures, Judge
-from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash
 
 BETA, ETA = 0.5, 3.0  # the target's share of the JSD's mixture; how fast LK turns from FKL to TV
@@ -220,10 +221,15 @@ class Comparison:
     def train(self, arm: Arm, training: TrainingConfig, folder: Path) -> list[StepMetrics]:
         """One training from the common start; the draft is left in `folder`."""
         objective = COMPARED[arm.objective]
-        draft = load_draft(DraftConfig(target=model_folder(self.config.target), draft=self.start))
+        draft = DraftModelMethod(
+            MethodConfig(
+                target=self.config.target, draft=str(self.start), temperature=arm.temperature
+            )
+        )
+        draft.load()
         trainer = Trainer(
             config=training,
-            module=DraftLoss(draft.model, objective, arm.temperature),
+            module=draft.loss(objective),
             teacher=None,
             accelerator=self.accelerator,
             folder=folder,
@@ -251,9 +257,11 @@ class Comparison:
         if arm.text == "library":
             return list(self.library())
         texts = TrainingTexts(
-            config=self.config,
+            data=self.config.data,
+            sampling=self.config.sampling,
             prompts=self.prompts,
             target=self.engine,
+            target_name=self.config.target,
             target_hash=self.target_hash,
             tokenizer=self.engine.tokenizer,
             folder=Workspace(root=self.options.alignment).responses,

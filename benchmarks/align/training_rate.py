@@ -27,21 +27,15 @@ import torch
 import torch.nn.functional as F
 
 from forerun.align.config import TrainingConfig
-from forerun.align.draft import (
-    CHUNK_ROWS,
-    DraftConfig,
-    DraftHead,
-    DraftLoss,
-    LearnedRows,
-    chunked_loss,
-    load_draft,
-)
+from forerun.align.loss import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
+from forerun.align.methods.base import MethodConfig
+from forerun.align.methods.draft_model import DraftLoss, DraftModelMethod
 from forerun.align.objectives import DenseDistribution, TargetDistribution
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.load import load_tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 
@@ -148,8 +142,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     config = TrainingConfig(num_steps=1000)
-    draft = load_draft(DraftConfig(target=model_folder(TARGET), draft=model_folder(DRAFT)))
-    module = DraftLoss(draft.model, OBJECTIVES[OBJECTIVE], 1.0)
+    draft = DraftModelMethod(MethodConfig(target=TARGET, draft=DRAFT))
+    draft.load()
+    module = draft.loss(OBJECTIVES[OBJECTIVE])
     teacher = FixedTeacher(draft.model.config.vocab_size)
     packing = Packing(samples(), window=config.window, seed=0)
     num_rows = config.tokens_per_step // config.window

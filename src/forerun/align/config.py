@@ -109,9 +109,6 @@ class TeacherConfig:
     teacher: TeacherKind = "auto"
     """model: rerun the target at every step; hidden: cache its last hidden states;
     auto: at temperature 0 cache its choices, otherwise hidden if it fits and model if not."""
-    teacher_device: str | None = None
-    """Where the target is scored; by default where it generates.
-    sharded: spread over all GPUs, of all processes, for a target larger than one."""
     cache_dir: Path | None = None
     """Where caches are kept; by default inside the output folder."""
     max_cache_bytes: int | None = None

@@ -1,8 +1,8 @@
 """Teachers of a draft: the target itself, or a cache of its hidden states or greedy choices.
 
-A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the cached head
-gives the same logits as the target, so every objective may learn from them at any temperature. Both
-are stored in the target's dtype, and training then does not need the target itself.
+A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the target's
+output layer gives the same logits, so every objective may learn from them at any temperature.
+States are stored in the target's dtype, and training needs its output layer alone.
 
 The teachers of attached heads also provide features, the residual stream entering some layers. Both
 come from one pass, made in every training step or once for a cache.
@@ -142,7 +142,7 @@ def _cached_states(
 
 
 def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) -> RowSizes:
-    """Return the sizes of hidden states, of features, and of the layer that makes logits."""
+    """Return the sizes of hidden states, or of features and hidden states."""
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
     width = architecture.hidden_size
     if layers is None:
@@ -154,7 +154,6 @@ def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) ->
         else "last hidden states",
         row_bytes=(len(layers or ()) + 1) * width * itemsize
         + LOG_SUM_BYTES * _keeps_log_sums(source.sampling, layers),
-        fixed_bytes=(width + 1) * architecture.vocab_size * itemsize,
     )
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from forerun.align.config import AlignConfig, DataConfig, Source
+from forerun.align.config import DataConfig, Source
+from forerun.align.progress import OnProgress
 from forerun.align.samples import (
     PromptRecord,
     Sample,
@@ -28,7 +29,7 @@ from forerun.align.samples import (
     shortened,
     split,
 )
-from forerun.align.workspace import OnProgress, exclusive_access, lock_for
+from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.client.client import Client, ServerAnswer
 from forerun.client.connection import BrokenReply, ClientConfig
@@ -489,43 +490,38 @@ def warn_of_few_prompts(prompts: PromptSplit) -> None:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainingTexts:
     """All training texts of a draft, generated on demand and stored.
 
     Attributes:
+        data: which texts; `sampling` has the parameters of the deployment.
+        target: None in processes that wait for the one that generates.
         num_cut: responses of the target that `max_tokens` ended, once there are any.
     """
 
-    def __init__(
-        self,
-        *,
-        config: AlignConfig,
-        prompts: PromptSplit,
-        target: Engine | None,
-        target_hash: str,
-        tokenizer: Tokenizer,
-        folder: Path,
-    ) -> None:
-        self.config = config
-        self.prompts = prompts.training
-        self.held_out = frozenset(prompt.prompt_hash for prompt in prompts.held_out)
-        self.target = target
-        self.target_hash = target_hash
-        self.tokenizer = tokenizer
-        self.folder = folder
-        self.num_cut = 0
+    data: DataConfig
+    sampling: SamplingParams
+    prompts: PromptSplit
+    target: Engine | None
+    target_name: str
+    target_hash: str
+    tokenizer: Tokenizer
+    folder: Path
+    num_cut: int = 0
 
     @property
     def shares(self) -> dict[Source, float]:
         """Share of the learned tokens by source."""
-        return self.config.data.shares
+        return self.data.shares
 
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters of the responses."""
-        temperature = self.config.data.response_temperature
-        sampling = self.config.sampling
-        return sampling if temperature is None else replace(sampling, temperature=temperature)
+        temperature = self.data.response_temperature
+        if temperature is None:
+            return self.sampling
+        return replace(self.sampling, temperature=temperature)
 
     def steady(self, on_progress: OnProgress) -> list[Sample]:
         """Return the texts that do not depend on the draft."""
@@ -533,7 +529,7 @@ class TrainingTexts:
         if "target" in self.shares:
             found += self._of_target(on_progress)
         if "fixed" in self.shares:
-            found += [sample for prompt in self.prompts for sample in prompt.brought]
+            found += [sample for prompt in self.prompts.training for sample in prompt.brought]
         return found + self._replayed()
 
     def mixed(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -543,9 +539,9 @@ class TrainingTexts:
 
     def _of_target(self, on_progress: OnProgress) -> list[Sample]:
         """Return the responses of the target, or of the server that the settings name for it."""
-        data, model, server = self.config.data, self.target_hash, None
+        data, model, server = self.data, self.target_hash, None
         if data.responses_from is not None:
-            name = data.responses_model or self.config.target
+            name = data.responses_model or self.target_name
             if HIDDEN in data.responses_from:
                 raise InvalidRequest(
                     f"--responses-from {data.responses_from} was recorded without its secret "
@@ -563,26 +559,27 @@ class TrainingTexts:
         origin = ResponseOrigin(
             source="target",
             model=model,
-            tokenizer_hash=tokenizer_hash(model_folder(self.config.target)),
+            tokenizer_hash=tokenizer_hash(model_folder(self.target_name)),
             params=self.params,
         )
-        store = ResponseStore(self.folder, origin)
+        store, prompts = ResponseStore(self.folder, origin), self.prompts.training
         if self.target is not None:
             with store.writing():
                 if server is None:
-                    write_responses(self.target, self.prompts, store, on_progress)
+                    write_responses(self.target, prompts, store, on_progress)
                 else:
-                    write_responses_from(server, self.prompts, store, on_progress)
-        found = (store.response(prompt.prompt_hash) for prompt in self.prompts)
+                    write_responses_from(server, prompts, store, on_progress)
+        found = (store.response(prompt.prompt_hash) for prompt in prompts)
         self.num_cut = sum(r is not None and r.finish_reason == "length" for r in found)
-        return [_without_loop(sample) for sample in store.samples(self.prompts)]
+        return [_without_loop(sample) for sample in store.samples(prompts)]
 
     def _replayed(self) -> list[Sample]:
-        own_hash = tokenizer_hash(model_folder(self.config.target))
-        most, start = self.config.data.max_prompt_tokens, self.tokenizer.encode("")
+        own_hash = tokenizer_hash(model_folder(self.target_name))
+        most, start = self.data.max_prompt_tokens, self.tokenizer.encode("")
+        held_out = {prompt.prompt_hash for prompt in self.prompts.held_out}
         found = [
             sample
-            for path in self.config.data.replay
+            for path in self.data.replay
             for sample in replayed(
                 path,
                 target_hash=self.target_hash,
@@ -590,7 +587,7 @@ class TrainingTexts:
                 hash_of_prompt=lambda ids: prompt_hash(shortened(ids, start, most)),
             )
         ]
-        return [sample for sample in found if sample.prompt_hash not in self.held_out]
+        return [sample for sample in found if sample.prompt_hash not in held_out]
 
 
 def _recordable_url(url: str) -> str:

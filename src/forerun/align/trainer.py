@@ -15,10 +15,10 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
@@ -159,23 +159,32 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Other processes wait while the main one generates and judges, however long that takes."""
 
 
-def make_accelerator(
-    device: str = "auto", mixed_precision: Literal["no", "bf16"] | None = None
-) -> Accelerator:
+def connect_processes(device: str) -> PartialState:
+    """Connect all launched processes, of which this one may be the only one."""
+    timeout = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT).to_kwargs()
+    return PartialState(cpu=_is_cpu(device), **timeout)
+
+
+def _is_cpu(device: str) -> bool:
+    # Processes without GPUs connect only if Accelerate is given cpu=True.
+    return device == "cpu" or not torch.accelerator.is_available()
+
+
+def choose_precision(device: str) -> str:
+    """Return "bf16" where the device computes products faster in it than in fp32, or else "no"."""
+    suited = choose_faster_dtype(torch.bfloat16, "cpu" if _is_cpu(device) else device)
+    return "bf16" if suited == torch.bfloat16 else "no"
+
+
+def make_accelerator(device: str = "auto", mixed_precision: str | None = None) -> Accelerator:
     """Return the accelerator over all launched processes, or over this process alone.
 
-    Products are in bf16 where the device computes them faster than in fp32.
+    Without a precision the main process chooses the faster one for all.
     """
-    # Processes without GPUs connect only if Accelerate is given cpu=True.
-    on_cpu = device == "cpu" or not torch.accelerator.is_available()
+    state = connect_processes(device)
     if mixed_precision is None:
-        suited = choose_faster_dtype(torch.bfloat16, "cpu" if on_cpu else device)
-        mixed_precision = "bf16" if suited == torch.bfloat16 else "no"
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision,
-        cpu=on_cpu,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
-    )
+        mixed_precision = from_main(state, lambda: choose_precision(device))
+    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=_is_cpu(device))
     if accelerator.is_fsdp2:
         configure_sharding(accelerator.state.fsdp_plugin, mixed_precision)
     return accelerator
@@ -196,10 +205,10 @@ def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         )
 
 
-def from_main(accelerator: Accelerator, make: Callable[[], MadeT]) -> MadeT:
+def from_main(state: PartialState | Accelerator, make: Callable[[], MadeT]) -> MadeT:
     """Compute a value in the main process and send it to all processes."""
-    made = [make() if accelerator.is_main_process else None]
-    if accelerator.num_processes > 1:
+    made = [make() if state.is_main_process else None]
+    if state.num_processes > 1:
         broadcast_object_list(made)
     assert made[0] is not None
     return made[0]

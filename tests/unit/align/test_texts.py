@@ -14,7 +14,7 @@ from msgspec.structs import replace as changed
 from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.align.config import AlignConfig, DataConfig, ObjectiveConfig
+from forerun.align.config import DataConfig
 from forerun.align.samples import is_held_out, prompt_hash
 from forerun.align.texts import TrainingTexts, read_prompt_split
 from forerun.engine.engine import Engine
@@ -61,16 +61,12 @@ def prompts(tmp_path) -> Path:
 
 def texts(engine: Engine, target: Path, prompts: Path, **changes: object) -> TrainingTexts:
     data = DataConfig(prompts=prompts, **changes)
-    config = AlignConfig(
-        target=str(target),
-        sampling=PARAMS,
-        data=data,
-        objective=ObjectiveConfig(objective="fkl"),
-    )
     return TrainingTexts(
-        config=config,
+        data=data,
+        sampling=PARAMS,
         prompts=read_prompt_split(data, engine.tokenizer),
         target=engine,
+        target_name=str(target),
         target_hash=content_hash(str(target)),
         tokenizer=engine.tokenizer,
         folder=prompts.parent / "responses",
@@ -97,7 +93,7 @@ def test_the_target_answers_what_it_is_not_judged_on(engine, target, prompts):
     made = texts(engine, target, prompts, held_out_share=0.2)
     told: list[tuple[int, int]] = []
     found = made.steady(lambda *done: told.append(done))
-    assert [s.prompt_hash for s in found] == [p.prompt_hash for p in made.prompts]
+    assert [s.prompt_hash for s in found] == [p.prompt_hash for p in made.prompts.training]
     assert not any(is_held_out(sample.prompt_hash, 0.2) for sample in found)
     assert {sample.tag for sample in found} == {"t0", "t1"}
     assert told[-1] == (len(found), len(found))
@@ -165,8 +161,10 @@ def test_a_long_prompt_in_a_trace_is_known_for_held_out(engine, target, tmp_path
     own = {"held_out_share": 0.3, "max_prompt_tokens": 6, "replay": (trace,)}
     made = texts(engine, target, path, **own)
     replay = [sample for sample in made.steady(silent) if sample.source == "replay"]
-    assert {s.prompt_hash for s in replay} == {prompt.prompt_hash for prompt in made.prompts}
-    assert len(replay) == len(made.prompts) < NUM_PROMPTS
+    assert {s.prompt_hash for s in replay} == {
+        prompt.prompt_hash for prompt in made.prompts.training
+    }
+    assert len(replay) == len(made.prompts.training) < NUM_PROMPTS
     assert all(len(sample.token_ids) > 6 + 3 for sample in replay)
 
 
@@ -196,7 +194,7 @@ def test_a_server_answers_instead(engine, target, prompts, monkeypatch):
         texts(engine, target, prompts, **own).steady(silent)
     made = texts(engine, target, prompts, **own)
     found = made.steady(silent)
-    assert len(found) == len(made.prompts)
+    assert len(found) == len(made.prompts.training)
     assert {body["model"] for body in asked} == {"m"}
     num_lines = len(next((prompts.parent / "responses").glob("target-*")).read_text().splitlines())
     assert num_lines == 1 + len(found)

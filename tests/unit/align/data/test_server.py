@@ -59,13 +59,11 @@ def told(text: str = TEXT, **changes: object) -> httpx.Response:
     return httpx.Response(200, json={"choices": [choice | changes]})
 
 
-def client_of(
-    server: Server, tokenizer, *, path: str = "", num_logprobs: int = 0, **changes: object
-) -> ResponseServer:
+def client_of(server: Server, tokenizer, *, path: str = "", **changes: object) -> ResponseServer:
     config = ClientConfig(url=f"http://server{path}", model="m", **changes)
     client = Client(config, httpx.MockTransport(server))
     client.connection.closing = Pauses()
-    return ResponseServer(client=client, tokenizer=tokenizer, num_logprobs=num_logprobs)
+    return ResponseServer(client=client, tokenizer=tokenizer)
 
 
 def respond(server: Server, tokenizer, params: SamplingParams = PARAMS, **changes: object):

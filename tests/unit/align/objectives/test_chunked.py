@@ -11,7 +11,7 @@ from tests.unit.align.objectives.distributions import (
 from torch import Tensor
 
 from forerun.align.config import ObjectiveName
-from forerun.align.draft import (
+from forerun.align.loss import (
     CHUNK_ROWS,
     DraftHead,
     LearnedRows,

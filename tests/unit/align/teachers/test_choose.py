@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def test_auto_caches_hidden_states_if_they_fit_and_reruns_the_target_if_not(on_disk, caplog):
-    needed = 33 * 300 * 4 + 100 * 32 * 4
+    needed = 100 * 32 * 4
     assert state_sizes(on_disk.source).total_bytes(100) == needed
     config = caching("auto", max_cache_bytes=needed)
     assert isinstance(make_teacher(config, on_disk.source, 100), CachedStates)

@@ -7,7 +7,7 @@ import torch
 from tests import tiny, training
 from torch import Tensor
 
-from forerun.align.draft import DraftLoss
+from forerun.align.methods.draft_model import DraftLoss
 from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import PackedBatch
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.align.attached import PassLoss, UnrolledEagle3, learned_passes, unroll
+from forerun.align.methods.eagle3 import UnrolledEagle3, unroll
+from forerun.align.methods.passes import PassLoss, learned_passes
 from forerun.align.objectives import OBJECTIVES, DenseDistribution
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head

@@ -1,24 +1,13 @@
-"""A round of training: its texts and its teacher, and the judgement of the draft after it."""
+"""Judgements of a draft during training, and the choice of the draft that is kept."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
-from accelerate import Accelerator
-
-from forerun.align.config import AlignConfig
-from forerun.align.samples import Packing, Sample
-from forerun.align.target import ProcessShare
-from forerun.align.target_cache import TeacherSource
-from forerun.align.teachers import Teacher, make_teacher
-from forerun.align.texts import TrainingTexts
-from forerun.align.trainer import from_main
 from forerun.align.workspace import (
     HASHES,
-    Phases,
     Workspace,
     check_hashes,
     read_lines,
@@ -26,66 +15,6 @@ from forerun.align.workspace import (
 )
 from forerun.atomic_write import atomic_folder
 from forerun.measure.judge import DraftFigures, Judge
-from forerun.models.base import LanguageModel
-
-
-@dataclass(eq=False)
-class RoundData:
-    """Provides the texts and the teacher of each training round."""
-
-    config: AlignConfig
-    accelerator: Accelerator
-    workspace: Workspace
-    phases: Phases
-    texts: TrainingTexts
-    feature_layers: tuple[int, ...] = field(init=False, default=())
-
-    @cached_property
-    def steady(self) -> list[Sample]:
-        def make() -> list[Sample]:
-            with self.phases.bar("responses", "responses") as on_progress:
-                return self.texts.steady(on_progress)
-
-        return from_main(self.accelerator, make)
-
-    def packing(self) -> Packing:
-        samples = from_main(self.accelerator, lambda: self.texts.mixed(self.steady))
-        training = self.config.training
-        return Packing(samples, window=training.window, seed=training.training_seed)
-
-    def teacher(self, packing: Packing) -> Teacher | None:
-        """Return the teacher of a round, whose cache is filled by all processes together."""
-        config = self.config
-        if not config.needs_teacher:
-            return None
-        num_rows, layers = packing.num_learned, None
-        if config.is_attached:
-            num_rows = sum(len(sample.token_ids) for sample in packing.samples)
-            layers = self.feature_layers
-        with self.phases.bar("teacher", "the target's distributions") as on_progress:
-            source = TeacherSource(
-                target=config.target,
-                target_hash=self.texts.target_hash,
-                sampling=config.sampling,
-                cache_dir=self.workspace.cache,
-                device=config.teacher.teacher_device or config.device,
-                dtype=config.dtype,
-                runs=self._engine_model(),
-                on_progress=on_progress,
-                share=ProcessShare(
-                    index=self.accelerator.process_index,
-                    number=self.accelerator.num_processes,
-                    wait=self.accelerator.wait_for_everyone,
-                ),
-            )
-            teacher = make_teacher(config.teacher, source, num_rows, layers)
-            teacher.prepare(packing.samples)
-        return teacher
-
-    def _engine_model(self) -> LanguageModel | None:
-        """Return the target in the engine, unless the settings name another device for scoring."""
-        engine = self.texts.target
-        return None if engine is None or self.config.teacher.teacher_device else engine.target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
