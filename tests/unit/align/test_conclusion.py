@@ -8,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
+from tests import training
 from tests.unit.align.test_json_files import report
 
 from forerun.align import run as alignment
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
 from forerun.align.objectives import OBJECTIVES
+from forerun.align.progress import Phases
 from forerun.align.report import AlignReport
+from forerun.align.workspace import Workspace
 from forerun.measure.judge import PredictedSpeedup
 from forerun.theory.intervals import Interval
 
@@ -61,7 +63,15 @@ def test_the_exported_k_is_the_one_that_pays(
         found = with_best_k(found, best_k)
     assert found.best_k == best_k
     config = replace(CONFIG, out=tmp_path)
-    run = alignment.Run.open(config, OBJECTIVES["nla"], Console(quiet=True))
+    run = alignment.Run(
+        config=config,
+        objective=OBJECTIVES["nla"],
+        accelerator=training.fresh_accelerator(),
+        dtypes={},
+        workspace=Workspace(root=tmp_path),
+        phases=Phases(None),
+        num_threads=1,
+    )
     run.export(found)
     assert exported == [expected]
     warned = "no number of speculative tokens up to 5" in caplog.text

@@ -142,10 +142,10 @@ def test_a_full_disk_leaves_the_draft_there_was(
     draft.save(out, weights)
     kept = (out / "model.safetensors").read_bytes()
 
-    def full(target: Path, folder: Path) -> None:
+    def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("forerun.align.draft.copy_tokenizer", full)
+    monkeypatch.setattr("forerun.align.methods.base.write_hashes", full)
     with pytest.raises(OSError, match="No space left"):
         draft.save(out, {name: tensor + 1 for name, tensor in weights.items()})
     assert (out / "model.safetensors").read_bytes() == kept
