@@ -259,7 +259,7 @@ class Run:
 
     def pack(self, texts: TrainingTexts, samples: list[Sample]) -> Packing:
         training = self.config.training
-        mixed = from_main(self.accelerator, lambda: texts.mixed(samples))
+        mixed = texts.mixed(samples)
         return Packing(mixed, window=training.window, seed=training.training_seed)
 
     def make_teacher(
@@ -449,11 +449,14 @@ class Run:
 
 
 def _stored_dtypes(workspace: Workspace) -> dict[str, str] | None:
-    """Return the types of an interrupted run; None for a new one."""
+    """Return the types of an interrupted run; None for a new one, or if they cannot be read."""
     if not workspace.manifest.exists():
         return None
     stored = read_object(workspace.manifest).get(DTYPES)
-    return stored if isinstance(stored, dict) else None
+    known = {"training": ("no", "bf16"), "target": ("float32", "bfloat16", "float16")}
+    if not isinstance(stored, dict) or stored.keys() != known.keys():
+        return None
+    return stored if all(stored[name] in known[name] for name in known) else None
 
 
 def _measure_dtypes(config: AlignConfig) -> dict[str, str]:
