@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
-from forerun.align.draft import TrainedDraft
+from forerun.align.methods.base import Method
 from forerun.align.trainer import configure_sharding
 from forerun.align.workspace import MetricsLog, StepMetrics
 
@@ -58,7 +58,7 @@ def train(
     """Train up to a step, from wherever a checkpoint says; `on_step` is told after the log."""
     accelerator = accelerator_of(sharded, precision)
     settings = training.config(checkpoint_every_s=0.0, rows_per_pass=2)
-    draft: TrainedDraft
+    draft: Method
     if head:
         draft, trainer = training.tiny_head(folder, settings, accelerator)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -12,21 +12,20 @@ from accelerate.state import AcceleratorState
 from tests import tiny
 from torch import Tensor
 
-from forerun.align.attached import AttachedDraft, load_attached
 from forerun.align.config import (
     AlignConfig,
     AttachedConfig,
     DataConfig,
-    ObjectiveConfig,
     TrainingConfig,
 )
-from forerun.align.draft import Draft, DraftConfig, DraftLoss, load_draft
+from forerun.align.methods.base import Method, MethodConfig
+from forerun.align.methods.draft_model import DraftLoss, DraftModelMethod
 from forerun.align.objectives import (
+    OBJECTIVES,
     DenseDistribution,
     TargetDistribution,
-    make_objective,
-    objective_of,
 )
+from forerun.align.run import METHODS, configure_method
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.target import load_target
 from forerun.align.teachers import ModelTeacher
@@ -138,7 +137,7 @@ def fresh_accelerator(precision: Literal["no", "bf16"] = "no") -> Accelerator:
 
 
 def trainer_of(
-    draft: Draft,
+    draft: DraftModelMethod,
     folder: Path,
     settings: TrainingConfig | None = None,
     *,
@@ -147,7 +146,7 @@ def trainer_of(
     accelerator: Accelerator | None = None,
 ) -> Trainer:
     """In fp32, on the CPU, by the table unless another teacher is given."""
-    chosen = make_objective(ObjectiveConfig(objective=objective), 1.0)
+    chosen = OBJECTIVES[objective]
     return Trainer(
         config=settings or config(),
         module=DraftLoss(draft.model, chosen, 1.0),
@@ -160,7 +159,7 @@ def trainer_of(
 
 def tiny_head(
     folder: Path, settings: TrainingConfig, accelerator: Accelerator
-) -> tuple[AttachedDraft, Trainer]:
+) -> tuple[Method, Trainer]:
     """An EAGLE-3 head for a target made under a folder, trained on features of every step."""
     target, _ = pair(folder)
     chosen = AlignConfig(
@@ -170,12 +169,12 @@ def tiny_head(
         attached=AttachedConfig(num_passes=3, feature_layers=(0, 1, 2), draft_vocab_size=24),
         training=settings,
     )
-    draft = load_attached(chosen, samples())
+    draft = start_method(chosen, samples())
     model = load_target(target, device="cpu")
     trainer = Trainer(
         config=settings,
-        module=draft.loss(objective_of(chosen), chosen),
-        teacher=ModelTeacher(model, chosen.sampling, draft.feature_layers),
+        module=draft.loss(OBJECTIVES[chosen.objective_name]),
+        teacher=ModelTeacher(model, chosen.sampling, draft.layers),
         accelerator=accelerator,
         folder=folder,
         identity={"data": "samples"},
@@ -192,7 +191,23 @@ def pair(folder: Path) -> tuple[Path, Path]:
     return target, draft
 
 
-def tiny_draft(folder: Path, **changes: object) -> Draft:
+def start_method(settings: AlignConfig, texts: Sequence[Sample]) -> Method:
+    """The method of an alignment, ready to be trained."""
+    method = METHODS[settings.method](configure_method(settings))
+    method.load()
+    method.start(texts)
+    return method
+
+
+def load_draft(target: Path, draft: Path | None = None, **changes: Any) -> DraftModelMethod:
+    """A draft model, ready to be trained."""
+    begun = None if draft is None else str(draft)
+    method = DraftModelMethod(MethodConfig(target=str(target), draft=begun, **changes))
+    method.load()
+    return method
+
+
+def tiny_draft(folder: Path, **changes: Any) -> DraftModelMethod:
     """Target and draft made under a folder, and loaded."""
     target, draft = pair(folder)
-    return load_draft(DraftConfig(target=target, draft=draft, **changes))
+    return load_draft(target, draft, **changes)

@@ -1,10 +1,10 @@
-"""Every objective at T=0 and T=1, shares of on-policy text, and raw text, from one draft and data.
+"""Every objective at T=0 and T=1, and raw text, from one draft and data.
 
     python benchmarks/align/objectives.py --alignment DIR --out FILE.json
 
 DIR is a finished alignment: its responses and caches are used, its draft to begin with is the one
 every arm starts from. Arms differ in what they minimise, at which temperature the target's
-distribution is taken (and the draft judged), and who wrote the text. Steps are equal, except in
+distribution is taken (and the draft judged), and which text they read. Steps are equal, except in
 the arms of `--group raw`, which train for equal seconds on the target's responses and on library
 source.
 """
@@ -28,28 +28,60 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "paradox"))
 from finetune import pieces
 from openings import modules
 
-from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, TrainingConfig
-from forerun.align.draft import DraftConfig, DraftLoss, load_draft
-from forerun.align.objectives import make_objective, suited_objective
+from forerun.align.config import AlignConfig, TrainingConfig, suited_objective
+from forerun.align.manifest import read_settings
+from forerun.align.methods.base import MethodConfig
+from forerun.align.methods.draft_model import DraftModelMethod
+from forerun.align.objectives import OBJECTIVES, Objective, forward_kl, overlap
 from forerun.align.samples import Packing, Sample
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.trainer import Trainer, make_accelerator
-from forerun.align.workspace import StepMetrics, Workspace, read_settings
+from forerun.align.workspace import StepMetrics, Workspace
 from forerun.engine.engine import Engine
 from forerun.measure.judge import DraftFigures, Judge
-from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash
 
-OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla", "lk")
+BETA, ETA = 0.5, 3.0  # the target's share of the JSD's mixture; how fast LK turns from FKL to TV
+
+
+def reverse_kl(log_draft: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    log_target = target_probs.clamp(min=1e-8).log()
+    return (log_draft.exp() * (log_draft - log_target)).sum(-1)
+
+
+def jensen_shannon(log_draft: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    draft_probs, tiny = log_draft.exp(), torch.finfo(log_draft.dtype).tiny
+    log_mixture = (BETA * target_probs + (1 - BETA) * draft_probs).clamp(min=tiny).log()
+    log_target = target_probs.clamp(min=tiny).log()
+    to_target = (target_probs * (log_target - log_mixture)).sum(-1)
+    return BETA * to_target + (1 - BETA) * (draft_probs * (log_draft - log_mixture)).sum(-1)
+
+
+def total_variation(log_draft: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    return 1 - overlap(log_draft, target_probs)
+
+
+def hybrid(log_draft: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    """LK losses, arXiv 2602.23881."""
+    alpha = overlap(log_draft, target_probs)
+    weight = torch.exp(-ETA * alpha.detach())
+    return weight * forward_kl(log_draft, target_probs) + (1 - weight) * (1 - alpha)
+
+
+COMPARED = {
+    **OBJECTIVES,
+    "rkl": Objective(name="rkl", divergence=reverse_kl),
+    "jsd": Objective(name="jsd", divergence=jensen_shannon),
+    "tv": Objective(name="tv", divergence=total_variation),
+    "lk": Objective(name="lk", divergence=hybrid),
+}
 TEMPERATURES = (1.0, 0.0)
-SHARES = (0.5, 1.0)
-ROUNDS = 4  # in which a draft that learns from its own text writes anew
 JUDGED_TOKENS = 128
 RATE_STEPS = 20  # trained and thrown away, to know how many fit into the seconds
 
-Group = Literal["objectives", "on-policy", "raw"]
+Group = Literal["objectives", "raw"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +94,7 @@ class Options:
     """JSON; arms that are in it are not run again."""
     work: Path = Path("build/objectives")
     """For checkpoints and drafts."""
-    groups: tuple[Group, ...] = ("objectives", "on-policy", "raw")
+    groups: tuple[Group, ...] = ("objectives", "raw")
     """Which arms."""
     temperatures: tuple[float, ...] = TEMPERATURES
     """At which the distribution is taken and the draft judged."""
@@ -85,22 +117,18 @@ class Arm:
     Attributes:
         objective: what is minimised.
         temperature: of the target's distribution and of the judge.
-        on_policy_share: of the learned tokens, by the draft itself.
         text: the target's responses, or library source as it is.
         seconds: train for so long; None: the common number of steps.
     """
 
-    objective: ObjectiveName
+    objective: str
     temperature: float
-    on_policy_share: float = 0.0
     text: Literal["responses", "library"] = "responses"
     seconds: float | None = None
 
     @property
     def name(self) -> str:
         parts = [self.objective, f"T{self.temperature:g}"]
-        if self.on_policy_share:
-            parts.append(f"own{self.on_policy_share:g}")
         if self.seconds is not None:
             parts.append(f"{self.text}-{self.seconds:g}s")
         return "-".join(parts)
@@ -109,12 +137,9 @@ class Arm:
 def arms(options: Options) -> Iterator[Arm]:
     for temperature in options.temperatures:
         if "objectives" in options.groups:
-            for objective in OBJECTIVES:
+            for objective in COMPARED:
                 yield Arm(objective=objective, temperature=temperature)
         best = suited_objective(temperature)
-        if "on-policy" in options.groups:
-            for share in SHARES:
-                yield Arm(objective=best, temperature=temperature, on_policy_share=share)
         if "raw" in options.groups:
             yield Arm(objective=best, temperature=temperature, seconds=options.seconds)
             yield Arm(
@@ -195,56 +220,53 @@ class Comparison:
 
     def train(self, arm: Arm, training: TrainingConfig, folder: Path) -> list[StepMetrics]:
         """One training from the common start; the draft is left in `folder`."""
-        objective = make_objective(ObjectiveConfig(objective=arm.objective), arm.temperature)
-        draft = load_draft(DraftConfig(target=model_folder(self.config.target), draft=self.start))
+        objective = COMPARED[arm.objective]
+        draft = DraftModelMethod(
+            MethodConfig(
+                target=self.config.target, draft=str(self.start), temperature=arm.temperature
+            )
+        )
+        draft.load()
         trainer = Trainer(
             config=training,
-            module=DraftLoss(draft.model, objective, arm.temperature),
+            module=draft.loss(objective),
             teacher=None,
             accelerator=self.accelerator,
             folder=folder,
             identity={"arm": arm.name, "start": content_hash(str(self.start))},
         )
         metrics: list[StepMetrics] = []
-        rounds = ROUNDS if arm.on_policy_share else 1
-        for number in range(rounds):
-            snapshot = folder / "draft"
-            draft.save(snapshot, trainer.weights())
-            packing = Packing(
-                self.samples(arm, snapshot, number), window=training.window, seed=number
+        packing = Packing(self.samples(arm), window=training.window, seed=0)
+        if objective.needs_teacher:
+            source = TeacherSource(
+                target=self.config.target,
+                target_hash=self.target_hash,
+                sampling=replace(self.config.sampling, temperature=arm.temperature),
+                cache_dir=Workspace(
+                    root=self.options.alignment, cache_root=self.config.teacher.cache_dir
+                ).cache,
             )
-            if objective.needs_teacher:
-                source = TeacherSource(
-                    target=self.config.target,
-                    target_hash=self.target_hash,
-                    sampling=replace(self.config.sampling, temperature=arm.temperature),
-                    cache_dir=Workspace(
-                        root=self.options.alignment, cache_root=self.config.teacher.cache_dir
-                    ).cache,
-                )
-                trainer.teacher = make_teacher(self.config.teacher, source, packing.num_learned)
-                trainer.teacher.prepare(packing.samples)
-            trainer.run(packing, training.num_steps * (number + 1) // rounds, metrics.append)
+            trainer.teacher = make_teacher(self.config.teacher, source, packing.num_learned)
+            trainer.teacher.prepare(packing.samples)
+        trainer.run(packing, training.num_steps, metrics.append)
         draft.save(folder / "draft", trainer.weights())
         return metrics
 
-    def samples(self, arm: Arm, snapshot: Path, number: int) -> list[Sample]:
+    def samples(self, arm: Arm) -> list[Sample]:
         """The texts an arm learns."""
         if arm.text == "library":
             return list(self.library())
-        data = replace(self.config.data, on_policy_share=arm.on_policy_share)
         texts = TrainingTexts(
-            config=replace(self.config, data=data),
+            data=self.config.data,
+            sampling=self.config.sampling,
             prompts=self.prompts,
             target=self.engine,
+            target_name=self.config.target,
             target_hash=self.target_hash,
             tokenizer=self.engine.tokenizer,
             folder=Workspace(root=self.options.alignment).responses,
         )
-        found = texts.steady(lambda done, of: None)
-        if arm.on_policy_share:
-            found += texts.of_draft(snapshot, number, ROUNDS * 4, lambda done, of: None)
-        return texts.mixed(found, seed=number)
+        return texts.mixed(texts.steady(lambda done, of: None))
 
     def library(self) -> Iterator[Sample]:
         """Source of the modules that are not held out, in windows, every token learned."""

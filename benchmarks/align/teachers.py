@@ -1,4 +1,4 @@
-"""Cost of a row of the target's distribution: rerun, from cached hidden states, from drawn ids.
+"""Cost of a row of the target's distribution: rerun, or from cached hidden states.
 
     python benchmarks/align/teachers.py --threads 2 [--seconds 30] [--out FILE.json]
 
@@ -32,7 +32,7 @@ from forerun.theory.intervals import bootstrap_mean, bootstrap_ratio
 MODULES = ("argparse", "ast", "configparser", "dataclasses", "inspect", "subprocess", "tarfile")
 WINDOW, ROWS_PER_PASS, CHUNK_ROWS = 512, 8, 256
 PROMPT_TOKENS, SAMPLE_TOKENS = 48, 176
-KINDS: tuple[TeacherKind, ...] = ("model", "hidden", "sampled")
+KINDS: tuple[TeacherKind, ...] = ("model", "hidden")
 
 
 def samples_of(target: str) -> list[Sample]:

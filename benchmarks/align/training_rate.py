@@ -26,27 +26,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from forerun.align.config import ObjectiveConfig, TrainingConfig
-from forerun.align.draft import (
-    CHUNK_ROWS,
-    DraftConfig,
-    DraftHead,
-    DraftLoss,
-    LearnedRows,
-    chunked_loss,
-    load_draft,
-)
-from forerun.align.objectives import DenseDistribution, TargetDistribution, make_objective
+from forerun.align.config import TrainingConfig
+from forerun.align.loss import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
+from forerun.align.methods.base import MethodConfig
+from forerun.align.methods.draft_model import DraftLoss, DraftModelMethod
+from forerun.align.objectives import DenseDistribution, TargetDistribution
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.load import load_tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 
 TARGET, DRAFT = "zoo:code-11m", "zoo:books-1m"
-OBJECTIVE = ObjectiveConfig(objective="fkl")
+OBJECTIVE = "fkl"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """On a machine that does other work too, the processor's own time says more."""
 NUM_PROMPT = 16
@@ -148,8 +142,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     config = TrainingConfig(num_steps=1000)
-    draft = load_draft(DraftConfig(target=model_folder(TARGET), draft=model_folder(DRAFT)))
-    module = DraftLoss(draft.model, make_objective(OBJECTIVE, 1.0), 1.0)
+    draft = DraftModelMethod(MethodConfig(target=TARGET, draft=DRAFT))
+    draft.load()
+    module = draft.loss(OBJECTIVES[OBJECTIVE])
     teacher = FixedTeacher(draft.model.config.vocab_size)
     packing = Packing(samples(), window=config.window, seed=0)
     num_rows = config.tokens_per_step // config.window
@@ -190,7 +185,7 @@ def main() -> None:
             "num_blocks": options.blocks,
             "clock": options.clock,
             "training": asdict(config),
-            "objective": asdict(OBJECTIVE),
+            "objective": OBJECTIVE,
             "learned_share": sum(int(b.predicts.sum()) for b in batches) / num_tokens,
             "provenance": collect(hashes, options.threads).to_dict(),
         }

@@ -1,4 +1,4 @@
-"""Counts the source files that run between `generate` and the text of one request.
+"""Counts the source files that run between `generate` and the text of one request, or in `align`.
 
 A reader who follows a request through the code has to open as many. Loading is not counted, and
 neither is a first request, which builds what later requests use again. A controller runs further
@@ -6,12 +6,19 @@ files, and drafts only where that pays, so K is fixed unless one is named:
 
     python benchmarks/speed/files_per_request.py --target zoo:code-11m --draft zoo:code-2m
     python benchmarks/speed/files_per_request.py --controller auto
+
+An alignment is counted from its first line to its report, with what it loads:
+
+    python benchmarks/speed/files_per_request.py --align draft_model
+    python benchmarks/speed/files_per_request.py --align eagle3
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +28,7 @@ import forerun
 
 PACKAGE = Path(forerun.__file__).parent
 PROMPT = "def add(first, second):\n"
+NUM_PROMPTS = 24
 
 
 @contextmanager
@@ -39,26 +47,60 @@ def files_run() -> Iterator[set[str]]:
         sys.setprofile(None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="zoo:code-11m")
-    parser.add_argument("--draft", default="zoo:code-2m")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--controller", choices=("fixed", "auto"), default="fixed")
-    arguments = parser.parse_args()
+def run_align(method: str, target: str, draft: str, folder: Path) -> set[str]:
+    """Run a small alignment, judged and exported, and return the files that were entered."""
+    from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig, TrainingConfig
+    from forerun.align.run import align
+
+    prompts = folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"def add_{i}(x):\n"}) for i in range(NUM_PROMPTS)]
+    prompts.write_text("\n".join(lines) + "\n", "utf-8")
+    config = AlignConfig(
+        target=target,
+        method=method,
+        draft=draft if method == "draft_model" else None,
+        out=folder / "aligned",
+        sampling=forerun.SamplingParams(max_tokens=8),
+        data=DataConfig(prompts=prompts, held_out_share=0.3),
+        training=TrainingConfig(num_steps=2, window=32, tokens_per_step=64),
+        evaluation=EvaluationConfig(num_evaluations=1, max_prompts=2),
+    )
+    with files_run() as files:
+        align(config)
+    return files
+
+
+def run_request(arguments: argparse.Namespace) -> set[str]:
+    """Generate one text twice, and return the files that the second request entered."""
     params = forerun.SamplingParams(max_tokens=32, temperature=arguments.temperature)
     config = forerun.EngineConfig(controller=arguments.controller)
     engine = forerun.Engine.load(arguments.target, draft=arguments.draft, config=config)
     engine.generate([PROMPT], params)
     with files_run() as files:
         engine.generate([PROMPT], params)
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="zoo:code-11m")
+    parser.add_argument("--draft", default="zoo:code-2m")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--controller", choices=("fixed", "auto"), default="fixed")
+    parser.add_argument("--align", choices=("draft_model", "eagle3", "medusa"))
+    arguments = parser.parse_args()
+    if arguments.align is None:
+        files = run_request(arguments)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            files = run_align(arguments.align, arguments.target, arguments.draft, Path(folder))
     names = sorted(
         Path(name).relative_to(PACKAGE).as_posix()
         for name in files
         if name.startswith(str(PACKAGE))
     )
     print(*names, sep="\n")
-    print(f"{len(names)} files")
+    print(f"{len(names)} files, {sum(name.startswith('align/') for name in names)} of align")
 
 
 if __name__ == "__main__":

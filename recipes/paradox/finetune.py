@@ -8,12 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from forerun.align.config import TrainingConfig
-from forerun.align.draft import DraftConfig, DraftLoss, load_draft
-from forerun.align.objectives import Objective
+from forerun.align.methods.base import MethodConfig
+from forerun.align.methods.draft_model import DraftModelMethod
+from forerun.align.objectives import OBJECTIVES
+from forerun.align.progress import Phases
 from forerun.align.samples import Packing, Sample, prompt_hash
 from forerun.align.trainer import Trainer, make_accelerator
-from forerun.align.workspace import Phases
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.load import load_tokenizer
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash
 
@@ -42,8 +43,8 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     """Train all weights of the target on prose and save it; resumable like any training."""
     if out.exists():
         return
-    folder = model_folder(target)
-    model = load_draft(DraftConfig(target=folder, draft=folder))
+    method = DraftModelMethod(MethodConfig(target=target, draft=target))
+    method.load()
     packing = Packing(
         list(books(load_tokenizer(target), config.window)),
         window=config.window,
@@ -51,7 +52,7 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     )
     trainer = Trainer(
         config=config,
-        module=DraftLoss(model.model, Objective(name="ce"), temperature=1.0),
+        module=method.loss(OBJECTIVES["ce"]),
         teacher=None,
         accelerator=make_accelerator(),
         folder=out.with_name(out.name + "-training"),
@@ -60,4 +61,4 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     trainer.resume()
     with Phases(console).training(config.num_steps, trainer.step, None) as show:
         trainer.run(packing, config.num_steps, show)
-    model.save(out, trainer.weights())
+    method.save(out, trainer.weights())

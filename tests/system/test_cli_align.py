@@ -6,16 +6,28 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.system.conftest import save_model
 
+from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig, TrainingConfig
+from forerun.align.objectives import Objective
+from forerun.align.run import align as run_align
 from forerun.align.samples import read_prompts
-from forerun.align.workspace import exclusive_access, lock_for
+from forerun.align.workspace import (
+    MetricsLog,
+    StepMetrics,
+    exclusive_access,
+    lock_for,
+    read_metrics,
+)
 from forerun.cli.main import main
+from forerun.errors import InvalidRequest
 from forerun.models import checkpoint
 from forerun.models.load import load_tokenizer
+from forerun.sampling.config import SamplingParams
 
 ARGUMENTS = (
     *("--temperatures", "0"),
@@ -91,13 +103,19 @@ def test_a_finished_run_is_shown_to_people_as_well(aligned, capsys):
     assert f"draft: {aligned / 'draft'}" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path):
+def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path, monkeypatch):
     again = tmp_path / "again"
     shutil.copytree(aligned, again)
     finished = json.loads((aligned / "report.json").read_text())
     for lost in ("report.json", "draft", "snapshots/4", "judgements.jsonl"):
         shutil.rmtree(again / lost) if (again / lost).is_dir() else (again / lost).unlink()
     free = ("--rows-per-pass", "2", "--cache-dir", str(tmp_path / "elsewhere"))
+
+    def choose_anew(*arguments: object) -> None:
+        raise AssertionError("the types of products were chosen before")
+
+    for module in ("run", "trainer"):
+        monkeypatch.setattr(f"forerun.align.{module}.choose_faster_dtype", choose_anew)
     code, out, err = align("--out", str(again), *free)
     assert code == 0, err
     report = json.loads(out)
@@ -108,18 +126,53 @@ def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path):
     assert report["best_step"] == finished["best_step"]
 
 
-def test_other_settings_need_another_folder(align, aligned):
-    code, _, err = align("--out", str(aligned), "--objective", "tv")
-    assert code == 2
-    assert "objective.objective was auto, is tv" in err
+def test_a_run_interrupted_in_a_later_round_trains_as_if_it_had_not_been(
+    align, aligned, tmp_path, monkeypatch
+):
+    out, append = tmp_path / "out", MetricsLog.append
 
+    def stop_before(log: MetricsLog, metrics: StepMetrics) -> None:
+        if metrics.step == 4:
+            raise KeyboardInterrupt
+        append(log, metrics)
 
-def test_on_policy_texts_are_the_drafts_own(align, tmp_path):
-    out = tmp_path / "own"
-    code, _, err = align("--out", str(out), "--on-policy-share", "0.5")
+    monkeypatch.setattr(MetricsLog, "append", stop_before)
+    assert align("--out", str(out), "--checkpoint-every-s", "0")[0] == 130
+    monkeypatch.setattr(MetricsLog, "append", append)
+    code, _, err = align("--out", str(out))
     assert code == 0, err
-    assert len(list((out / "responses").glob("draft-*.jsonl"))) == 2  # one per round: weights moved
-    assert len(list((out / "responses").glob("target-*.jsonl"))) == 1
+
+    def steps(folder: Path) -> list[StepMetrics]:
+        return [replace(step, duration_s=0.0) for step in read_metrics(folder / "metrics.jsonl")]
+
+    assert steps(out) == steps(aligned)
+
+
+def test_an_objective_of_ones_own_takes_the_place_of_the_named_one(tiny_pair, prompts, tmp_path):
+    def reverse_kl(log_draft, target_probs):
+        log_target = target_probs.clamp(min=1e-8).log()
+        return (log_draft.exp() * (log_draft - log_target)).sum(-1)
+
+    config = AlignConfig(
+        target=str(tiny_pair.target),
+        draft=str(tiny_pair.small),
+        out=tmp_path / "own",
+        sampling=SamplingParams(max_tokens=8),
+        data=DataConfig(prompts=prompts, held_out_share=0.3),
+        training=TrainingConfig(num_steps=1, window=48, tokens_per_step=96),
+        evaluation=EvaluationConfig(num_evaluations=1, max_prompts=2),
+    )
+    report = run_align(config, objective=Objective(name="rkl", divergence=reverse_kl))
+    assert report is not None
+    assert report.objective == report.identity["objective.objective"] == "rkl"
+    with pytest.raises(InvalidRequest, match=r"objective.objective was rkl, is auto"):
+        run_align(config)
+
+
+def test_other_settings_need_another_folder(align, aligned):
+    code, _, err = align("--out", str(aligned), "--objective", "fkl")
+    assert code == 2
+    assert "objective.objective was auto, is fkl" in err
 
 
 @pytest.mark.parametrize(("own", "agrees"), [((), True), (("--draft-temperature", "0"), False)])
@@ -206,14 +259,8 @@ def test_a_target_that_has_changed_is_another_alignment(align, aligned, tiny_pai
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--on-policy-share", "0.7", "--fixed-share", "0.7"), "nor more than 1 together"),
-        (("--teacher", "sampled", "--objective", "tv"), '"tv" cannot be learned from the teacher'),
-        (("--teacher", "top-k", "--objective", "fkl"), "give --responses-from URL"),
-        (("--objective", "ce", "--length-aware"), "objective ce does not ask the target for"),
-        (
-            ("--objective", "fkl", "--teacher", "sampled", "--length-aware"),
-            'which the teacher "sampled" has only in part',
-        ),
+        (("--responses-model", "m"), "responses_model is 'm', which would change nothing here"),
+        (("--num-passes", "3"), "num_passes is 3, which would change nothing here"),
     ],
 )
 def test_contradictions_are_refused_before_anything_is_made(align, tmp_path, arguments, message):

@@ -147,8 +147,7 @@ def test_medusa_heads_are_trained_judged_and_exported(target, prompts, tmp_path)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--on-policy-share", "0.5"), "--on-policy-share does not go with --method eagle3"),
-        (("--teacher", "sampled"), 'teacher "sampled" does not have'),
+        (("--init", "config.json"), "--init does not go with --method eagle3"),
         (("--objective", "ce"), "--objective ce reads text alone"),
         (("--feature-layers", "9"), "feature_layers names [9], but the target has 5 layers"),
         (("--draft-vocab-size", "9000"), "draft_vocab_size is 9000, but the target has 257"),

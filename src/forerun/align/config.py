@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -11,11 +10,11 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.sampling.config import SamplingParams, draft_params
 
-ObjectiveName = Literal["ce", "fkl", "rkl", "jsd", "tv", "nla", "lk"]
-TeacherKind = Literal["auto", "model", "hidden", "sampled", "top-k"]
+ObjectiveName = Literal["ce", "fkl", "nla"]
+TeacherKind = Literal["auto", "model", "hidden"]
 Export = Literal["hf", "vllm", "sglang"]
-Source = Literal["target", "draft", "fixed", "replay"]
-"""What wrote a training text: the target, the draft, a data set, or a traced request."""
+Source = Literal["target", "fixed", "replay"]
+"""What wrote a training text: the target, a data set, or a traced request."""
 Method = Literal["draft_model", "eagle3", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
 
@@ -34,13 +33,6 @@ EAGLE3_ALONE = (
 """Settings of `AttachedConfig` that Medusa heads do not have."""
 OF_SERVERS = ("responses_model", "responses_key_env")
 """Settings of `DataConfig` for `responses_from` alone."""
-LINEAR_OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl")
-"""Losses linear in the target's probabilities, which tokens sampled from it estimate unbiased."""
-_PARTIAL: Mapping[TeacherKind, str] = {
-    "sampled": "ids drawn from the target are unbiased only in",
-    "top-k": "a truncated distribution biases all but",
-}
-"""Why teachers that hold only a part of a sampled distribution suit few objectives, by teacher."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),
@@ -49,8 +41,6 @@ TRAINING_RANGES = (
     Range("rows_per_pass", 1, integer=True),
     Range("learning_rate", 0, above_low=True),
     Range("warmup_share", 0, 1),
-    Range("weight_decay", 0),
-    Range("max_grad_norm", 0, above_low=True),
     Range("checkpoint_every_s", 0),
     Range("training_seed", 0, integer=True),
 )
@@ -66,11 +56,8 @@ ATTACHED_RANGES = (
     Range("intermediate_size", 1, integer=True, optional=True),
     Range("num_heads", 1, integer=True, optional=True),
     Range("num_kv_heads", 1, integer=True, optional=True),
-    Range("num_blocks", 1, integer=True),
 )
-OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
-DATA_RANGES = (Range("max_prompt_tokens", 1, integer=True),)
-TEACHER_RANGES = (Range("num_sampled_ids", 1, 32767, integer=True),)
+DATA_RANGES = (Range("max_prompt_tokens", 1, integer=True), Range("fixed_share", 0, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +73,6 @@ class DataConfig:
     """Name of the model on that server; by default the target's name."""
     responses_key_env: str | None = None
     """Environment variable with that server's API key; by default OPENAI_API_KEY, if it is set."""
-    on_policy_share: float = 0.0
-    """Share of the training tokens that the draft writes itself and the target scores."""
     fixed_share: float = 0.0
     """Share of the training tokens taken from responses that the records have."""
     replay: tuple[Path, ...] = ()
@@ -111,9 +96,8 @@ class DataConfig:
     def shares(self) -> dict[Source, float]:
         """Share of the training tokens by source; the target writes the remainder."""
         shares: dict[Source, float] = {
-            "draft": self.on_policy_share,
             "fixed": self.fixed_share,
-            "target": 1.0 - (self.on_policy_share + self.fixed_share),
+            "target": 1.0 - self.fixed_share,
         }
         return {source: share for source, share in shares.items() if share > 0.0}
 
@@ -124,20 +108,11 @@ class TeacherConfig:
 
     teacher: TeacherKind = "auto"
     """model: rerun the target at every step; hidden: cache its last hidden states;
-    sampled: cache ids drawn from it; top-k: a server's log-probabilities (truncated);
-    auto: at temperature 0 sampled, otherwise hidden if it fits and model if not."""
-    teacher_device: str | None = None
-    """Where the target is scored; by default where it generates.
-    sharded: spread over all GPUs, of all processes, for a target larger than one."""
-    num_sampled_ids: int = 64
-    """Ids drawn per position for the sampled cache."""
+    auto: at temperature 0 cache its choices, otherwise hidden if it fits and model if not."""
     cache_dir: Path | None = None
     """Where caches are kept; by default inside the output folder."""
     max_cache_bytes: int | None = None
     """Most bytes a cache may take; by default nine tenths of what the disk has free."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, *TEACHER_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +120,8 @@ class ObjectiveConfig:
     """Loss that is minimised at every learned position."""
 
     objective: ObjectiveName | Literal["auto"] = "auto"
-    """ce: text alone; fkl, rkl, jsd, tv: divergences; nla: -log alpha; lk: FKL early, TV late.
+    """ce: text alone; fkl: KL of target and draft; nla: -log alpha.
     auto: what suits the deployed temperature."""
-    beta: float = 0.5
-    """jsd: the target's share of the mixture."""
-    eta: float = 3.0
-    """lk: how fast the weight moves from FKL to TV as alpha grows."""
-    length_aware: bool = False
-    """Weigh a position by its share of the expected accepted length."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, *OBJECTIVE_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +147,6 @@ class AttachedConfig:
     norm_before_residual: bool = True
     """eagle3: the residual carries the normed state, which learns faster: the target's states are
     many times larger than what a fresh layer adds. Older versions of SGLang ignore the flag."""
-    num_blocks: int = 1
-    """medusa: residual blocks per head."""
 
     def __post_init__(self) -> None:
         check_ranges(self, *ATTACHED_RANGES)
@@ -204,10 +168,6 @@ class TrainingConfig:
     """Peak learning rate after warm-up; it follows a cosine to a tenth of it."""
     warmup_share: float = 0.05
     """Share of the steps with linear warm-up."""
-    weight_decay: float = 0.01
-    """Weight decay of AdamW, on matrices."""
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints."""
     training_seed: int = 0
@@ -273,24 +233,14 @@ class AlignConfig:
             raise InvalidRequest(
                 f"the draft {self.draft} is to be replaced by what is learned; give another --out"
             )
-        draft, fixed = self.data.on_policy_share, self.data.fixed_share
-        if min(draft, fixed) < 0.0 or draft + fixed > 1.0:
-            raise InvalidRequest(
-                f"on_policy_share is {draft}, fixed_share {fixed}; they must not be negative, nor "
-                "more than 1 together"
-            )
         self._check_effect()
-        self._check_weights()
         if self.is_attached:
             self._check_attached()
-        elif self.needs_teacher:
-            self._check_teacher()
 
     def _check_effect(self) -> None:
         """Refuse settings that would change nothing beside the others."""
-        data, attached, objective = self.data, self.attached, self.objective
+        data, attached = self.data, self.attached
         of_attached = tuple(item.name for item in fields(AttachedConfig))
-        is_sampled = self.teacher.teacher in ("auto", "sampled")
         for part, names, is_used, reason in (
             (
                 self.sampling,
@@ -300,12 +250,8 @@ class AlignConfig:
             ),
             (attached, of_attached, self.is_attached, "it is for --method eagle3 and medusa"),
             (attached, EAGLE3_ALONE, self.method == "eagle3", "it is for --method eagle3"),
-            (attached, ("num_blocks",), self.method == "medusa", "it is for --method medusa"),
-            (objective, ("beta",), self.objective_name == "jsd", "it is for --objective jsd"),
-            (objective, ("eta",), self.objective_name == "lk", "it is for --objective lk"),
             (data, OF_SERVERS, data.responses_from is not None, "it is for --responses-from"),
             (data, ("held_out_share",), data.held_out is None, "--held-out names the prompts"),
-            (self.teacher, ("num_sampled_ids",), is_sampled, "it is for --teacher sampled"),
         ):
             defaults = {item.name: item.default for item in fields(part)}
             for name in () if is_used else names:
@@ -315,59 +261,20 @@ class AlignConfig:
                         "leave it out"
                     )
 
-    def _check_weights(self) -> None:
-        if not self.objective.length_aware:
-            return
-        if not self.needs_teacher:
-            raise InvalidRequest(
-                f"--length-aware weighs positions by acceptance, which objective "
-                f"{self.objective_name} does not ask the target for; take another objective, such "
-                "as fkl"
-            )
-        if self.teacher.teacher in _PARTIAL and not self.sampling.greedy:
-            raise InvalidRequest(
-                "--length-aware weighs positions by acceptance, which the teacher "
-                f'"{self.teacher.teacher}" has only in part; use teacher "hidden" or "model"'
-            )
-
     def _check_attached(self) -> None:
-        if self.teacher.teacher in _PARTIAL:
-            raise InvalidRequest(
-                "an attached head reads the target's hidden states, which teacher "
-                f'"{self.teacher.teacher}" does not have; use "hidden", "model" or "auto"'
-            )
         if self.method == "medusa" and self.draft is not None:
             raise InvalidRequest(
                 "--draft does not go with --method medusa: its heads are made fresh"
             )
-        reasons = {
-            "--on-policy-share": (self.data.on_policy_share, "a head writes no text of its own"),
-            "--init": (self.init, "a head's shape is set by flags such as --intermediate-size"),
-            "--length-aware": (self.objective.length_aware, "use --pass-decay"),
-        }
-        for flag, (value, reason) in reasons.items():
-            if value:
-                raise InvalidRequest(f"{flag} does not go with --method {self.method}: {reason}")
+        if self.init is not None:
+            raise InvalidRequest(
+                f"--init does not go with --method {self.method}: a head's shape is set by flags "
+                "such as --intermediate-size"
+            )
         if not self.needs_teacher:
             raise InvalidRequest(
                 f"--objective {self.objective_name} reads text alone, but --method {self.method} "
                 "learns the target's distributions; take another objective, such as fkl"
-            )
-
-    def _check_teacher(self) -> None:
-        """Refuse a teacher that biases the objective, and log-probabilities of other texts."""
-        kind, name, data = self.teacher.teacher, self.objective_name, self.data
-        if kind in _PARTIAL and name not in LINEAR_OBJECTIVES and not self.sampling.greedy:
-            raise InvalidRequest(
-                f'objective "{name}" cannot be learned from the teacher "{kind}": {_PARTIAL[kind]} '
-                'objectives linear in it (ce, fkl); use teacher "hidden" or "model", or such an '
-                "objective"
-            )
-        others = data.on_policy_share or data.fixed_share or data.replay
-        if kind == "top-k" and (data.responses_from is None or others):
-            raise InvalidRequest(
-                'teacher "top-k" has the log-probabilities of a server for its own responses: give '
-                "--responses-from URL, and neither --on-policy-share nor --fixed-share nor --replay"
             )
 
     @property
@@ -413,8 +320,7 @@ def suited_objective(temperature: float) -> ObjectiveName:
 
     A greedy draft is accepted where its most likely token is the target's, so it learns the
     target's distribution itself (forward KL; for a greedy target that is cross-entropy on its
-    choices). A sampled draft is accepted with probability alpha, whose likelihood NLA maximises. In
-    benchmarks/align no objective was shown to be better, and a step of JSD, as good, took twice as
-    long.
+    choices). A sampled draft is accepted with probability alpha, whose likelihood NLA maximises.
+    benchmarks/align compares both with other divergences.
     """
     return "fkl" if temperature == 0 else "nla"

@@ -8,9 +8,9 @@ distribution and q the draft's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, suited_objective
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import largest
 from forerun.sampling.processors import pack_params, target_probs
@@ -33,11 +32,7 @@ class DenseDistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseDistribution:
-    """Probabilities of some token ids per row: drawn ids, the argmax, or the k most likely.
-
-    Attributes:
-        shares: of each id; sums to 1 except where a truncation dropped mass.
-    """
+    """Probabilities of some token ids per row, such as the argmax, and their `shares`."""
 
     ids: Int64[Tensor, "rows some"]
     shares: Float32[Tensor, "rows some"]
@@ -91,10 +86,6 @@ Logits = Float[Tensor, "rows vocab"]
 Probs = Float[Tensor, "rows vocab"]
 PerRow = Float[Tensor, " rows"]
 
-PROBABILITY_FLOOR = 1e-8
-"""Smallest target probability in reverse KL, so that a truncated token costs the draft 18 nats
-instead of infinitely many."""
-
 
 def overlap(log_draft: Probs, target_probs: Probs) -> PerRow:
     """Return sum min(p, q), the probability that a sampled token is accepted (alpha)."""
@@ -108,38 +99,9 @@ def forward_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
     return _mean_log(target_probs) - (target_probs * log_draft).sum(-1)
 
 
-def _reverse_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
-    log_target = target_probs.clamp(min=PROBABILITY_FLOOR).log()
-    return (log_draft.exp() * (log_draft - log_target)).sum(-1)
-
-
-def _jensen_shannon(log_draft: Probs, target_probs: Probs, beta: float) -> PerRow:
-    """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
-    draft_probs = log_draft.exp()
-    mixture = beta * target_probs + (1 - beta) * draft_probs
-    log_mixture = mixture.clamp(min=torch.finfo(mixture.dtype).tiny).log()
-    to_target = _mean_log(target_probs) - (target_probs * log_mixture).sum(-1)
-    to_draft = (draft_probs * (log_draft - log_mixture)).sum(-1)
-    return beta * to_target + (1 - beta) * to_draft
-
-
-def _total_variation(log_draft: Probs, target_probs: Probs) -> PerRow:
-    return 1 - overlap(log_draft, target_probs)
-
-
 def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
     alpha = overlap(log_draft, target_probs)
     return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
-
-
-def likelihood_hybrid(log_draft: Probs, target_probs: Probs, eta: float) -> PerRow:
-    """Return w KL(p || q) + (1 - w) TV(p, q) with w = exp(-eta alpha): KL early, TV late.
-
-    The weight is no part of the gradient. LK losses, arXiv 2602.23881.
-    """
-    alpha = overlap(log_draft, target_probs)
-    weight = torch.exp(-eta * alpha.detach())
-    return weight * forward_kl(log_draft, target_probs) + (1 - weight) * (1 - alpha)
 
 
 def _mean_log(probs: Probs) -> PerRow:
@@ -176,7 +138,7 @@ class Objective:
             None for cross-entropy, -log q(label).
     """
 
-    name: ObjectiveName
+    name: str
     divergence: Callable[[Logits, Probs], PerRow] | None = None
 
     @property
@@ -189,7 +151,7 @@ class Objective:
         distribution: TargetDistribution | None,
         labels: Int64[Tensor, " rows"],
     ) -> PerRow:
-        """Return the loss of every row in nats; of total variation, in probability."""
+        """Return the loss of every row."""
         log_draft = draft_logits.log_softmax(-1)
         if self.divergence is None:
             return -log_draft.gather(1, labels[:, None])[:, 0]
@@ -203,19 +165,11 @@ class Objective:
         return self.divergence(log_draft, target_probs.to(log_draft.dtype))
 
 
-def objective_of(config: AlignConfig) -> Objective:
-    chosen = replace(config.objective, objective=config.objective_name)
-    return make_objective(chosen, config.draft_temperature)
-
-
-def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
-    name = suited_objective(temperature) if config.objective == "auto" else config.objective
-    divergences: dict[str, Callable[[Logits, Probs], PerRow]] = {
-        "fkl": forward_kl,
-        "rkl": _reverse_kl,
-        "jsd": partial(_jensen_shannon, beta=config.beta),
-        "tv": _total_variation,
-        "nla": negative_log_acceptance,
-        "lk": partial(likelihood_hybrid, eta=config.eta),
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
+    {
+        "ce": Objective(name="ce"),
+        "fkl": Objective(name="fkl", divergence=forward_kl),
+        "nla": Objective(name="nla", divergence=negative_log_acceptance),
     }
-    return Objective(name=name, divergence=divergences.get(name))
+)
+"""Objectives of the settings; `forerun.align.run.align` takes any other one as an argument."""

@@ -1,8 +1,7 @@
-"""Ends an alignment: judges the kept draft on all held-out prompts and writes the report."""
+"""The report of an alignment, the card of its draft, and their pictures."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -10,25 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forerun
-from forerun.align.config import AlignConfig
-from forerun.align.rounds import Judgement
-from forerun.align.samples import Packing
-from forerun.align.serving import describe_pair, export_draft, push_draft
+from forerun.align.selection import Judgement
 from forerun.align.workspace import (
     StepMetrics,
     Workspace,
-    data_hash,
     differences,
     from_json,
     read_metrics,
-    settings_of,
     to_json,
     write_json,
 )
 from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
 from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, changes
-from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
+from forerun.models.draft_card import CardFigures, DraftCard, identify
 from forerun.models.load import model_folder
 from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.provenance import Provenance, content_hash, version_of
@@ -120,48 +114,11 @@ class AlignReport:
         write_json(path, self.to_dict())
 
 
-logger = logging.getLogger("forerun.align")
-
-
-def hand_over(
-    config: AlignConfig, workspace: Workspace, report: AlignReport, packing: Packing
-) -> None:
-    """Write the model card, the serving files, the plots, and the report last."""
-    card = card_of(
-        config,
-        target_hash=report.identity["target"],
-        objective=report.objective,
-        data=data_hash(packing.samples),
-        before=[pair.before for pair in report.judged],
-        after=[pair.after for pair in report.judged],
-    )
-    write_card(card, workspace.draft)
-    export(config, workspace, report)
-    draw(config, workspace, report)
-    report.write(workspace.report)
-
-
-def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Write the settings that serve the draft, and upload it if a repository is set."""
-    k = config.evaluation.num_speculative_tokens if report.best_k is None else report.best_k
-    serving = describe_pair(config.target, workspace.draft, k, config.sampling, config.method)
-    export_draft(config.export, serving)
-    if not serving.speculates:
-        logger.warning(
-            "no number of speculative tokens up to %d is predicted to be faster than decoding "
-            "without the draft: the serving files do not use it",
-            config.evaluation.num_speculative_tokens,
-        )
-    if config.push_to_hub is not None:
-        address = push_draft(serving, config.push_to_hub, config.export)
-        logger.warning("the draft was uploaded to %s", address)
-
-
-def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
+def draw(workspace: Workspace, report: AlignReport) -> None:
     deployed = report.judged[0]
     plot_survival(
         {"before": deployed.before, "after": deployed.after},
-        f"Acceptance at T={config.sampling.temperature:g}",
+        f"Acceptance at T={deployed.after.temperature:g}",
         [workspace.picture("acceptance")],
     )
     judged = {judgement.step: judgement for judgement in report.judgements}
@@ -175,7 +132,7 @@ def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None
     )
 
 
-def finished(
+def find_finished(
     workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
 ) -> AlignReport | None:
     """Return the report of an alignment that is already complete; None if phases remain to run."""
@@ -198,26 +155,21 @@ PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def card_of(
-    config: AlignConfig,
-    *,
-    target_hash: str,
-    objective: str,
-    data: str,
-    before: Sequence[DraftFigures],
-    after: Sequence[DraftFigures],
+    report: AlignReport, *, target: str, settings: Mapping[str, Any], data: str
 ) -> DraftCard:
+    """Return the card of the kept draft; `data` is the hash of its training texts."""
     return DraftCard(
-        target=config.target,
-        target_hash=target_hash,
-        made_for=identify(model_folder(config.target)),
+        target=target,
+        target_hash=report.identity["target"],
+        made_for=identify(model_folder(target)),
         data_hash=data,
-        objective=objective,
-        temperature=config.sampling.temperature,
-        before=tuple(map(_card_figures, before)),
-        after=tuple(map(_card_figures, after)),
+        objective=report.objective,
+        temperature=report.judged[0].after.temperature,
+        before=tuple(_card_figures(pair.before) for pair in report.judged),
+        after=tuple(_card_figures(pair.after) for pair in report.judged),
         versions={"forerun": forerun.__version__, **{name: version_of(name) for name in PACKAGES}},
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=settings_of(config),
+        settings=settings,
     )
 
 

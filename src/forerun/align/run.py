@@ -1,8 +1,8 @@
 """Runs an alignment: from prompts to a trained draft with its report.
 
-Every phase continues where an interrupted run stopped: the target answers the prompts; its
-distributions are cached; the draft learns them; at intervals the engine's own verifier judges the
-draft on held-out prompts, and the draft of the highest predicted speedup is kept.
+Every phase is stored, and a run continues where an interrupted one stopped: the target answers the
+prompts; its distributions are cached; the draft learns them; at intervals the engine's own verifier
+judges the draft on held-out prompts, and the draft of the highest predicted speedup is kept.
 
 Under `accelerate launch` every process trains; the main one alone generates, judges and writes.
 """
@@ -11,165 +11,206 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from forerun.align.attached import check_start, load_attached
 from forerun.align.config import AlignConfig
-from forerun.align.draft import DraftConfig, TrainedDraft, load_draft
-from forerun.align.objectives import objective_of
+from forerun.align.manifest import (
+    DTYPES,
+    check_folder,
+    claim_folder,
+    data_hash,
+    identity_of,
+    of_training,
+    settings_of,
+)
+from forerun.align.methods.base import Method, MethodConfig
+from forerun.align.methods.draft_model import DraftModelMethod
+from forerun.align.methods.eagle3 import Eagle3Method
+from forerun.align.methods.medusa import MedusaMethod
+from forerun.align.objectives import OBJECTIVES, Objective
+from forerun.align.progress import Phases
 from forerun.align.report import (
     AlignReport,
     DataSummary,
     JudgedPair,
-    export,
-    finished,
-    hand_over,
+    card_of,
+    draw,
+    find_finished,
 )
-from forerun.align.rounds import DraftSelector, RoundData
-from forerun.align.samples import Packing
-from forerun.align.serving import check_repo
+from forerun.align.samples import Packing, Sample
+from forerun.align.selection import DraftSelector
+from forerun.align.serving import check_repo, describe_pair, export_draft, push_draft
+from forerun.align.target import ProcessShare, choose_faster_dtype
+from forerun.align.target_cache import TeacherSource
+from forerun.align.teachers import Teacher, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
-from forerun.align.trainer import Trainer, from_main, make_accelerator
+from forerun.align.trainer import (
+    Trainer,
+    choose_precision,
+    connect_processes,
+    from_main,
+    make_accelerator,
+)
 from forerun.align.workspace import (
     MetricsLog,
-    Phases,
     StepMetrics,
     Workspace,
-    check_folder,
     check_hashes,
-    claim_folder,
     exclusive_access,
-    identity_of,
     lock_for,
-    of_training,
 )
 from forerun.engine.engine import Engine
 from forerun.measure.judge import Judge
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.draft_card import write_card
+from forerun.models.load import choose_device, choose_dtype, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
 
 logger = logging.getLogger("forerun.align")
 
+METHODS: Mapping[str, type[Method]] = MappingProxyType(
+    {"draft_model": DraftModelMethod, "eagle3": Eagle3Method, "medusa": MedusaMethod}
+)
 CostsOf = Callable[[Path, float, str], CostTable | None]
 """Returns the cost table of a draft folder at a temperature, or None if it is not known. The last
 argument is the hash of the target's weights, which takes long to compute."""
 
 
 def align(
-    config: AlignConfig, *, costs: CostsOf | None = None, console: Console | None = None
+    config: AlignConfig,
+    *,
+    costs: CostsOf | None = None,
+    console: Console | None = None,
+    objective: Objective | None = None,
 ) -> AlignReport | None:
     """Distil a draft to its target; returns the report in the main process, None in the others.
 
     Without `costs` to predict speedups from, the draft of the highest tau is kept.
 
+    Args:
+        objective: takes the place of the one that the settings name.
+
     Raises:
         CacheTooLarge: the teacher's cache does not fit; nothing was written.
         TrainingDiverged: the loss is no number; the best draft so far is kept.
     """
-    accelerator = make_accelerator(config.device)
-    run = Alignment(config, accelerator, costs, console or Console(stderr=True))
-    return run.run()
+    if config.push_to_hub is not None:
+        check_repo(config.push_to_hub)
+    objective = objective or OBJECTIVES[config.objective_name]
+    run = Run.open(config, objective, console or Console(stderr=True))
+    tokenizer = load_tokenizer(config.target)
+    prompts = read_prompt_split(config.data, tokenizer)
+    if run.is_main:
+        warn_of_few_prompts(prompts)
+    identity = run.identify(prompts)
+    check_folder(run.workspace, identity)
+    finished = find_finished(run.workspace, identity, predicted=costs is not None)
+    if finished is not None:
+        return run.repeat(finished) if run.is_main else None
+    with run.lock():
+        return _run_phases(run, prompts, tokenizer, identity, costs)
 
 
-class Alignment:
-    """One run of an alignment."""
+def _run_phases(
+    run: Run,
+    prompts: PromptSplit,
+    tokenizer: Tokenizer,
+    identity: Mapping[str, str],
+    costs: CostsOf | None,
+) -> AlignReport | None:
+    method = METHODS[run.config.method](configure_method(run.config))
+    method.load()
+    engine = run.load_engine() if run.is_main else None
+    texts = TrainingTexts(
+        data=run.config.data,
+        sampling=run.config.sampling,
+        prompts=prompts,
+        target=engine,
+        target_name=run.config.target,
+        target_hash=identity["target"],
+        tokenizer=tokenizer,
+        folder=run.workspace.responses,
+    )
+    run.claim(identity)
+    samples = run.write_texts(texts)
+    method.start(samples)
+    trainer = run.make_trainer(method, identity)
+    run.snapshot(method, trainer, 0)
+    selector = None
+    if engine is not None:
+        selector = run.make_selector(engine, prompts, identity["target"], costs)
+    packing = run.pack(texts, samples)
+    trainer.teacher = run.make_teacher(packing, engine, method.layers, identity["target"])
+    run.train(trainer, method, packing, selector)
+    if selector is None:
+        return None
+    summary = DataSummary(
+        num_training_prompts=len(prompts.training),
+        num_held_out_prompts=len(prompts.held_out),
+        num_samples=len(packing.samples),
+        num_learned_tokens=packing.num_learned,
+        num_rows=packing.rows_per_epoch,
+        num_cut_responses=texts.num_cut,
+    )
+    report = run.report(selector, summary, identity, costs)
+    run.hand_over(report, data_hash(packing.samples))
+    return report
 
-    def __init__(
-        self, config: AlignConfig, accelerator: Accelerator, costs: CostsOf | None, console: Console
-    ) -> None:
-        self.config = config
-        self.accelerator = accelerator
-        self.num_threads = torch.get_num_threads()  # before a native target takes the cores
-        self.costs = costs
-        self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
-        self.objective = objective_of(config)
-        self.phases = Phases(console if self.is_main else None)
 
-    def run(self) -> AlignReport | None:
-        config, workspace = self.config, self.workspace
-        if config.push_to_hub is not None:
-            check_repo(config.push_to_hub)
-        tokenizer = load_tokenizer(config.target)
-        prompts = read_prompt_split(config.data, tokenizer)
-        if self.is_main:
-            warn_of_few_prompts(prompts)
-        identity = identity_of(config, prompts, from_main(self.accelerator, self._target_hash))
-        check_folder(workspace, identity)
-        report = finished(workspace, identity, predicted=self.costs is not None)
-        if report is not None:
-            return self._told_again(report) if self.is_main else None
-        lock = exclusive_access(lock_for(workspace.root / "alignment"), workspace.root)
-        with lock if self.is_main else nullcontext():
-            return self._aligned(tokenizer, prompts, identity)
+def configure_method(config: AlignConfig) -> MethodConfig:
+    return MethodConfig(
+        target=config.target,
+        draft=config.draft,
+        init=config.init,
+        seed=config.training.training_seed,
+        temperature=config.draft_temperature,
+        num_speculative_tokens=config.evaluation.num_speculative_tokens,
+        attached=config.attached,
+    )
 
-    def _aligned(
-        self, tokenizer: Tokenizer, prompts: PromptSplit, identity: Mapping[str, str]
-    ) -> AlignReport | None:
-        """Run all phases under the lock of the folder."""
-        config = self.config
-        check_start(config)
-        draft: TrainedDraft | None = None
-        if not config.is_attached:
-            draft = load_draft(
-                DraftConfig(
-                    target=model_folder(config.target),
-                    draft=None if config.draft is None else model_folder(config.draft),
-                    init=config.init,
-                    seed=config.training.training_seed,
-                )
-            )
-        engine: Engine | None = None
-        if self.is_main:
-            engine = Engine.load(
-                config.target,
-                dtype=config.dtype,
-                device=config.device,
-                config=config.sized_engine,
-            )
-        texts = TrainingTexts(
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """One alignment in one folder: its processes, and what every phase needs.
+
+    Attributes:
+        dtypes: of matrix products in "training" and of the "target" while it is scored, the same in
+            all processes and after an interruption.
+        num_threads: of torch before a native target takes the cores.
+    """
+
+    config: AlignConfig
+    objective: Objective
+    accelerator: Accelerator
+    dtypes: Mapping[str, str]
+    workspace: Workspace
+    phases: Phases
+    num_threads: int
+
+    @classmethod
+    def open(cls, config: AlignConfig, objective: Objective, console: Console) -> Run:
+        """Connect the processes of a run."""
+        workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
+        state = connect_processes(config.device)
+        dtypes = from_main(state, lambda: _stored_dtypes(workspace) or _measure_dtypes(config))
+        return cls(
             config=config,
-            prompts=prompts,
-            target=engine,
-            target_hash=identity["target"],
-            tokenizer=tokenizer,
-            folder=self.workspace.responses,
+            objective=objective,
+            accelerator=make_accelerator(config.device, dtypes["training"]),
+            dtypes=dtypes,
+            workspace=workspace,
+            phases=Phases(console if state.is_main_process else None),
+            num_threads=torch.get_num_threads(),
         )
-        if self.is_main:
-            claim_folder(config, self.workspace, identity)
-        data = RoundData(config, self.accelerator, self.workspace, self.phases, texts)
-        if draft is None:
-            draft = head = load_attached(config, data.steady)
-            data.feature_layers = head.feature_layers
-        trainer = self._trainer(draft, identity)
-        self._snapshot(draft, trainer, 0)
-        selector = self._selector(engine, prompts, identity) if engine is not None else None
-        packing = self._train(trainer, draft, data, selector)
-        if selector is None:
-            return None
-        return self._conclude(selector, prompts, packing, identity, texts.num_cut)
-
-    def _target_hash(self) -> str:
-        with self.phases.waiting("hashing", "hashing the weights of the target"):
-            return content_hash(self.config.target)
-
-    def _told_again(self, report: AlignReport) -> AlignReport:
-        export(self.config, self.workspace, report)
-        path = self.workspace.report
-        self.phases.console.print(
-            f"finished before; to judge again remove {path}, to align again give another --out",
-            style="dim",
-            highlight=False,
-            markup=False,
-        )
-        return report
 
     @property
     def is_main(self) -> bool:
@@ -182,11 +223,84 @@ class Alignment:
         num_rounds = max(1, min(self.config.evaluation.num_evaluations, num_steps))
         return [num_steps * i // num_rounds for i in range(num_rounds + 1)]
 
-    def _trainer(self, draft: TrainedDraft, identity: Mapping[str, str]) -> Trainer:
+    def identify(self, prompts: PromptSplit) -> dict[str, str]:
+        def hash_target() -> str:
+            with self.phases.waiting("hashing", "hashing the weights of the target"):
+                return content_hash(self.config.target)
+
+        target_hash = from_main(self.accelerator, hash_target)
+        identity = identity_of(self.config, prompts, target_hash)
+        if self.objective is not OBJECTIVES[self.config.objective_name]:
+            identity["objective.objective"] = self.objective.name
+        return identity
+
+    def lock(self) -> AbstractContextManager[None]:
+        root = self.workspace.root
+        if not self.is_main:
+            return nullcontext()
+        return exclusive_access(lock_for(root / "alignment"), root)
+
+    def claim(self, identity: Mapping[str, str]) -> None:
+        if self.is_main:
+            claim_folder(settings_of(self.config), self.workspace, identity, self.dtypes)
+
+    def load_engine(self) -> Engine:
         config = self.config
+        return Engine.load(
+            config.target, dtype=config.dtype, device=config.device, config=config.sized_engine
+        )
+
+    def write_texts(self, texts: TrainingTexts) -> list[Sample]:
+        def make() -> list[Sample]:
+            with self.phases.bar("responses", "responses") as on_progress:
+                return texts.steady(on_progress)
+
+        return from_main(self.accelerator, make)
+
+    def pack(self, texts: TrainingTexts, samples: list[Sample]) -> Packing:
+        training = self.config.training
+        mixed = texts.mixed(samples)
+        return Packing(mixed, window=training.window, seed=training.training_seed)
+
+    def make_teacher(
+        self,
+        packing: Packing,
+        engine: Engine | None,
+        layers: tuple[int, ...] | None,
+        target_hash: str,
+    ) -> Teacher | None:
+        """Return the teacher, whose cache is filled by all processes together."""
+        config = self.config
+        if not self.objective.needs_teacher:
+            return None
+        num_rows = packing.num_learned
+        if layers is not None:
+            num_rows = sum(len(sample.token_ids) for sample in packing.samples)
+        with self.phases.bar("teacher", "the target's distributions") as on_progress:
+            source = TeacherSource(
+                target=config.target,
+                target_hash=target_hash,
+                sampling=config.sampling,
+                cache_dir=self.workspace.cache,
+                device=config.device,
+                dtype=config.dtype,
+                computed=getattr(torch, self.dtypes["target"]),
+                runs=None if engine is None else engine.target,
+                on_progress=on_progress,
+                share=ProcessShare(
+                    index=self.accelerator.process_index,
+                    number=self.accelerator.num_processes,
+                    wait=self.accelerator.wait_for_everyone,
+                ),
+            )
+            teacher = make_teacher(config.teacher, source, num_rows, layers)
+            teacher.prepare(packing.samples)
+        return teacher
+
+    def make_trainer(self, method: Method, identity: Mapping[str, str]) -> Trainer:
         trainer = Trainer(
-            config=config.training,
-            module=draft.loss(self.objective, config),
+            config=self.config.training,
+            module=method.loss(self.objective),
             teacher=None,
             accelerator=self.accelerator,
             folder=self.workspace.training,
@@ -196,98 +310,82 @@ class Alignment:
         trainer.resume()
         return trainer
 
-    def _selector(
-        self, engine: Engine, prompts: PromptSplit, identity: Mapping[str, str]
+    def make_selector(
+        self, engine: Engine, prompts: PromptSplit, target_hash: str, costs: CostsOf | None
     ) -> DraftSelector:
-        config = self.config
+        """Return what judges drafts, after it has judged those that were left without."""
+        config, first = self.config, self.workspace.snapshot(0)
+
+        def costs_at(temperature: float) -> CostTable | None:
+            return None if costs is None else costs(first, temperature, target_hash)
+
+        temperature = config.sampling.temperature
         judge = Judge(
             engine=engine,
             prompts=prompts.to_judge,
             params=config.sampling,
             num_speculative_tokens=config.evaluation.num_speculative_tokens,
-            costs=self._costs_at(config.sampling.temperature, identity["target"]),
+            costs=costs_at(temperature),
             seed=config.training.training_seed,
         )
         selector = DraftSelector(self.workspace, judge, config.evaluation.max_prompts)
         for step in self.schedule:  # more than the first where judgements were lost
             if self.workspace.snapshot(step).exists():
-                with self.phases.waiting("judging", f"judging step {step}"):
-                    selector.consider(step)
+                self._judge(selector, step)
         return selector
 
-    def _costs_at(self, temperature: float, target_hash: str) -> CostTable | None:
-        if self.costs is None:
-            return None
-        return self.costs(self.workspace.snapshot(0), temperature, target_hash)
+    def _judge(self, selector: DraftSelector, step: int) -> None:
+        with self.phases.waiting("judging", f"judging step {step}"):
+            selector.consider(step)
 
-    def _train(
-        self, trainer: Trainer, draft: TrainedDraft, data: RoundData, selector: DraftSelector | None
-    ) -> Packing:
-        """Train all rounds that are not complete; returns the data of the last round."""
-        packing: Packing | None = None
-        rounds = list(enumerate(pairwise(self.schedule)))
+    def train(
+        self, trainer: Trainer, method: Method, packing: Packing, selector: DraftSelector | None
+    ) -> None:
+        """Train from judgement to judgement, logging the metrics of every step."""
         log = MetricsLog(self.workspace.metrics, self.workspace.root / "tensorboard")
         with log.open_at(trainer.step) if self.is_main else nullcontext():
-            for number, (start, until) in rounds:
+            for until in self.schedule[1:]:
                 if trainer.step > until:
                     continue
-                if packing is None or data.changes:
-                    packing = data.packing(start, number, len(rounds))
-                    trainer.teacher = data.teacher(packing)
-                self._round(trainer, packing, until, selector, log)
-                self._snapshot(draft, trainer, until)
+                speedup = None if selector is None else selector.latest.predicted_speedup
+                with self.phases.training(self.schedule[-1], trainer.step, speedup) as show:
+
+                    def on_step(
+                        metrics: StepMetrics, show: Callable[[StepMetrics], None] = show
+                    ) -> None:
+                        if self.is_main:
+                            log.append(metrics)
+                        show(metrics)
+
+                    trainer.run(packing, until, on_step)
+                self.snapshot(method, trainer, until)
                 if selector is not None:
-                    with self.phases.waiting("judging", f"judging step {until}"):
-                        selector.consider(until)
+                    self._judge(selector, until)
                 self.accelerator.wait_for_everyone()
-        assert packing is not None  # the last round is never skipped
-        return packing
 
-    def _round(
-        self,
-        trainer: Trainer,
-        packing: Packing,
-        until: int,
-        selector: DraftSelector | None,
-        log: MetricsLog,
-    ) -> None:
-        """Train until the step `until`; with a selector, log and show the metrics of every step."""
-        if selector is None:
-            trainer.run(packing, until, lambda metrics: None)
-            return
-        speedup = selector.latest.predicted_speedup
-        with self.phases.training(self.schedule[-1], trainer.step, speedup) as show:
-
-            def on_step(metrics: StepMetrics) -> None:
-                log.append(metrics)
-                show(metrics)
-
-            trainer.run(packing, until, on_step)
-
-    def _snapshot(self, draft: TrainedDraft, trainer: Trainer, step: int) -> None:
+    def snapshot(self, method: Method, trainer: Trainer, step: int) -> None:
+        """Save the draft after a step; all processes must call this."""
         if self.workspace.snapshot(step).exists() or trainer.step != step:
             return
         weights = trainer.weights()
         if self.is_main:
-            draft.save(self.workspace.snapshot(step), weights)
+            method.save(self.workspace.snapshot(step), weights)
 
-    def _conclude(
+    def report(
         self,
         selector: DraftSelector,
-        prompts: PromptSplit,
-        packing: Packing,
+        data: DataSummary,
         identity: Mapping[str, str],
-        num_cut: int,
+        costs: CostsOf | None,
     ) -> AlignReport:
-        """Judge the first and the kept draft on all held-out prompts, and write the report."""
-        config, workspace = self.config, self.workspace
-        first = workspace.snapshot(0)
-        temperatures = {*config.evaluation.temperatures} - {config.sampling.temperature}
+        """Judge the first and the kept draft on all held-out prompts."""
+        workspace = self.workspace
+        first, target_hash = workspace.snapshot(0), identity["target"]
+        temperatures = {*self.config.evaluation.temperatures} - {self.config.sampling.temperature}
         judges = [selector.judge]
-        judges += [
-            selector.judge.at(temperature, self._costs_at(temperature, identity["target"]))
-            for temperature in sorted(temperatures)
-        ]
+        for temperature in sorted(temperatures):
+            known = None if costs is None else costs(first, temperature, target_hash)
+            judges.append(selector.judge.at(temperature, known))
         with self.phases.waiting("judging", "judging on all held-out prompts"):
             check_hashes(first)
             judged = tuple(
@@ -297,18 +395,11 @@ class Alignment:
                 )
                 for judge in judges
             )
-        hashes = {"target": identity["target"], "draft": content_hash(str(workspace.draft))}
-        report = AlignReport(
+        hashes = {"target": target_hash, "draft": content_hash(str(workspace.draft))}
+        return AlignReport(
             draft=workspace.draft,
-            objective=config.objective_name,
-            data=DataSummary(
-                num_training_prompts=len(prompts.training),
-                num_held_out_prompts=len(prompts.held_out),
-                num_samples=len(packing.samples),
-                num_learned_tokens=packing.num_learned,
-                num_rows=packing.rows_per_epoch,
-                num_cut_responses=num_cut,
-            ),
+            objective=self.objective.name,
+            data=data,
             judged=judged,
             judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),
             best_step=selector.best.step,
@@ -316,5 +407,62 @@ class Alignment:
             provenance=collect(hashes),
             identity=identity,
         )
-        hand_over(config, workspace, report, packing)
+
+    def hand_over(self, report: AlignReport, data: str) -> None:
+        """Write the model card, the serving files, the plots, and the report last."""
+        card = card_of(
+            report, target=self.config.target, settings=settings_of(self.config), data=data
+        )
+        write_card(card, self.workspace.draft)
+        self.export(report)
+        draw(self.workspace, report)
+        report.write(self.workspace.report)
+
+    def export(self, report: AlignReport) -> None:
+        """Write the settings that serve the draft, and upload it if a repository is set."""
+        config, most = self.config, self.config.evaluation.num_speculative_tokens
+        k = most if report.best_k is None else report.best_k
+        draft = self.workspace.draft
+        serving = describe_pair(config.target, draft, k, config.sampling, config.method)
+        export_draft(config.export, serving)
+        if not serving.speculates:
+            logger.warning(
+                "no number of speculative tokens up to %d is predicted to be faster than decoding "
+                "without the draft: the serving files do not use it",
+                most,
+            )
+        if config.push_to_hub is not None:
+            address = push_draft(serving, config.push_to_hub, config.export)
+            logger.warning("the draft was uploaded to %s", address)
+
+    def repeat(self, report: AlignReport) -> AlignReport:
+        """Export a finished alignment again, and say how to have it judged or run anew."""
+        self.export(report)
+        path = self.workspace.report
+        self.phases.console.print(
+            f"finished before; to judge again remove {path}, to align again give another --out",
+            style="dim",
+            highlight=False,
+            markup=False,
+        )
         return report
+
+
+def _stored_dtypes(workspace: Workspace) -> dict[str, str] | None:
+    """Return the types of an interrupted run; None for a new one, or if they cannot be read."""
+    if not workspace.manifest.exists():
+        return None
+    stored = read_object(workspace.manifest).get(DTYPES)
+    known = {"training": ("no", "bf16"), "target": ("float32", "bfloat16", "float16")}
+    if not isinstance(stored, dict) or stored.keys() != known.keys():
+        return None
+    return stored if all(stored[name] in known[name] for name in known) else None
+
+
+def _measure_dtypes(config: AlignConfig) -> dict[str, str]:
+    stored = choose_dtype(config.dtype, read_checkpoint(model_folder(config.target)))
+    computed = choose_faster_dtype(stored, choose_device(config.device).type)
+    return {
+        "training": choose_precision(config.device),
+        "target": str(computed).removeprefix("torch."),
+    }

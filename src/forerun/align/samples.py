@@ -21,9 +21,6 @@ from forerun.measure.prompt_files import Message, PromptEntry, read_entries
 from forerun.models.tokenizers import Tokenizer
 from forerun.theory.splitmix import INCREMENT, finalise
 
-TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
-"""Per token: ids and natural-log probabilities of the most likely, best first."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -33,8 +30,6 @@ class Sample:
         spans: half-open ranges of indices into `token_ids` that are learned, ascending: responses,
             several in a conversation of several turns, single positions where rejections are
             replayed. Index 0 can never be predicted, so spans begin at 1 or later.
-        top_logprobs: of every learned token, as the server that wrote them gave them; None where
-            nothing did.
     """
 
     prompt_hash: str
@@ -42,7 +37,6 @@ class Sample:
     spans: tuple[tuple[int, int], ...]
     tag: str = ""
     source: Source = "target"
-    top_logprobs: TopLogprobs | None = None
 
     @property
     def num_learned(self) -> int:
@@ -535,14 +529,8 @@ def cut(sample: Sample, window: int) -> Sample:
     if start == 0 and end == len(sample.token_ids):
         return sample
     kept = [(max(a, start), min(b, end)) for a, b in sample.spans]
-    tops = sample.top_logprobs
-    if tops is not None:
-        learned = (index for a, b in sample.spans for index in range(a, b))
-        pairs = zip(learned, tops, strict=True)
-        tops = tuple(top for index, top in pairs if start <= index < end)
     return replace(
         sample,
         token_ids=sample.token_ids[start:end],
         spans=tuple((a - start, b - start) for a, b in kept if a < b),
-        top_logprobs=tops,
     )

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from forerun.align.config import Export, Method
-from forerun.align.target import load_target
+from forerun.align.target import read_head
 from forerun.atomic_write import atomic_write
 from forerun.client.urls import hide_urls
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
@@ -238,7 +240,7 @@ def write_forms(engines: Sequence[str], serving: Serving) -> None:
         head = read_eagle3_head(serving.draft).bfloat16()
         write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)
     if serving.method == "medusa" and "vllm" in engines:
-        output = load_target(serving.target, device="cpu").head.weight.bfloat16()
+        output = read_head(serving.target, torch.bfloat16).weight
         write_medusa_vllm(
             read_medusa(serving.draft, vocab_size=len(output)).bfloat16(),
             folder / VLLM_FOLDER,

@@ -1,19 +1,17 @@
-"""The target as a teacher: it scores texts, whole on one device or spread over several."""
+"""The target as a teacher: it scores texts, in transformers or as the engine runs it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from forerun.align.samples import PackedBatch, Sample, list_texts, packed_inputs
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
@@ -24,6 +22,7 @@ from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
+from forerun.models.tensor_files import parameter_names, tensor_reader
 
 Part = TypeVar("Part")
 
@@ -36,18 +35,9 @@ class ProcessShare:
     number: int = 1
     wait: Callable[[], None] = lambda: None
 
-    def of(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
-        """Yield the parts assigned to this process, and whether it stores the result of each.
-
-        All processes get equally many, as a target whose weights are spread over them needs: where
-        the parts run out, the first is done again for nothing.
-        """
-        for start in range(0, len(parts), self.number):
-            place = start + self.index
-            if place < len(parts):
-                yield parts[place], True
-            else:
-                yield parts[0], False
+    def of(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Return the parts of this process."""
+        return parts[self.index :: self.number]
 
 
 ALONE = ProcessShare()
@@ -208,20 +198,41 @@ def adopt_target(model: Any) -> TargetModel:
     architecture = read_architecture(type(model).__name__, settings)
     check_trainable(architecture)
     projection = model.get_output_embeddings()
-    bias = dict(projection.named_parameters()).get("bias")
+    weights = {name: tensor.detach() for name, tensor in projection.named_parameters()}
     return TargetModel(
         body=model.get_decoder(),
         layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),
-        head=TargetHead(
-            weight=projection.weight.detach(),
-            bias=None if bias is None else bias.detach(),
-            divisor=float(settings.get("logits_scaling") or 1.0),
-            cap=settings.get("final_logit_softcapping"),
-        ),
+        head=_head_of(weights["weight"], weights.get("bias"), settings),
         model_type=model.config.model_type,
         max_positions=architecture.max_positions,
         device=model.device,
     )
+
+
+def _head_of(weight: Tensor, bias: Tensor | None, settings: Mapping[str, Any]) -> TargetHead:
+    divisor = float(settings.get("logits_scaling") or 1.0)
+    cap = settings.get("final_logit_softcapping")
+    return TargetHead(weight=weight, bias=bias, divisor=divisor, cap=cap)
+
+
+OUTPUT, EMBEDDING = "lm_head", "model.embed_tokens"
+
+
+def read_head(source: str | Path, dtype: torch.dtype) -> TargetHead:
+    """Read the output layer of a target alone, on the CPU.
+
+    Where the files use other names than most families, the whole target is loaded for it.
+    """
+    checkpoint = read_checkpoint(model_folder(source))
+    settings, architecture = read_config(checkpoint)
+    if MODULE_NAMES[architecture.name].embedding != EMBEDDING:
+        return adopt_target(read_weights(checkpoint, dtype)).head
+    packed = checkpoint.packed
+    names = parameter_names(checkpoint) if packed is None else tuple(packed.shapes)
+    read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
+    is_tied = f"{OUTPUT}.weight" not in names
+    bias = read(f"{OUTPUT}.bias") if f"{OUTPUT}.bias" in names else None
+    return _head_of(read(f"{EMBEDDING if is_tied else OUTPUT}.weight"), bias, settings)
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
@@ -251,12 +262,12 @@ def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
 MEASURED_SIZE, NUM_MEASURED = 256, 3
 
 
-@cache
 def choose_faster_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """Return fp32 where this device multiplies matrices faster in it than in a smaller type.
 
-    A processor without instructions for bf16 takes several times as long for it. This is measured
-    once, and never on other devices than a CPU, which have such instructions.
+    A processor without instructions for bf16 takes several times as long for it. This is measured,
+    so the processes and resumed runs of one training must share the answer. Other devices than a
+    CPU have such instructions.
     """
     if device != "cpu" or dtype.itemsize >= torch.float32.itemsize:
         return dtype
@@ -273,68 +284,27 @@ def choose_faster_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     return dtype if seconds(dtype) < seconds(torch.float32) else torch.float32
 
 
-def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
-    """Load a target that only scores text; it needs no KV store."""
+def load_target(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    computed: torch.dtype | None = None,
+) -> TargetModel:
+    """Load a target that only scores text; it needs no KV store.
+
+    Args:
+        computed: the type of its products; None: `dtype`.
+    """
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
     chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
-    scored = choose_faster_dtype(chosen_dtype, chosen_device.type)
+    scored = computed or chosen_dtype
     needed = checkpoint.num_parameters * scored.itemsize
     available = available_bytes(chosen_device)
     if needed > available:
         raise NotEnoughMemory(
             f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
-            'available; spread it over several GPUs with device "sharded", or take its '
-            "log-probabilities from a server (teacher top-k)"
+            "available; give another --device, or a smaller target"
         )
     return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device, scored))
-
-
-def load_sharded(
-    source: str | Path, *, dtype: str, device: str, share: ProcessShare
-) -> TargetModel:
-    """Load a target that is too large for one device.
-
-    One process spreads the layers over all GPUs it has, one after the other (accelerate's device
-    map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
-    all of them must make equally many passes, which `TargetCache` and the trainer do.
-    """
-    checkpoint = read_checkpoint(model_folder(source))
-    read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
-    if share.number == 1:
-        model = read_weights(checkpoint, chosen_dtype, device_map="auto")
-        refuse_offloaded(str(source), model)
-        return adopt_target(model)
-    target = None
-    for turn in range(share.number):  # the host holds one whole copy at a time
-        if turn == share.index:
-            model = read_weights(checkpoint, chosen_dtype)
-            model = model.to(choose_faster_dtype(chosen_dtype, chosen_device.type))
-            target = split(model, chosen_device, share.number)
-        share.wait()
-    assert target is not None
-    return target
-
-
-def split(model: Any, device: torch.device, number: int) -> TargetModel:
-    """Shard every decoder layer, and the modules outside of the layers, over all processes."""
-    target = adopt_target(model)
-    weight = target.head.weight.to(device, copy=True)  # it may be the embedding, which is split
-    mesh = init_device_mesh(device.type, (number,))
-    layer_classes = set(model._no_split_modules or ())
-    for module in target.body.modules():
-        if type(module).__name__ in layer_classes:
-            fully_shard(module, mesh=mesh)
-    fully_shard(target.body, mesh=mesh)
-    head = replace(target.head.to(device), weight=weight)
-    return replace(target, head=head, device=device)
-
-
-def refuse_offloaded(source: str, model: nn.Module) -> None:
-    """Refuse a model with layers that do not fit on the GPUs and would be read in every pass."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise NotEnoughMemory(
-            f"the GPUs here together do not hold {source}; take its log-probabilities from a "
-            "server (teacher top-k)"
-        )

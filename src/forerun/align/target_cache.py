@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int64
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from forerun.align.config import TeacherConfig
+from forerun.align.progress import OnProgress
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import (
     ALONE,
@@ -31,13 +32,11 @@ from forerun.align.target import (
     ProcessShare,
     TargetHead,
     TargetModel,
-    choose_faster_dtype,
-    load_sharded,
     load_target,
+    read_head,
 )
-from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
-from forerun.cache import find_cached, hash_of, is_whole, write_cached
+from forerun.cache import hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
@@ -51,11 +50,9 @@ preparation = logging.getLogger("forerun.preparation")
 
 FORMAT = 2
 DESCRIPTION = "cache.json"
-ROWS, HEAD, SUFFIX = "rows", "head", ".safetensors"
+ROWS, SUFFIX = "rows", ".safetensors"
 MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
-SHARDED = "sharded"
-"""Value of `device` that spreads a target too large for one GPU over all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +62,7 @@ class TeacherSource:
     Attributes:
         share: this process's part of filling a cache. With several processes all must then prepare
             the teacher together; or one fills it first, alone, and the others find it filled.
+        computed: type of the target's products; None: that of its weights.
         runs: the target in an engine of this process that is idle, which then scores texts.
         on_progress: called after every pass with the learned rows done, of this process's share.
     """
@@ -75,14 +73,20 @@ class TeacherSource:
     cache_dir: Path
     device: str = "auto"
     dtype: str = "auto"
+    computed: torch.dtype | None = None
     runs: LanguageModel | None = None
     on_progress: OnProgress = lambda num_done, num_all: None
     share: ProcessShare = ALONE
 
     def load(self) -> TargetModel:
-        if self.device != SHARDED:
-            return load_target(self.target, dtype=self.dtype, device=self.device)
-        return load_sharded(self.target, dtype=self.dtype, device="auto", share=self.share)
+        return load_target(
+            self.target, dtype=self.dtype, device=self.device, computed=self.computed
+        )
+
+    def read_head(self) -> TargetHead:
+        """Read the target's output layer alone."""
+        head = read_head(self.target, self.state_dtype)
+        return head.to(self.probs_device, self.computed)
 
     def scorer(self, samples: Sequence[Sample]) -> TargetModel | EngineTarget:
         """Return the target that scores these samples fastest."""
@@ -90,12 +94,12 @@ class TeacherSource:
         longest = max(len(sample.token_ids) for sample in samples)
         if self.share.number > 1 or not isinstance(runs, NativeModel) or longest > runs.max_context:
             return self.load()
-        return EngineTarget(model=runs, load_head=lambda: self.load().head)
+        return EngineTarget(model=runs, load_head=self.read_head)
 
     @property
     def probs_device(self) -> torch.device:
         """Device on which distributions are computed from a cache."""
-        return choose_device("auto" if self.device == SHARDED else self.device)
+        return choose_device(self.device)
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -109,11 +113,10 @@ class RowSizes:
 
     what: str
     row_bytes: int
-    fixed_bytes: int = 0
 
     def total_bytes(self, num_rows: int) -> int:
         """Return the bytes of the given number of rows."""
-        return self.fixed_bytes + num_rows * self.row_bytes
+        return num_rows * self.row_bytes
 
 
 def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
@@ -228,17 +231,10 @@ class TargetCache:
         return target
 
     def head(self, target: Target | None) -> TargetHead:
-        """Return the target's output layer (LM head), kept beside its states, ready for logits."""
-        head = _read_head(self.folder)
-        self.source.share.wait()  # no process writes before all have read
-        if head is None:
-            head = (target or self.source.load()).head.to(dtype=self.source.state_dtype)
-            if self.source.share.index == 0:
-                with full_disk_named(self.folder):
-                    write_cached(self.folder, HEAD, SUFFIX, _packed_head(head))
-            self.source.share.wait()
-        device = self.source.probs_device
-        return head.to(device, choose_faster_dtype(head.weight.dtype, device.type))
+        """Return the target's output layer (LM head): that of the loaded target, or read alone."""
+        if target is None:
+            return self.source.read_head()
+        return target.head.to(self.source.probs_device, self.source.computed)
 
     def _list_files(self) -> None:
         files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
@@ -286,14 +282,12 @@ class TargetCache:
             )
 
     def _run(self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns) -> None:
-        parts = [*self.source.share.of([*passes(samples, MAX_TOKENS)])]
-        num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
+        parts = self.source.share.of([*passes(samples, MAX_TOKENS)])
+        num_rows = sum(samples[index].num_learned for part in parts for index in part)
         num_done = 0
-        for part, kept in parts:
+        for part in parts:
             batch = one_per_row(samples, part)
             states = target.states(batch, self.layers)
-            if not kept:
-                continue
             for row, index in enumerate(part):
                 own = states[row, learned_places(samples[index]).to(states.device)]
                 if not bool(own.isfinite().all()):
@@ -335,21 +329,3 @@ def full_disk_named(folder: Path) -> Iterator[None]:
             f"the disk of {folder} is full; finished files are kept and are not computed again: "
             "make room, or name another folder for caches, and start again"
         ) from error
-
-
-def _packed_head(head: TargetHead) -> bytes:
-    tensors = {"weight": head.weight.cpu().contiguous()}
-    if head.bias is not None:
-        tensors["bias"] = head.bias.cpu().contiguous()
-    return save(tensors, {"numbers": json.dumps({"divisor": head.divisor, "cap": head.cap})})
-
-
-def _read_head(folder: Path) -> TargetHead | None:
-    """Read the output layer beside the hidden states; None if it is missing or damaged."""
-    path = find_cached(folder, HEAD, SUFFIX)
-    if path is None:
-        return None
-    with safe_open(path, framework="pt") as file:
-        numbers = json.loads(file.metadata()["numbers"])
-    tensors = load_file(path)
-    return TargetHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)

@@ -1,36 +1,22 @@
-"""Teachers of a draft: the target itself, caches of its hidden states or drawn ids, or a server.
+"""Teachers of a draft: the target itself, or a cache of its hidden states or greedy choices.
 
-A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the cached head
-gives the same logits as the target, so every objective may learn from them at any temperature. Both
-are stored in the target's dtype, and training then does not need the target itself.
+A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the target's
+output layer gives the same logits, so every objective may learn from them at any temperature.
+States are stored in the target's dtype, and training needs its output layer alone.
 
 The teachers of attached heads also provide features, the residual stream entering some layers. Both
 come from one pass, made in every training step or once for a cache.
-
-Shares of drawn ids are unbiased estimates of the target's probabilities, so an objective that is
-linear in these has an unbiased gradient; any other objective would be biased. The draws of a row
-are equidistant on the cumulative sum of its probabilities, with one random offset: the share of an
-id then differs from its probability by less than one draw, where independent draws would differ by
-the root of their number. A greedy distribution is one id, stored as it is.
-
-Of a server's log-probabilities, all tokens that are not named count as one more token with the
-missing mass. The probabilities are therefore exact at temperature 1, somewhat too small below it
-and too large above, and exact at any temperature where the deployment's own truncation drops the
-tokens that are not named.
-
-Source: arXiv 2503.16870 on drawn ids; Kitagawa 1996 on equidistant draws.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.align.config import TeacherConfig
@@ -48,23 +34,21 @@ from forerun.align.target_cache import (
     TargetCache,
     TeacherSource,
     allowed_bytes,
-    hash_sample,
     learned_places,
 )
-from forerun.errors import InvalidCache, InvalidRequest, NumericalError
+from forerun.errors import InvalidCache
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.load import model_folder, read_config
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.kernels import row_chunks
-from forerun.sampling.noise import position_key, request_key, uniform
+from forerun.sampling.kernels import largest, row_chunks
 
 logger = logging.getLogger("forerun.align")
 preparation = logging.getLogger("forerun.preparation")
 
-ID_BYTES, COUNT_BYTES = 4, 2
-STATES, LOG_SUMS = "states", "log_sums"
-"""Columns of a cache: hidden states, and log sums of the exponentials of their logits over T."""
-LOG_SUM_BYTES = 4
+STATES, LOG_SUMS, CHOICES = "states", "log_sums", "choices"
+"""Columns of a cache: hidden states, log sums of the exponentials of their logits over T, and the
+most likely tokens."""
+LOG_SUM_BYTES = CHOICE_BYTES = 4
 
 
 @runtime_checkable
@@ -108,8 +92,7 @@ class Teacher(Protocol):
         Raises:
             CacheTooLarge: it would not fit, and nothing is written; or the disk filled up.
             InvalidCache: the folder holds the cache of something else.
-            InvalidRequest: a sample has ids that the target lacks, is too long for it, or lacks the
-                log-probabilities of a server.
+            InvalidRequest: a sample has ids that the target lacks, or is too long for it.
         """
 
     def rows(self, batch: PackedBatch) -> TeacherRows:
@@ -133,8 +116,9 @@ def make_teacher(
     if layers is not None and source.sampling.greedy:
         source = replace(source, sampling=replace(source.sampling, temperature=1.0))
     if kind == "auto" and source.sampling.greedy:
-        kind = "sampled"
-    elif kind == "auto":
+        sizes = RowSizes(what="choices", row_bytes=CHOICE_BYTES)
+        return CachedChoices(TargetCache(source, config, "choices", {}, sizes))
+    if kind == "auto":
         allowed = allowed_bytes(source.cache_dir, config.max_cache_bytes)
         fits = state_sizes(source, layers).total_bytes(num_rows) <= allowed
         kind = "hidden" if fits else "model"
@@ -144,9 +128,7 @@ def make_teacher(
             )
     if kind == "model":
         return ModelTeacher(source.load(), source.sampling, layers)
-    if kind == "hidden":
-        return _cached_states(config, source, layers)
-    return TopKTeacher(source) if kind == "top-k" else _cached_ids(config, source)
+    return _cached_states(config, source, layers)
 
 
 def _cached_states(
@@ -159,23 +141,8 @@ def _cached_states(
     return CachedStates(TargetCache(source, config, kind, settings, sizes, layers or ()), layers)
 
 
-def _cached_ids(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
-    sampling = source.sampling
-    num_ids = 1 if sampling.greedy else config.num_sampled_ids
-    settings = {
-        "num_ids": num_ids,
-        "temperature": sampling.temperature,
-        "min_p": sampling.min_p,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-    }
-    row_bytes = num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES
-    sizes = RowSizes(what="drawn ids", row_bytes=row_bytes)
-    return SampledTeacher(TargetCache(source, config, "sampled", settings, sizes), num_ids)
-
-
 def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) -> RowSizes:
-    """Return the sizes of hidden states, of features, and of the layer that makes logits."""
+    """Return the sizes of hidden states, or of features and hidden states."""
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
     width = architecture.hidden_size
     if layers is None:
@@ -187,7 +154,6 @@ def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) ->
         else "last hidden states",
         row_bytes=(len(layers or ()) + 1) * width * itemsize
         + LOG_SUM_BYTES * _keeps_log_sums(source.sampling, layers),
-        fixed_bytes=(width + 1) * architecture.vocab_size * itemsize,
     )
 
 
@@ -388,181 +354,44 @@ def sample_runs(
         yield index, rows
 
 
-class SparseRows:
-    """Sparse distributions of learned rows; see `TeacherRows`."""
+class ChosenRows:
+    """The target's choice at every learned row; see `TeacherRows`."""
 
-    def __init__(self, distribution: SparseDistribution) -> None:
-        self._whole = distribution
+    def __init__(self, ids: Int64[Tensor, "rows 1"]) -> None:
+        self._ids = ids
 
     def __len__(self) -> int:
-        return len(self._whole.ids)
+        return len(self._ids)
 
     def distribution(self, rows: slice) -> SparseDistribution:
-        return SparseDistribution(ids=self._whole.ids[rows], shares=self._whole.shares[rows])
+        ids = self._ids[rows]
+        return SparseDistribution(ids=ids, shares=torch.ones(ids.shape, device=ids.device))
 
 
-def _joined(parts: Sequence[SparseDistribution], device: torch.device) -> SparseRows:
-    """Join the rows of several samples, padded with id 0 of probability 0."""
-    width = max((part.ids.shape[1] for part in parts), default=1)
-    ids, shares = [torch.zeros(0, width, dtype=torch.int64)], [torch.zeros(0, width)]
-    ids += [F.pad(part.ids, (0, width - part.ids.shape[1])) for part in parts]
-    shares += [F.pad(part.shares, (0, width - part.shares.shape[1])) for part in parts]
-    return SparseRows(
-        SparseDistribution(ids=torch.cat(ids).to(device), shares=torch.cat(shares).to(device))
-    )
+class CachedChoices:
+    """Teacher over the cached choices of a greedy target; see `Teacher`."""
 
-
-class SampledTeacher:
-    """Teacher over cached token ids; see `Teacher`."""
-
-    def __init__(self, cache: TargetCache, num_ids: int) -> None:
+    def __init__(self, cache: TargetCache) -> None:
         self.cache = cache
-        self._num_ids = num_ids
         self._samples: Sequence[Sample] = ()
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose token ids are not cached."""
+        """Run the target over the samples whose choices are not cached."""
         self.cache.fill(samples, self._columns)
         self._samples = samples
 
-    def rows(self, batch: PackedBatch) -> SparseRows:
-        parts = []
+    def rows(self, batch: PackedBatch) -> ChosenRows:
+        found = [torch.zeros(0, dtype=torch.int64)]
         for index, rows in sample_runs(batch, self._samples):
-            ids, shares = padded(self.cache.read(self._samples[index]))
-            parts.append(SparseDistribution(ids=ids[rows], shares=shares[rows]))
-        return _joined(parts, self.cache.source.probs_device)
+            found.append(self.cache.read(self._samples[index])[CHOICES][rows].to(torch.int64))
+        ids = torch.cat(found)[:, None].to(self.cache.source.probs_device)
+        return ChosenRows(ids)
 
     def _columns(
         self, target: Target, sample: Sample, states: Float[Tensor, "rows 1 hidden"]
     ) -> dict[str, Tensor]:
-        """Return the cache's columns: distinct ids of all rows, their counts, and ids per row."""
-        key = request_key(int(hash_sample(sample), 16), 0)
-        keys = torch.tensor([position_key(key, row) for row in range(len(states))])
-        parts = []
-        for rows in row_chunks(len(states), target.head.vocab_size):
-            logits = target.head.logits(states[rows, -1])
-            distribution = deployed_distribution(logits, self.cache.source.sampling)
-            if isinstance(distribution, DenseDistribution):
-                offsets = uniform(keys[rows].to(distribution.target_probs.device))
-                parts.append(distinct(draw_ids(distribution.target_probs, offsets, self._num_ids)))
-            else:
-                parts.append(distinct(distribution.ids))
-        ids, counts, sizes = (torch.cat(column) for column in zip(*parts, strict=True))
-        return {"ids": ids, "counts": counts, "sizes": sizes}
-
-
-def draw_ids(
-    probs: Float[Tensor, "rows vocab"], offsets: Float64[Tensor, " rows"], num_ids: int
-) -> Int64[Tensor, "rows num_ids"]:
-    """Draw token ids by systematic sampling at equal distances on the cumulative sums."""
-    sums = probs.cumsum(-1, dtype=torch.float64)
-    if not bool(sums[:, -1].isfinite().all()):
-        raise NumericalError("the target's logits are not finite; load it in bf16 or fp32")
-    steps = torch.arange(num_ids, device=probs.device, dtype=torch.float64)
-    wanted = (steps + offsets[:, None]) / num_ids * sums[:, -1:]
-    # The last one may be rounded up to the sum itself, which is beyond every token's interval.
-    below = torch.nextafter(sums[:, -1:], torch.zeros_like(sums[:, -1:]))
-    return torch.searchsorted(sums, torch.minimum(wanted, below), right=True)
-
-
-def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct ids of sorted rows, their counts, and the number of ids per row."""
-    num_rows, num_draws = drawn.shape
-    starts = torch.ones_like(drawn, dtype=torch.bool)
-    starts[:, 1:] = drawn[:, 1:] != drawn[:, :-1]
-    first = starts.flatten().nonzero()[:, 0]
-    ends = torch.cat((first[1:], first.new_tensor([num_rows * num_draws])))
-    columns = (drawn[starts].to(torch.int32), ends - first, starts.sum(-1))
-    return (columns[0].cpu(), columns[1].to(torch.int16).cpu(), columns[2].to(torch.int16).cpu())
-
-
-def padded(
-    columns: Mapping[str, Tensor],
-) -> tuple[Int64[Tensor, "rows some"], Float[Tensor, "rows some"]]:
-    """Return ids and probabilities of a sample's rows, padded with id 0 of probability 0."""
-    sizes = columns["sizes"].to(torch.int64)
-    width = int(sizes.max())
-    filled = torch.arange(width) < sizes[:, None]
-    ids = torch.zeros(filled.shape, dtype=torch.int64)
-    counts = torch.zeros(filled.shape)
-    ids[filled] = columns["ids"].to(torch.int64)
-    counts[filled] = columns["counts"].to(torch.float32)
-    return ids, counts / counts.sum(-1, keepdim=True)
-
-
-class TopKTeacher:
-    """Teacher over log-probabilities in the samples; see `Teacher`."""
-
-    def __init__(self, source: TeacherSource) -> None:
-        self._source = source
-        self._samples: Sequence[Sample] = ()
-
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Check that the samples have log-probabilities; nothing is stored."""
-        for sample in samples:
-            given = sample.top_logprobs
-            if given is None or len(given) != sample.num_learned or not all(given):
-                raise InvalidRequest(
-                    f"a response to the prompt {sample.prompt_hash} has no log-probabilities: let "
-                    "a server write all responses (responses_from) that gives them, or use "
-                    'teacher "hidden" or "model"'
-                )
-        if not self._source.sampling.greedy and self._source.share.index == 0:
-            logger.warning("the distributions are truncated to the tokens that the server named")
-        self._samples = samples
-
-    def rows(self, batch: PackedBatch) -> SparseRows:
-        parts = []
-        for index, rows in sample_runs(batch, self._samples):
-            given = self._samples[index].top_logprobs
-            assert given is not None
-            parts.append(_known_distribution([given[row] for row in rows], self._source.sampling))
-        return _joined(parts, self._source.probs_device)
-
-
-def _known_distribution(
-    named: Sequence[Sequence[tuple[int, float]]], sampling: SamplingParams
-) -> SparseDistribution:
-    """Return the deployed distributions of rows of which the most likely tokens are known."""
-    width = max(map(len, named), default=1)
-    ids = torch.zeros(len(named), width, dtype=torch.int64)
-    logprobs = torch.full((len(named), width), -torch.inf, dtype=torch.float64)
-    for row, tokens in enumerate(named):
-        best_first = sorted(tokens, key=lambda token: -token[1])
-        ids[row, : len(tokens)] = torch.tensor([token for token, _ in best_first])
-        logprobs[row, : len(tokens)] = torch.tensor([value for _, value in best_first])
-    return SparseDistribution(ids=ids, shares=known_shares(logprobs, sampling).float())
-
-
-def known_shares(
-    logprobs: Float64[Tensor, "rows known"], sampling: SamplingParams
-) -> Float64[Tensor, "rows known"]:
-    """Convert top log-probabilities at temperature 1 to probabilities as deployed."""
-    if sampling.greedy:
-        shares = torch.zeros_like(logprobs)
-        shares[:, 0] = 1.0
-        return shares
-    missing = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0.0)
-    known = (logprobs / sampling.temperature).exp()
-    rest = missing ** (1 / sampling.temperature)
-    is_named = logprobs > -torch.inf
-    if sampling.min_p > 0:
-        kept = known >= sampling.min_p * known[:, :1]
-        # Tokens that are not known are no likelier than the least likely one that is.
-        known, rest = known * kept, rest * (kept | ~is_named).all(-1, keepdim=True)
-    if sampling.top_k > 0:
-        known = known * (torch.arange(known.shape[1], device=known.device) < sampling.top_k)
-        rest = rest * (is_named.sum(-1, keepdim=True) < sampling.top_k)
-    if sampling.top_p < 1:
-        known, rest = nucleus(known, rest, sampling.top_p)
-    return known / (known.sum(-1, keepdim=True) + rest)
-
-
-def nucleus(
-    known: Float64[Tensor, "rows known"], rest: Float64[Tensor, "rows 1"], top_p: float
-) -> tuple[Float64[Tensor, "rows known"], Float64[Tensor, "rows 1"]]:
-    """Apply top_p: return the kept known tokens, and the mass that unknown tokens keep."""
-    wanted = top_p * (known.sum(-1, keepdim=True) + rest)
-    before = known.cumsum(-1) - known
-    kept = known * (before < wanted)
-    return kept, (wanted - known.sum(-1, keepdim=True)).clamp(min=0.0)
+        parts = [
+            largest(target.head.logits(states[rows, -1]))[1]
+            for rows in row_chunks(len(states), target.head.vocab_size)
+        ]
+        return {CHOICES: torch.cat(parts).to(torch.int32)}

@@ -1,9 +1,7 @@
 """Texts of an alignment: prompts for training and judging, responses, and replayed traces.
 
-Of a server's answers tokens are exact where the answer has their ids: vLLM sends them on request
-(`return_token_ids`, `return_tokens_as_token_ids`), llama.cpp beside log-probabilities. Any other
-server sends text, which the target's tokenizer turns into tokens; its log-probabilities are not
-used, because several tokens may have the same text.
+Of a server's answers tokens are exact where the answer has their ids, which vLLM sends on request
+(`return_token_ids`). Any other server sends text, which the target's tokenizer turns into tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from forerun.align.config import AlignConfig, DataConfig, Source
+from forerun.align.config import DataConfig, Source
+from forerun.align.progress import OnProgress
 from forerun.align.samples import (
     PromptRecord,
     Sample,
-    TopLogprobs,
     mix,
     prompt_hash,
     read_prompts,
@@ -31,21 +29,19 @@ from forerun.align.samples import (
     shortened,
     split,
 )
-from forerun.align.workspace import OnProgress, exclusive_access, lock_for
+from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.client.client import Client, ServerAnswer
 from forerun.client.connection import BrokenReply, ClientConfig
 from forerun.client.urls import HIDDEN, shown_url
 from forerun.engine.engine import Engine
 from forerun.engine.http_backend import sampling_fields
-from forerun.engine.loading import load_pair_member
 from forerun.errors import CacheTooLarge, InvalidRequest, ServerUnavailable
 from forerun.measure.judge import EvaluationPrompt
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
-from forerun.models.tokenizers import Tokenizer, check_vocabularies
-from forerun.provenance import content_hash
-from forerun.sampling.config import SamplingParams, draft_params
+from forerun.models.tokenizers import Tokenizer
+from forerun.sampling.config import SamplingParams
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import first_repeat
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
@@ -96,15 +92,11 @@ class Response:
     prompt_hash: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
-        """Refuse token ids below 0, and log-probabilities that are not those of all tokens."""
-        tops = self.top_logprobs
-        if min(self.token_ids, default=0) < 0 or (
-            tops is not None and len(tops) != len(self.token_ids)
-        ):
-            raise ValueError("its token ids or its log-probabilities are damaged")
+        """Refuse token ids below 0."""
+        if min(self.token_ids, default=0) < 0:
+            raise ValueError("its token ids are damaged")
 
 
 class ResponseStore:
@@ -208,7 +200,6 @@ def response_sample(prompt: PromptRecord, response: Response, source: Source) ->
         spans=((length, length + len(response.token_ids)),),
         tag=prompt.tag,
         source=source,
-        top_logprobs=response.top_logprobs,
     )
 
 
@@ -266,29 +257,6 @@ def seed_of(prompt_hash: str, seed: int) -> int:
     return finalise(mixed + INCREMENT) >> 64 - SEED_BITS
 
 
-def draft_writer(
-    draft: str | Path, target: Engine, params: SamplingParams, folder: Path
-) -> tuple[Engine, ResponseStore]:
-    config = replace(target.config, num_speculative_tokens=0)
-    model, tokenizer = load_pair_member(
-        draft, dtype="auto", device=str(target.target.device), config=config
-    )
-    check_vocabularies(target.tokenizer, tokenizer)
-    # Ids beyond the target's own are padding, which the target cannot score.
-    padding = tuple(range(target.target.vocab_size, model.vocab_size))
-    own = draft_params(params)
-    origin = ResponseOrigin(
-        source="draft",
-        model=content_hash(str(draft)),
-        tokenizer_hash=tokenizer_hash(model_folder(draft)),
-        params=replace(own, bad_token_ids=own.bad_token_ids + padding),
-    )
-    engine = Engine(
-        target=model, tokenizer=target.tokenizer, config=config, eos_token_ids=target.eos_token_ids
-    )
-    return engine, ResponseStore(folder, origin)
-
-
 _FINISH_REASONS = ("stop", "length")
 _MAX_TOKEN_CHARACTERS = 1024
 """Most characters that one token may stand for; the longest in use are some hundred spaces."""
@@ -300,7 +268,6 @@ class ResponseServer:
 
     client: Client
     tokenizer: Tokenizer
-    num_logprobs: int = 0
 
     def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
         is_chat = self.client.config.is_chat
@@ -317,18 +284,15 @@ class ResponseServer:
         try:
             answer = ask(
                 sampling_fields(params),
-                logprobs=self.num_logprobs or None,
                 seed=seed_of(prompt.prompt_hash, params.seed or 0),
                 check=partial(_check_answer, params=params),
             )
         except InvalidRequest as error:
             raise InvalidRequest(f"{prompt.where}: {error}") from error
-        token_ids, tops = _tokens(answer, params, self.tokenizer)
         return Response(
             prompt_hash=prompt.prompt_hash,
-            token_ids=tuple(token_ids),
+            token_ids=tuple(_tokens(answer, params, self.tokenizer)),
             finish_reason=str(answer.finish_reason),
-            top_logprobs=tops if tops and len(tops) == len(token_ids) and all(tops) else None,
         )
 
 
@@ -345,19 +309,11 @@ def _check_answer(answer: ServerAnswer, params: SamplingParams) -> None:
         )
 
 
-def _tokens(
-    answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
-) -> tuple[Sequence[int], TopLogprobs | None]:
-    text, positions = answer.text or "", answer.logprobs
-    ids = answer.token_ids
-    tops = None if positions is None else [_ranked(position.top) for position in positions]
-    if ids is None and positions is not None:
-        named = [position.token_id for position in positions]
-        ids = tuple(token for token in named if token is not None)
-        ids = ids if len(ids) == len(named) else None
+def _tokens(answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer) -> Sequence[int]:
+    text, ids = answer.text or "", answer.token_ids
     if ids is None:
-        return _encoded(text, answer, params, tokenizer), None
-    for token in (*ids, *(token for top in tops or () for token, _ in top or ())):
+        return _encoded(text, answer, params, tokenizer)
+    for token in ids:
         if token not in tokenizer.vocabulary:
             raise InvalidRequest(
                 f"the server names the token {printable(token, max_length=40)}, which is not in "
@@ -370,16 +326,7 @@ def _tokens(
             f"the server's tokens {list(ids[:8])} are not this tokenizer's way to write "
             f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
         )
-    known = [top for top in tops or () if top is not None]
-    return ids, tuple(known) if tops is not None and len(known) == len(tops) else None
-
-
-def _ranked(top: Sequence[tuple[str, int | None, float]]) -> tuple[tuple[int, float], ...] | None:
-    """Return unique token ids with log-probabilities, the most likely first; None without ids."""
-    found = {token: value for _, token, value in top if token is not None}
-    if any(token is None for _, token, _ in top):
-        return None
-    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+    return ids
 
 
 def _encoded(
@@ -500,10 +447,6 @@ def build_replay_sample(
     )
 
 
-NUM_LOGPROBS = 20
-"""Log-probabilities per token asked of a teaching server: the most that OpenAI's API allows."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
     """Disjoint prompts for training and for judging."""
@@ -547,43 +490,38 @@ def warn_of_few_prompts(prompts: PromptSplit) -> None:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainingTexts:
     """All training texts of a draft, generated on demand and stored.
 
     Attributes:
+        data: which texts; `sampling` has the parameters of the deployment.
+        target: None in processes that wait for the one that generates.
         num_cut: responses of the target that `max_tokens` ended, once there are any.
     """
 
-    def __init__(
-        self,
-        *,
-        config: AlignConfig,
-        prompts: PromptSplit,
-        target: Engine | None,
-        target_hash: str,
-        tokenizer: Tokenizer,
-        folder: Path,
-    ) -> None:
-        self.config = config
-        self.prompts = prompts.training
-        self.held_out = frozenset(prompt.prompt_hash for prompt in prompts.held_out)
-        self.target = target
-        self.target_hash = target_hash
-        self.tokenizer = tokenizer
-        self.folder = folder
-        self.num_cut = 0
+    data: DataConfig
+    sampling: SamplingParams
+    prompts: PromptSplit
+    target: Engine | None
+    target_name: str
+    target_hash: str
+    tokenizer: Tokenizer
+    folder: Path
+    num_cut: int = 0
 
     @property
     def shares(self) -> dict[Source, float]:
         """Share of the learned tokens by source."""
-        return self.config.data.shares
+        return self.data.shares
 
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters of the responses."""
-        temperature = self.config.data.response_temperature
-        sampling = self.config.sampling
-        return sampling if temperature is None else replace(sampling, temperature=temperature)
+        temperature = self.data.response_temperature
+        if temperature is None:
+            return self.sampling
+        return replace(self.sampling, temperature=temperature)
 
     def steady(self, on_progress: OnProgress) -> list[Sample]:
         """Return the texts that do not depend on the draft."""
@@ -591,32 +529,19 @@ class TrainingTexts:
         if "target" in self.shares:
             found += self._of_target(on_progress)
         if "fixed" in self.shares:
-            found += [sample for prompt in self.prompts for sample in prompt.brought]
+            found += [sample for prompt in self.prompts.training for sample in prompt.brought]
         return found + self._replayed()
 
-    def of_draft(
-        self, draft: Path, part: int, num_parts: int, on_progress: OnProgress
-    ) -> list[Sample]:
-        """Generate the draft's own responses to one part of the prompts."""
-        prompts = self.prompts[part % num_parts :: num_parts]
-        if self.target is None:
-            raise ValueError("only the process that has the target writes responses")
-        engine, store = draft_writer(draft, self.target, self.params, self.folder)
-        with store.writing():
-            write_responses(engine, prompts, store, on_progress)
-        return [_without_loop(sample) for sample in store.samples(prompts)]
-
-    def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
+    def mixed(self, samples: Sequence[Sample]) -> list[Sample]:
         """Select samples in the configured shares, and add all samples replayed from traces."""
         replays = [sample for sample in samples if sample.source == "replay"]
-        return mix(samples, self.shares, seed=seed) + replays
+        return mix(samples, self.shares, seed=0) + replays
 
     def _of_target(self, on_progress: OnProgress) -> list[Sample]:
         """Return the responses of the target, or of the server that the settings name for it."""
-        data, model, server = self.config.data, self.target_hash, None
+        data, model, server = self.data, self.target_hash, None
         if data.responses_from is not None:
-            num_logprobs = NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0
-            name = data.responses_model or self.config.target
+            name = data.responses_model or self.target_name
             if HIDDEN in data.responses_from:
                 raise InvalidRequest(
                     f"--responses-from {data.responses_from} was recorded without its secret "
@@ -628,34 +553,33 @@ class TrainingTexts:
                 key_variable=data.responses_key_env,
                 max_connections=16,
             )
-            server = ResponseServer(
-                client=Client(config), tokenizer=self.tokenizer, num_logprobs=num_logprobs
-            )
+            server = ResponseServer(client=Client(config), tokenizer=self.tokenizer)
             # The model behind the address is not known: another target must not reuse responses.
-            model = f"{model} {_recordable_url(data.responses_from)} {name} {num_logprobs}"
+            model = f"{model} {_recordable_url(data.responses_from)} {name}"
         origin = ResponseOrigin(
             source="target",
             model=model,
-            tokenizer_hash=tokenizer_hash(model_folder(self.config.target)),
+            tokenizer_hash=tokenizer_hash(model_folder(self.target_name)),
             params=self.params,
         )
-        store = ResponseStore(self.folder, origin)
+        store, prompts = ResponseStore(self.folder, origin), self.prompts.training
         if self.target is not None:
             with store.writing():
                 if server is None:
-                    write_responses(self.target, self.prompts, store, on_progress)
+                    write_responses(self.target, prompts, store, on_progress)
                 else:
-                    write_responses_from(server, self.prompts, store, on_progress)
-        found = (store.response(prompt.prompt_hash) for prompt in self.prompts)
+                    write_responses_from(server, prompts, store, on_progress)
+        found = (store.response(prompt.prompt_hash) for prompt in prompts)
         self.num_cut = sum(r is not None and r.finish_reason == "length" for r in found)
-        return [_without_loop(sample) for sample in store.samples(self.prompts)]
+        return [_without_loop(sample) for sample in store.samples(prompts)]
 
     def _replayed(self) -> list[Sample]:
-        own_hash = tokenizer_hash(model_folder(self.config.target))
-        most, start = self.config.data.max_prompt_tokens, self.tokenizer.encode("")
+        own_hash = tokenizer_hash(model_folder(self.target_name))
+        most, start = self.data.max_prompt_tokens, self.tokenizer.encode("")
+        held_out = {prompt.prompt_hash for prompt in self.prompts.held_out}
         found = [
             sample
-            for path in self.config.data.replay
+            for path in self.data.replay
             for sample in replayed(
                 path,
                 target_hash=self.target_hash,
@@ -663,7 +587,7 @@ class TrainingTexts:
                 hash_of_prompt=lambda ids: prompt_hash(shortened(ids, start, most)),
             )
         ]
-        return [sample for sample in found if sample.prompt_hash not in self.held_out]
+        return [sample for sample in found if sample.prompt_hash not in held_out]
 
 
 def _recordable_url(url: str) -> str:
@@ -683,10 +607,4 @@ def _without_loop(sample: Sample) -> Sample:
     kept = start + first_repeat(sample.token_ids[start:end])
     if kept == end:
         return sample
-    tops = sample.top_logprobs
-    return replace(
-        sample,
-        token_ids=sample.token_ids[:kept],
-        spans=((start, kept),),
-        top_logprobs=None if tops is None else tops[: kept - start],
-    )
+    return replace(sample, token_ids=sample.token_ids[:kept], spans=((start, kept),))

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
@@ -159,23 +159,32 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Other processes wait while the main one generates and judges, however long that takes."""
 
 
-def make_accelerator(
-    device: str = "auto", mixed_precision: Literal["no", "bf16"] | None = None
-) -> Accelerator:
+def connect_processes(device: str) -> PartialState:
+    """Connect all launched processes, of which this one may be the only one."""
+    timeout = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT).to_kwargs()
+    return PartialState(cpu=_is_cpu(device), **timeout)
+
+
+def _is_cpu(device: str) -> bool:
+    # Processes without GPUs connect only if Accelerate is given cpu=True.
+    return device == "cpu" or not torch.accelerator.is_available()
+
+
+def choose_precision(device: str) -> str:
+    """Return "bf16" where the device computes products faster in it than in fp32, or else "no"."""
+    suited = choose_faster_dtype(torch.bfloat16, "cpu" if _is_cpu(device) else device)
+    return "bf16" if suited == torch.bfloat16 else "no"
+
+
+def make_accelerator(device: str = "auto", mixed_precision: str | None = None) -> Accelerator:
     """Return the accelerator over all launched processes, or over this process alone.
 
-    Products are in bf16 where the device computes them faster than in fp32.
+    Without a precision the main process chooses the faster one for all.
     """
-    # Processes without GPUs connect only if Accelerate is given cpu=True.
-    on_cpu = device == "cpu" or not torch.accelerator.is_available()
+    state = connect_processes(device)
     if mixed_precision is None:
-        suited = choose_faster_dtype(torch.bfloat16, "cpu" if on_cpu else device)
-        mixed_precision = "bf16" if suited == torch.bfloat16 else "no"
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision,
-        cpu=on_cpu,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
-    )
+        mixed_precision = from_main(state, lambda: choose_precision(device))
+    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=_is_cpu(device))
     if accelerator.is_fsdp2:
         configure_sharding(accelerator.state.fsdp_plugin, mixed_precision)
     return accelerator
@@ -196,10 +205,10 @@ def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         )
 
 
-def from_main(accelerator: Accelerator, make: Callable[[], MadeT]) -> MadeT:
+def from_main(state: PartialState | Accelerator, make: Callable[[], MadeT]) -> MadeT:
     """Compute a value in the main process and send it to all processes."""
-    made = [make() if accelerator.is_main_process else None]
-    if accelerator.num_processes > 1:
+    made = [make() if state.is_main_process else None]
+    if state.num_processes > 1:
         broadcast_object_list(made)
     assert made[0] is not None
     return made[0]
@@ -335,7 +344,7 @@ class Trainer:
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        norm = float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
+        norm = float(whole(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainingDiverged(
                 f"step {self.step + 1}: the loss is {loss}, the norm of its gradient {norm}; the "
@@ -391,13 +400,17 @@ def decisive(config: TrainingConfig) -> dict[str, str]:
 FINAL_SHARE = 0.1
 """Learning rate at the last step, as a share of the peak."""
 BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+"""Of matrices."""
+MAX_GRAD_NORM = 1.0
+"""Gradients are clipped to this norm."""
 
 
 def make_optimiser(module: nn.Module, config: TrainingConfig) -> AdamW:
     """Build AdamW; matrices have weight decay, norms and biases do not."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]

@@ -1,49 +1,25 @@
-"""Folder of an alignment: file names, manifest, hashes of snapshots, lock and progress.
-
-The manifest has the settings and the identity of an alignment: all inputs that decide its result,
-so that no two share a folder. It leaves out settings that decide only where and how fast things
-happen, and the names of files whose content is hashed.
-"""
+"""Folder of an alignment: file names, hashes of snapshots, lock, and metrics of steps."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from forerun.align.config import FREE_TRAINING_SETTINGS, LEFT_OUT, AlignConfig
 from forerun.atomic_write import atomic_write
-from forerun.bounded_read import check_regular, read_bytes
-from forerun.cache import hash_of
-from forerun.client.urls import shown_url
+from forerun.bounded_read import read_bytes
 from forerun.errors import InvalidCheckpoint, InvalidRequest
-from forerun.models.checkpoint import read_object
-from forerun.models.draft_card import CARD_FILE, read_card
-from forerun.provenance import content_hash
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from forerun.align.samples import Sample
-    from forerun.align.texts import PromptSplit
 
 
 logger = logging.getLogger("forerun.align")
@@ -91,6 +67,15 @@ def _unknown_names(given: Any, known: Any) -> set[str]:
     return set()
 
 
+def differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """Return the parts of two identities that differ, with both values."""
+    return [
+        f"{name} was {found.get(name)}, is {wanted.get(name)}"
+        for name in sorted(found.keys() | wanted.keys())
+        if found.get(name) != wanted.get(name)
+    ]
+
+
 def read_lines(path: Path, kind: type[KindT]) -> list[KindT]:
     """Return the objects of a JSON lines file; an empty list if the file does not exist."""
     if not path.exists():
@@ -118,8 +103,6 @@ def line_of(row: Any) -> str:
     return json.dumps(asdict(row)) + "\n"
 
 
-IDENTITY = "identity"
-"""Key of the manifest; the other keys are settings."""
 HASHES = "sha256.json"
 """File of a snapshot with the hashes of its other files."""
 START_AGAIN = (
@@ -137,7 +120,7 @@ class Workspace:
         training: folder of the checkpoint.
         metrics: file of the metrics of every optimiser step, as JSON lines.
         judgements: file of the judgements of the draft during training, as JSON lines.
-        manifest: file of the settings, and of all inputs that decide the result (`IDENTITY`).
+        manifest: file of the settings and of all inputs that decide the result; see `manifest.py`.
     """
 
     def __init__(self, root: Path, cache_root: Path | None = None) -> None:
@@ -159,7 +142,7 @@ class Workspace:
 
 
 def write_hashes(folder: Path) -> None:
-    hashes = {path.name: _file_hash(path) for path in sorted(folder.iterdir())}
+    hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
     (folder / HASHES).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
 
 
@@ -170,14 +153,14 @@ def check_hashes(folder: Path) -> None:
         return
     try:
         hashes = msgspec.json.decode(read_bytes(path), type=dict[str, str])
-        damaged = [name for name in hashes if _file_hash(folder / name) != hashes[name]]
+        damaged = [name for name in hashes if hash_file(folder / name) != hashes[name]]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise InvalidCheckpoint(f"{folder} cannot be read ({error}); {START_AGAIN}") from error
     if damaged:
         raise InvalidCheckpoint(f"{folder / damaged[0]} is damaged; {START_AGAIN}")
 
 
-def _file_hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -206,169 +189,6 @@ def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-GONE: Mapping[str, Mapping[str, int]] = {
-    "data": {"samples_per_prompt": 1},
-    "training": {"lora_rank": 0},
-}
-"""Removed settings, by stage; files with any other value than these defaults are refused."""
-
-
-def settings_of(config: AlignConfig) -> dict[str, Any]:
-    values: dict[str, Any] = to_json(config)
-    if (url := config.data.responses_from) is not None:
-        values["data"]["responses_from"] = shown_url(url)  # a draft's card is published
-    return {name: value for name, value in values.items() if name not in LEFT_OUT}
-
-
-def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
-    """Read the settings of an earlier alignment and the path of its kept draft.
-
-    `folder` is that of the alignment, or of its draft wherever that has been copied: the draft's
-    card repeats the settings.
-    """
-    workspace = Workspace(root=folder)
-    if workspace.manifest.exists():
-        values = {n: v for n, v in read_object(workspace.manifest).items() if n != IDENTITY}
-        draft = workspace.draft
-    elif (card := read_card(folder)) is not None:
-        values, draft = dict(card.settings), folder
-    else:
-        raise InvalidRequest(
-            f"{folder} is neither an alignment nor the draft of one: it has neither "
-            f"{workspace.manifest.name} nor {CARD_FILE}"
-        )
-    for stage, gone in GONE.items():
-        if isinstance(known := values.get(stage, {}), dict):
-            values[stage] = {name: v for name, v in known.items() if gone.get(name, ...) != v}
-    try:
-        return from_json(AlignConfig, values), draft
-    except ValueError as error:
-        raise InvalidRequest(
-            f"the settings in {folder} are of another version of forerun, or damaged ({error}); "
-            "align without --refresh"
-        ) from error
-
-
-Identity = Mapping[str, str]
-
-FREE = {
-    "sampling": ("n", "logprobs"),  # responses are single samples
-    # The two hashes cover all but the key.
-    "data": (
-        "prompts",
-        "held_out",
-        "held_out_share",
-        "max_prompt_tokens",
-        "responses_key_env",
-        "raw",
-    ),
-    "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
-    "objective": (),
-    "attached": (),
-    "training": FREE_TRAINING_SETTINGS,
-    "evaluation": (),
-}
-"""Settings, by stage, that do not change the result, or whose effect a hash covers."""
-OF_THE_TEACHER = "teacher."
-
-
-def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
-    """Return all inputs that decide the result of an alignment, as text by name."""
-    learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in prompts.training]
-    judged = [[prompt.prompt_hash, prompt.tag] for prompt in prompts.held_out]
-    return {
-        "target": target_hash,
-        "draft": _start_hash(config),
-        "training prompts": hash_of(json.dumps(learned).encode()),
-        "held-out prompts": hash_of(json.dumps(judged).encode()),
-        **_settings_of_result(config),
-    }
-
-
-def data_hash(samples: Iterable[Sample]) -> str:
-    """Hash texts and their learned ranges, independent of their order."""
-    each = sorted(
-        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
-        for sample in samples
-    )
-    return hash_of(b"".join(each))
-
-
-def _start_hash(config: AlignConfig) -> str:
-    if config.draft is not None:
-        return content_hash(config.draft)
-    if config.init is None:
-        return "none"  # a fresh head, whose shape is in the settings
-    check_regular(config.init)
-    try:
-        return _file_hash(config.init)
-    except OSError as error:
-        raise InvalidRequest(f"{config.init} cannot be read: {error.strerror}") from error
-
-
-def _settings_of_result(config: AlignConfig) -> dict[str, str]:
-    """Return the settings that influence the trained draft, as text by stage and name."""
-    settings = settings_of(config)
-    return {"dtype": config.dtype, "method": config.method} | {
-        f"{stage}.{name}": _as_text(value)
-        for stage, free in FREE.items()
-        for name, value in settings[stage].items()
-        if name not in free
-    }
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(None if value in ([], {}) else value)
-
-
-def differences(found: Identity, wanted: Identity) -> list[str]:
-    """Return the parts of two identities that differ, with both values."""
-    return [
-        f"{name} was {found.get(name)}, is {wanted.get(name)}"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
-    ]
-
-
-def _of_folder(identity: Identity) -> dict[str, str]:
-    """Return the part of the identity that an output folder must match, without the teacher.
-
-    Not the teacher: where its cache turned out too large, responses are there, and another may go
-    on with them until the first checkpoint.
-    """
-    return {name: text for name, text in identity.items() if not name.startswith(OF_THE_TEACHER)}
-
-
-def of_training(identity: Identity) -> dict[str, str]:
-    return {name: text for name, text in identity.items() if not name.startswith("training.")}
-
-
-def check_folder(workspace: Workspace, identity: Identity) -> None:
-    """Refuse a folder that holds an alignment with other settings (InvalidRequest)."""
-    if not workspace.manifest.exists():
-        return
-    kept = read_object(workspace.manifest).get(IDENTITY)
-    if not isinstance(kept, dict):
-        raise InvalidRequest(
-            f"{workspace.root} holds an alignment of an earlier version of forerun, which cannot "
-            "be continued; give another --out (--refresh begins with its draft)"
-        )
-    if found := differences(kept, _of_folder(identity)):
-        raise InvalidRequest(
-            f"{workspace.root} holds an alignment with other settings ({'; '.join(found)}); "
-            "give another --out, or those settings to go on"
-        )
-
-
-def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) -> None:
-    try:
-        write_json(workspace.manifest, {**settings_of(config), IDENTITY: _of_folder(identity)})
-    except OSError as error:
-        raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,116 +245,3 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     return read_lines(path, StepMetrics)
-
-
-MEMORY = 0.9
-"""Weight of earlier steps in the running means that the progress bar shows."""
-OnProgress = Callable[[int, int], None]
-"""Called with the number of items done and the number of all items, whenever the first grows."""
-
-
-LINE_EVERY_S = 30.0
-"""Between two lines of progress where there is no terminal to draw a bar on."""
-
-
-class Phases:
-    """Measures the durations of an alignment's phases and shows their progress."""
-
-    def __init__(
-        self, console: Console | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.console = console or Console(quiet=True)
-        self.clock = clock
-        self.seconds: dict[str, float] = {}
-
-    def _lines(self, what: str) -> Callable[[int, int | None, str], None]:
-        """Return what prints rate and time left now and then, unless a terminal shows bars."""
-        begun_s = last_s = self.clock()
-        first: int | None = None
-
-        def show(num_done: int, num_all: int | None, figures: str = "") -> None:
-            nonlocal last_s, first
-            first = num_done if first is None else first
-            now_s = self.clock()
-            if self.console.is_terminal or now_s - last_s < LINE_EVERY_S or not num_all:
-                return
-            last_s = now_s
-            rate = (num_done - first) / (now_s - begun_s)
-            left = f"{(num_all - num_done) / rate / 60:.0f} min left" if rate else "time unknown"
-            line = f"{what} {num_done:,}/{num_all:,}, {rate * 60:,.0f} a minute, {left}  {figures}"
-            self.console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
-
-        return show
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started_s = time.monotonic()
-        try:
-            yield
-        finally:
-            spent_s = time.monotonic() - started_s
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent_s
-
-    @contextmanager
-    def bar(self, phase: str, what: str) -> Iterator[OnProgress]:
-        """Run a phase with a progress bar; yields the callback that updates the bar."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with self.phase(phase), Progress(*columns, console=self.console) as shown:
-            task = shown.add_task(what, total=None)
-            lines = self._lines(what)
-
-            def on_progress(num_done: int, num_all: int) -> None:
-                shown.update(task, completed=num_done, total=num_all)
-                lines(num_done, num_all, "")
-
-            yield on_progress
-            if shown.tasks[0].total is None:  # there was nothing to do
-                shown.update(task, visible=False)
-
-    @contextmanager
-    def waiting(self, phase: str, what: str) -> Iterator[None]:
-        """Run a phase of unknown length with a status line."""
-        status: AbstractContextManager[object] = self.console.status(what)
-        with self.phase(phase), status:
-            yield
-
-    @contextmanager
-    def training(
-        self, num_steps: int, first_step: int, speedup: float | None
-    ) -> Iterator[Callable[[StepMetrics], None]]:
-        """Run the training with a bar of steps; yields the callback that shows their metrics."""
-        columns = (
-            TextColumn("train"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        judged = [] if speedup is None else [f"predicted speedup {speedup:.2f}x"]
-        if speedup is not None and speedup < 1.0:
-            judged = [f"plain decoding is faster (speedup {speedup:.2f}x)"]
-        means: dict[str, float] = {}
-        with self.phase("training"), Progress(*columns, console=self.console) as shown:
-            task = shown.add_task("  ".join(judged), total=num_steps, completed=first_step)
-            lines = self._lines("training step")
-            lines(first_step, num_steps, "")
-
-            def on_step(metrics: StepMetrics) -> None:
-                now = {"loss": metrics.loss, "alpha": metrics.acceptance_probability}
-                for name, value in now.items():
-                    if value is not None:
-                        means[name] = MEMORY * means.get(name, value) + (1 - MEMORY) * value
-                figures = [f"{name} {mean:.3f}" for name, mean in means.items()]
-                text = "  ".join([*figures, *judged])
-                shown.update(task, completed=metrics.step, description=text)
-                lines(metrics.step, num_steps, text)
-
-            yield on_step

@@ -172,7 +172,7 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
     for flag, value in pairwise(given):
         name, _, inline = flag.partition("=")
         if name == "--refresh":
-            from forerun.align.workspace import read_settings
+            from forerun.align.manifest import read_settings
 
             folder = Path(inline or value)
             return AlignOptions.of(*read_settings(folder), folder)

@@ -416,16 +416,11 @@ def read_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
     return getattr(transformers, checkpoint.architecture), config  # Mistral 4 is not among them
 
 
-def read_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, *, device_map: str | None = None
-) -> Any:
+def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The transformers model, with every parameter from the checkpoint.
 
     transformers fills what is missing or misshapen with random numbers and reports it; here that
     is an error.
-
-    Args:
-        device_map: "auto" spreads layers over all GPUs, by accelerate; None loads to the CPU.
 
     Raises:
         InvalidModel: parameters are missing, unknown or have the wrong shape.
@@ -448,7 +443,6 @@ def read_weights(
                 state_dict=gguf and {name: gguf.read(name) for name in gguf.tensors},
                 key_mapping=dict(TEXT_NAMES) if checkpoint.has_vision else None,
                 dtype=dtype,
-                device_map=device_map,
                 use_safetensors=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,

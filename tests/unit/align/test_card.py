@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests import tiny
+from tests.unit.align.test_json_files import report
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.report import card_of
+from forerun.align.manifest import data_hash, settings_of
+from forerun.align.report import JudgedPair, card_of
 from forerun.align.samples import Sample
-from forerun.align.workspace import data_hash
 from forerun.models.draft_card import read_card, staleness, write_card
 from forerun.sampling.config import SamplingParams
 
@@ -30,21 +31,23 @@ def test_a_card_holds_both_judgements_and_knows_its_target(tmp_path: Path) -> No
     )
     before = figures([judged([0, 1]), judged([1, 0])], temperature=0.8)
     after = figures([judged([3, 2], alphas=[0.9, 0.7]), judged([3, 3], alphas=[0.8])])
-    card = card_of(
-        config,
-        target_hash="t0",
-        objective="lk",
-        data=data_hash([SAMPLE]),
-        before=[before],
-        after=[replace(after, temperature=0.8), after],
+    found = replace(
+        report(tmp_path),
+        judged=(
+            JudgedPair(before=before, after=replace(after, temperature=0.8)),
+            JudgedPair(before=after, after=after),
+        ),
+        identity={"target": "t0"},
     )
+    data = data_hash([SAMPLE])
+    card = card_of(found, target=str(target), settings=settings_of(config), data=data)
     write_card(card, draft)
     assert read_card(draft) == card
     assert staleness(draft, target) is None
     assert (card.temperature, card.objective, card.target_hash) == (0.8, "lk", "t0")
     assert card.settings["data"]["prompts"] == "prompts.jsonl"
     assert [entry.temperature for entry in card.after] == [0.8, 1.0]
-    (was,) = card.before
+    was, _ = card.before
     assert was.acceptance_length is not None and was.acceptance_length.estimate == 1.5
     now = card.after[0]
     assert now.acceptance_length is not None and now.acceptance_length.estimate == 3.75
@@ -65,4 +68,4 @@ def test_the_data_hash_follows_what_is_learned_and_nothing_else() -> None:
     }
     assert len(hashes) == 5
     assert data_hash([SAMPLE, other]) == data_hash([other, SAMPLE])
-    assert data_hash([replace(SAMPLE, tag="t", source="draft")]) == data_hash([SAMPLE])
+    assert data_hash([replace(SAMPLE, tag="t", source="replay")]) == data_hash([SAMPLE])

@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests import training
 from tests.unit.align.test_json_files import report
 
-from forerun.align import report as conclusion
+from forerun.align import run as alignment
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
+from forerun.align.objectives import OBJECTIVES
+from forerun.align.progress import Phases
 from forerun.align.report import AlignReport
 from forerun.align.workspace import Workspace
 from forerun.measure.judge import PredictedSpeedup
@@ -53,13 +56,23 @@ def test_the_exported_k_is_the_one_that_pays(
     def write(engines: Sequence[str], serving: SimpleNamespace) -> tuple[Path, ...]:
         return ()
 
-    monkeypatch.setattr(conclusion, "describe_pair", describe)
-    monkeypatch.setattr(conclusion, "export_draft", write)
+    monkeypatch.setattr(alignment, "describe_pair", describe)
+    monkeypatch.setattr(alignment, "export_draft", write)
     found = report(tmp_path)
     if best_k is not None:
         found = with_best_k(found, best_k)
     assert found.best_k == best_k
-    conclusion.export(CONFIG, Workspace(root=tmp_path), found)
+    config = replace(CONFIG, out=tmp_path)
+    run = alignment.Run(
+        config=config,
+        objective=OBJECTIVES["nla"],
+        accelerator=training.fresh_accelerator(),
+        dtypes={},
+        workspace=Workspace(root=tmp_path),
+        phases=Phases(None),
+        num_threads=1,
+    )
+    run.export(found)
     assert exported == [expected]
     warned = "no number of speculative tokens up to 5" in caplog.text
     assert warned == (best_k == 0)

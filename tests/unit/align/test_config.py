@@ -15,15 +15,13 @@ from forerun.align.config import (
     DataConfig,
     EvaluationConfig,
     ObjectiveConfig,
-    TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.workspace import read_settings
+from forerun.align.manifest import read_settings
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-NOT_LINEAR = ("rkl", "jsd", "tv", "nla", "lk")
 
 
 def made(**changes: Any) -> AlignConfig:
@@ -46,8 +44,6 @@ def made(**changes: Any) -> AlignConfig:
         ("learning_rate", 0.0),
         ("learning_rate", math.nan),
         ("warmup_share", 1.5),
-        ("weight_decay", -0.1),
-        ("max_grad_norm", 0.0),
         ("checkpoint_every_s", -1.0),
         ("training_seed", -1),
     ],
@@ -63,11 +59,8 @@ def test_what_cannot_work_is_named(name: str, value: object) -> None:
         (EvaluationConfig, {"num_speculative_tokens": 0}),
         (EvaluationConfig, {"num_evaluations": 0}),
         (EvaluationConfig, {"max_prompts": 1}),
-        (ObjectiveConfig, {"beta": 1.5}),
-        (ObjectiveConfig, {"eta": -1.0}),
         (DataConfig, {"max_prompt_tokens": 0}),
-        (TeacherConfig, {"num_sampled_ids": 0}),
-        (TeacherConfig, {"num_sampled_ids": 1 << 15}),
+        (DataConfig, {"fixed_share": 1.5}),
     ],
 )
 def test_so_it_is_outside_training(kind: Any, values: dict[str, object]) -> None:
@@ -80,44 +73,12 @@ def test_the_defaults_work() -> None:
     assert TrainingConfig().num_steps == 1000
 
 
-SERVER = {"responses_from": "http://localhost:8000/v1"}
-
-
-@pytest.mark.parametrize("kind", ["sampled", "top-k"])
-def test_parts_of_a_distribution_suit_objectives_that_are_linear_in_it(kind: Any) -> None:
-    teacher = TeacherConfig(teacher=kind)
-    for name in NOT_LINEAR:
-        objective = ObjectiveConfig(objective=name)
-        with pytest.raises(InvalidRequest, match=f'"{name}" cannot be learned from .*{kind}'):
-            made(teacher=teacher, objective=objective, texts=SERVER)
-        made(teacher=teacher, objective=objective, texts=SERVER, sampling=GREEDY)
-    for name in ("ce", "fkl"):
-        made(teacher=teacher, objective=ObjectiveConfig(objective=name), texts=SERVER)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"draft": "aligned/draft"}, "is to be replaced by what is learned"),
-        ({"teacher": TeacherConfig(teacher="top-k"), "sampling": GREEDY}, "give --responses-from"),
-        (
-            {"objective": ObjectiveConfig(objective="ce", length_aware=True)},
-            "objective ce does not ask the target for",
-        ),
-        (
-            {
-                "teacher": TeacherConfig(teacher="sampled"),
-                "objective": ObjectiveConfig(objective="fkl", length_aware=True),
-            },
-            "has only in part",
-        ),
-        (
-            {"method": "eagle3", "teacher": TeacherConfig(teacher="sampled")},
-            "reads the target's hidden states",
-        ),
         ({"method": "medusa"}, "--draft does not go with --method medusa"),
         ({"method": "eagle3", "objective": ObjectiveConfig(objective="ce")}, "reads text alone"),
-        ({"method": "eagle3", "texts": {"on_policy_share": 0.5}}, "--on-policy-share does not go"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
@@ -133,11 +94,7 @@ def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
         ({"sampling": SamplingParams(n=3)}, "n is 3"),
         ({"sampling": SamplingParams(logprobs=5)}, "logprobs is 5"),
         ({"sampling": SamplingParams(prompt_logprobs=5)}, "prompt_logprobs is 5"),
-        ({"objective": ObjectiveConfig(objective="fkl", beta=0.25)}, "beta is 0.25"),
-        ({"objective": ObjectiveConfig(objective="jsd", eta=1.0)}, "eta is 1.0"),
-        ({"objective": ObjectiveConfig(eta=1.0)}, "eta is 1.0"),
-        ({"attached": AttachedConfig(num_blocks=2)}, "num_blocks is 2.*eagle3 and medusa"),
-        ({"method": "eagle3", "attached": AttachedConfig(num_blocks=2)}, "num_blocks.*medusa"),
+        ({"attached": AttachedConfig(num_passes=2)}, "num_passes is 2.*eagle3 and medusa"),
         (
             {"method": "medusa", "draft": None, "attached": AttachedConfig(num_heads=2)},
             "num_heads.*eagle3",
@@ -145,21 +102,11 @@ def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
         ({"texts": {"responses_model": "m"}}, "responses_model.*--responses-from"),
         ({"texts": {"responses_key_env": "KEY"}}, "responses_key_env.*--responses-from"),
         ({"texts": {"held_out": Path("h"), "held_out_share": 0.5}}, "held_out_share"),
-        (
-            {"teacher": TeacherConfig(teacher="hidden", num_sampled_ids=8)},
-            "num_sampled_ids.*sampled",
-        ),
     ],
 )
 def test_settings_without_effect_are_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{named}"):
         made(**changes)
-
-
-def test_settings_with_an_effect_are_taken() -> None:
-    made(objective=ObjectiveConfig(objective="jsd", beta=0.25))
-    made(objective=ObjectiveConfig(objective="lk", eta=1.0))
-    made(method="eagle3", attached=AttachedConfig(num_heads=2))
 
 
 def test_auto_takes_the_objective_of_the_temperature_and_the_method() -> None:

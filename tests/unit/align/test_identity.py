@@ -18,19 +18,20 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.samples import PromptRecord, Sample
-from forerun.align.texts import PromptSplit
-from forerun.align.workspace import (
-    Workspace,
+from forerun.align.manifest import (
     check_folder,
     claim_folder,
-    differences,
     identity_of,
     of_training,
+    settings_of,
 )
+from forerun.align.samples import PromptRecord, Sample
+from forerun.align.texts import PromptSplit
+from forerun.align.workspace import Workspace, differences
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
 
+DTYPES = {"training": "no", "target": "float32"}
 BROUGHT = Sample(prompt_hash="a", token_ids=(1, 2, 3), spans=((2, 3),), source="fixed")
 
 
@@ -62,7 +63,6 @@ def identity(
     [
         {"teacher": TeacherConfig(cache_dir=Path("/elsewhere"))},
         {"teacher": TeacherConfig(max_cache_bytes=10)},
-        {"teacher": TeacherConfig(teacher_device="sharded")},
         {"training": TrainingConfig(rows_per_pass=1, checkpoint_every_s=1.0)},
         {"device": "cpu", "out": Path("/elsewhere"), "export": ("vllm",)},
         {"data": DataConfig(prompts=Path("/elsewhere/prompts.jsonl"))},
@@ -117,10 +117,10 @@ def test_a_draft_made_from_nothing_is_what_its_file_says(config, tmp_path):
 def test_a_folder_is_one_alignments(config, tmp_path):
     workspace = Workspace(root=tmp_path / "out")
     check_folder(workspace, identity(config))
-    claim_folder(config, workspace, identity(config))
+    claim_folder(settings_of(config), workspace, identity(config), DTYPES)
     elsewhere = replace(config, teacher=TeacherConfig(teacher="model"))
     check_folder(workspace, identity(elsewhere))  # until the first checkpoint
-    claim_folder(elsewhere, workspace, identity(elsewhere))
+    claim_folder(settings_of(elsewhere), workspace, identity(elsewhere), DTYPES)
     with pytest.raises(InvalidRequest, match="target was t0, is t1"):
         check_folder(workspace, identity(config, target="t1"))
     assert json.loads(workspace.manifest.read_text())["teacher"]["teacher"] == "model"

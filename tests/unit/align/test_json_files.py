@@ -11,9 +11,10 @@ import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
+from forerun.align.manifest import settings_of
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
-from forerun.align.rounds import Judgement
-from forerun.align.workspace import from_json, settings_of
+from forerun.align.selection import Judgement
+from forerun.align.workspace import from_json
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 
@@ -41,7 +42,8 @@ def test_settings_come_back():
     values = settings_of(CONFIG)
     assert from_json(AlignConfig, values) == CONFIG
     assert from_json(AlignConfig, {**values, "a_setting_that_was_off": None}) == CONFIG
-    assert from_json(AlignConfig, {"target": "t", "data": {"prompts": "p"}}).objective.eta == 3.0
+    loaded = from_json(AlignConfig, {"target": "t", "data": {"prompts": "p"}})
+    assert loaded.training.window == 512
     with pytest.raises(ValueError, match="a_setting"):
         from_json(AlignConfig, {**values, "a_setting_that_was_on": 1})
     with pytest.raises(ValueError):

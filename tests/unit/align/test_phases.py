@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from forerun.align.workspace import Phases, StepMetrics
+from forerun.align.progress import Phases
+from forerun.align.workspace import StepMetrics
 
 
 def shown(*told: tuple[int, int]) -> str:

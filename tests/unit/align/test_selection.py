@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.align.rounds import DraftSelector, Judgement
+from forerun.align.selection import DraftSelector, Judgement
 from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
 from forerun.drafters.base import Drafter
 from forerun.errors import InvalidCheckpoint

@@ -14,11 +14,11 @@ from msgspec.structs import replace as changed
 from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.align.config import AlignConfig, DataConfig, ObjectiveConfig, TeacherConfig
+from forerun.align.config import DataConfig
 from forerun.align.samples import is_held_out, prompt_hash
-from forerun.align.texts import TrainingTexts, draft_writer, read_prompt_split
+from forerun.align.texts import TrainingTexts, read_prompt_split
 from forerun.engine.engine import Engine
-from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
@@ -59,21 +59,14 @@ def prompts(tmp_path) -> Path:
     return path
 
 
-def texts(
-    engine: Engine, target: Path, prompts: Path, *, teacher: str = "auto", **changes: object
-) -> TrainingTexts:
+def texts(engine: Engine, target: Path, prompts: Path, **changes: object) -> TrainingTexts:
     data = DataConfig(prompts=prompts, **changes)
-    config = AlignConfig(
-        target=str(target),
-        sampling=PARAMS,
-        data=data,
-        teacher=TeacherConfig(teacher=teacher),
-        objective=ObjectiveConfig(objective="fkl"),
-    )
     return TrainingTexts(
-        config=config,
+        data=data,
+        sampling=PARAMS,
         prompts=read_prompt_split(data, engine.tokenizer),
         target=engine,
+        target_name=str(target),
         target_hash=content_hash(str(target)),
         tokenizer=engine.tokenizer,
         folder=prompts.parent / "responses",
@@ -100,7 +93,7 @@ def test_the_target_answers_what_it_is_not_judged_on(engine, target, prompts):
     made = texts(engine, target, prompts, held_out_share=0.2)
     told: list[tuple[int, int]] = []
     found = made.steady(lambda *done: told.append(done))
-    assert [s.prompt_hash for s in found] == [p.prompt_hash for p in made.prompts]
+    assert [s.prompt_hash for s in found] == [p.prompt_hash for p in made.prompts.training]
     assert not any(is_held_out(sample.prompt_hash, 0.2) for sample in found)
     assert {sample.tag for sample in found} == {"t0", "t1"}
     assert told[-1] == (len(found), len(found))
@@ -119,40 +112,6 @@ def test_responses_may_be_drawn_warmer_than_deployed(engine, target, prompts):
     assert cold.steady(silent) != warm.steady(silent)
 
 
-def test_a_mix_of_all_sources(engine, target, draft, prompts):
-    made = texts(engine, target, prompts, on_policy_share=0.5, fixed_share=0.25)
-    own = made.of_draft(draft, 0, 1, silent)
-    chosen = made.mixed([*made.steady(silent), *own], seed=0)
-    learned = {
-        source: sum(s.num_learned for s in chosen if s.source == source)
-        for source in ("target", "draft", "fixed")
-    }
-    longest = max(sample.num_learned for sample in chosen)
-    assert learned["draft"] == pytest.approx(sum(learned.values()) / 2, abs=longest)
-    assert learned["fixed"] == pytest.approx(sum(learned.values()) / 4, abs=longest)
-    assert max(token for sample in own for token in sample.token_ids) < tiny.VOCAB_SIZE
-
-
-def test_the_target_writes_nothing_where_the_draft_writes_all(engine, target, draft, prompts):
-    made = texts(engine, target, prompts, on_policy_share=1.0)
-    assert made.steady(silent) == []
-    parts = [made.of_draft(draft, part, 3, silent) for part in range(3)]
-    hashes = [sample.prompt_hash for part in parts for sample in part]
-    assert sorted(hashes) == sorted(prompt.prompt_hash for prompt in made.prompts)
-
-
-def test_a_draft_that_has_learned_writes_anew(engine, draft, tmp_path):
-    _, before = draft_writer(draft, engine, PARAMS, tmp_path)
-    _, after = draft_writer(save(tmp_path / "trained", seed=6), engine, PARAMS, tmp_path)
-    assert before.path != after.path
-
-
-def test_a_draft_with_another_tokenizer_is_refused(engine, tmp_path):
-    other = save(tmp_path / "other", seed=5, extra=("<other>",), vocab_size=320)
-    with pytest.raises(IncompatibleDraft, match="tokenizer is not the target's"):
-        draft_writer(other, engine, PARAMS, tmp_path)
-
-
 def traced(path: Path, target: Path, prompts: Iterable[Sequence[int]]) -> Path:
     """A trace in which every prompt was answered in one step, whose last token was the target's."""
     hashes = {"target_hash": content_hash(str(target)), "tokenizer_hash": tokenizer_hash(target)}
@@ -166,12 +125,23 @@ def traced(path: Path, target: Path, prompts: Iterable[Sequence[int]]) -> Path:
     return path
 
 
+def test_a_mix_of_both_sources(engine, target, prompts):
+    made = texts(engine, target, prompts, fixed_share=0.25)
+    chosen = made.mixed(made.steady(silent))
+    learned = {
+        source: sum(s.num_learned for s in chosen if s.source == source)
+        for source in ("target", "fixed")
+    }
+    longest = max(sample.num_learned for sample in chosen)
+    assert learned["fixed"] == pytest.approx(sum(learned.values()) / 4, abs=longest)
+
+
 def test_what_was_rejected_comes_on_top_but_not_of_held_out_prompts(engine, target, prompts):
     sides = read_prompt_split(DataConfig(prompts=prompts, held_out_share=0.3), engine.tokenizer)
     everything = [prompt.prompt_ids for prompt in (*sides.training, *sides.held_out)]
     path = traced(prompts.parent / "t.jsonl", target, everything)
     made = texts(engine, target, prompts, held_out_share=0.3, replay=(path,))
-    chosen = made.mixed(made.steady(silent), seed=0)
+    chosen = made.mixed(made.steady(silent))
     replay = [sample for sample in chosen if sample.source == "replay"]
     assert {s.prompt_hash for s in replay} == {prompt.prompt_hash for prompt in sides.training}
     for sample in replay:
@@ -191,13 +161,15 @@ def test_a_long_prompt_in_a_trace_is_known_for_held_out(engine, target, tmp_path
     own = {"held_out_share": 0.3, "max_prompt_tokens": 6, "replay": (trace,)}
     made = texts(engine, target, path, **own)
     replay = [sample for sample in made.steady(silent) if sample.source == "replay"]
-    assert {s.prompt_hash for s in replay} == {prompt.prompt_hash for prompt in made.prompts}
-    assert len(replay) == len(made.prompts) < NUM_PROMPTS
+    assert {s.prompt_hash for s in replay} == {
+        prompt.prompt_hash for prompt in made.prompts.training
+    }
+    assert len(replay) == len(made.prompts.training) < NUM_PROMPTS
     assert all(len(sample.token_ids) > 6 + 3 for sample in replay)
 
 
 def test_a_server_answers_instead(engine, target, prompts, monkeypatch):
-    """Asked for log-probabilities where they are the teacher's; resumed where it broke off."""
+    """Resumed where it broke off."""
     asked: list[dict] = []
 
     lock = threading.Lock()
@@ -209,23 +181,20 @@ def test_a_server_answers_instead(engine, target, prompts, monkeypatch):
             if len(asked) == 10:
                 return httpx.Response(404, text="gone")
         token = body["prompt"][0]
-        top = {f"token_id:{token}": -0.5}
         choice = {
             "text": engine.tokenizer.decode([token]),
             "finish_reason": "length",
             "token_ids": [token],
-            "logprobs": {"tokens": [f"token_id:{token}"], "top_logprobs": [top]},
         }
         return httpx.Response(200, json={"choices": [choice]})
 
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
-    own = {"responses_from": "http://server", "responses_model": "m", "teacher": "top-k"}
+    own = {"responses_from": "http://server", "responses_model": "m"}
     with pytest.raises(InvalidRequest, match=r"gone; \d+ responses are kept"):
         texts(engine, target, prompts, **own).steady(silent)
     made = texts(engine, target, prompts, **own)
     found = made.steady(silent)
-    assert len(found) == len(made.prompts)
-    assert all(s.top_logprobs == (((s.token_ids[-1], -0.5),),) for s in found)
-    assert {(body["model"], body["logprobs"]) for body in asked} == {("m", 20)}
+    assert len(found) == len(made.prompts.training)
+    assert {body["model"] for body in asked} == {"m"}
     num_lines = len(next((prompts.parent / "responses").glob("target-*")).read_text().splitlines())
     assert num_lines == 1 + len(found)

@@ -38,14 +38,6 @@ def test_what_is_kept(length, spans, kept, kept_spans):
     assert found.spans == tuple(kept_spans)
 
 
-def test_log_probabilities_go_with_their_tokens():
-    tops = tuple(((index, -0.5),) for index in (*range(20, 24), *range(30, 40)))
-    found = cut(sample(40, (20, 24), (30, 40), top_logprobs=tops), WINDOW)
-    kept = [index for start, end in found.spans for index in found.token_ids[start:end]]
-    assert found.top_logprobs == tuple(((index, -0.5),) for index in kept)
-    assert kept == [20, 21, 22, 23]
-
-
 def test_a_sample_that_fits_is_left_alone():
     whole = sample(10, (4, 10))
     assert cut(whole, WINDOW) is whole

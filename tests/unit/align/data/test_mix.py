@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.align.config import AlignConfig, DataConfig
+from forerun.align.config import DataConfig
 from forerun.align.samples import Sample, mix
 from forerun.errors import InvalidRequest
 
@@ -33,28 +33,21 @@ def learned(chosen: list[Sample]) -> dict[str, int]:
 
 
 def test_the_target_writes_what_is_left():
-    assert shares(on_policy_share=0.0, fixed_share=0.0) == {"target": 1.0}
-    assert shares(on_policy_share=0.25, fixed_share=0.5) == {
-        "draft": 0.25,
-        "fixed": 0.5,
-        "target": 0.25,
-    }
-    assert shares(on_policy_share=1.0, fixed_share=0.0) == {"draft": 1.0}
+    assert shares() == {"target": 1.0}
+    assert shares(fixed_share=0.25) == {"fixed": 0.25, "target": 0.75}
+    assert shares(fixed_share=1.0) == {"fixed": 1.0}
 
 
-@pytest.mark.parametrize(("on_policy", "fixed"), [(-0.1, 0.0), (0.0, -0.1), (0.6, 0.5)])
-def test_shares_that_are_none_are_refused(on_policy, fixed):
-    with pytest.raises(InvalidRequest, match="must not be negative, nor more than 1"):
-        AlignConfig(
-            target="t",
-            data=DataConfig(prompts=Path("p"), on_policy_share=on_policy, fixed_share=fixed),
-        )
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_shares_that_are_none_are_refused(share):
+    with pytest.raises(InvalidRequest, match="fixed_share is"):
+        shares(fixed_share=share)
 
 
 def test_the_scarcest_source_decides_how_many():
-    everything = samples("target", 100, 10) + samples("draft", 10, 20)
-    chosen = mix(everything, {"target": 0.5, "draft": 0.5}, seed=0)
-    assert learned(chosen) == {"target": 200, "draft": 200}
+    everything = samples("target", 100, 10) + samples("fixed", 10, 20)
+    chosen = mix(everything, {"target": 0.5, "fixed": 0.5}, seed=0)
+    assert learned(chosen) == {"target": 200, "fixed": 200}
 
 
 def test_one_source_alone_is_taken_whole():
@@ -63,8 +56,8 @@ def test_one_source_alone_is_taken_whole():
 
 
 def test_selections_are_by_the_seed():
-    everything = samples("target", 100, 10) + samples("draft", 10, 10)
-    shares = {"target": 0.5, "draft": 0.5}
+    everything = samples("target", 100, 10) + samples("fixed", 10, 10)
+    shares = {"target": 0.5, "fixed": 0.5}
 
     def chosen(seed: int) -> list[tuple[int, ...]]:
         return [s.token_ids for s in mix(everything, shares, seed=seed)]

@@ -59,13 +59,11 @@ def told(text: str = TEXT, **changes: object) -> httpx.Response:
     return httpx.Response(200, json={"choices": [choice | changes]})
 
 
-def client_of(
-    server: Server, tokenizer, *, path: str = "", num_logprobs: int = 0, **changes: object
-) -> ResponseServer:
+def client_of(server: Server, tokenizer, *, path: str = "", **changes: object) -> ResponseServer:
     config = ClientConfig(url=f"http://server{path}", model="m", **changes)
     client = Client(config, httpx.MockTransport(server))
     client.connection.closing = Pauses()
-    return ResponseServer(client=client, tokenizer=tokenizer, num_logprobs=num_logprobs)
+    return ResponseServer(client=client, tokenizer=tokenizer)
 
 
 def respond(server: Server, tokenizer, params: SamplingParams = PARAMS, **changes: object):
@@ -129,11 +127,10 @@ def test_conversations_are_sent_to_the_chat_endpoint(plain):
     )
     choice = {"message": {"role": "assistant", "content": TEXT}, "finish_reason": "length"}
     server = Server(httpx.Response(200, json={"choices": [choice]}))
-    client = client_of(server, plain, path="/v1/chat/completions", num_logprobs=5)
+    client = client_of(server, plain, path="/v1/chat/completions")
     assert client.respond(record, PARAMS).token_ids == tuple(plain.encode(TEXT))
     (body,) = server.asked
     assert body["messages"] == [message]
-    assert (body["logprobs"], body["top_logprobs"]) == (True, 5)
     with pytest.raises(InvalidRequest, match=r"p\.jsonl:7 is no conversation"):
         client.respond(prompt(3), PARAMS)
 
@@ -168,50 +165,6 @@ def test_ids_of_the_end_come_with_them(plain):
 def test_text_alone_is_made_into_tokens(plain, changes, params, with_end):
     found = respond(Server(told(**changes)), plain, params)
     assert found.token_ids == (*plain.encode(TEXT), *((0,) if with_end else ()))
-    assert found.top_logprobs is None
-
-
-def test_log_probabilities_of_completions(plain):
-    ids = plain.encode(TEXT)
-    tops = [{f"token_id:{token}": -0.5, "token_id:7": -0.25} for token in ids]
-    logprobs = {"tokens": [f"token_id:{token}" for token in ids], "top_logprobs": tops}
-    server = Server(told(token_ids=ids, logprobs=logprobs))
-    found = respond(server, plain, num_logprobs=2)
-    assert server.asked[0]["logprobs"] == 2
-    assert found.top_logprobs == tuple(((7, -0.25), (token, -0.5)) for token in ids)
-
-
-@pytest.mark.parametrize("by_id", [True, False])
-def test_log_probabilities_of_conversations(plain, by_id):
-    """llama.cpp tells ids beside every token, and beside them alone."""
-
-    def named(token: int, logprob: float) -> dict:
-        name = {"id": token, "token": "?"} if by_id else {"token": f"token_id:{token}"}
-        return {**name, "logprob": logprob}
-
-    ids = plain.encode(TEXT)
-    content = [
-        {**named(token, -0.5), "top_logprobs": [named(token, -0.5), named(7, -1.5)]}
-        for token in ids
-    ]
-    found = respond(Server(told(logprobs={"content": content})), plain, num_logprobs=2)
-    assert found.token_ids == tuple(ids)
-    assert found.top_logprobs == tuple(((token, -0.5), (7, -1.5)) for token in ids)
-
-
-@pytest.mark.parametrize(
-    "logprobs",
-    [
-        {"tokens": ["import", " os"], "top_logprobs": [{"import": -0.5}, {" os": -0.5}]},
-        {"content": [{"token": "import", "top_logprobs": []}]},
-        {"strange": 1},
-        [],
-    ],
-)
-def test_log_probabilities_of_text_are_not_taken(plain, logprobs):
-    found = respond(Server(told(logprobs=logprobs)), plain, num_logprobs=1)
-    assert found.token_ids == tuple(plain.encode(TEXT))
-    assert found.top_logprobs is None
 
 
 def test_a_server_with_another_tokenizer_is_refused(plain):
@@ -386,23 +339,6 @@ def test_a_body_without_end_is_cut_off_at_once(plain, chunks, headers, message):
 def test_ids_outside_the_vocabulary_are_refused(plain, ids):
     with pytest.raises(InvalidRequest, match="not in the target's vocabulary"):
         respond(Server(told(token_ids=ids)), plain)
-    content = [{"id": ids[-1], "logprob": -0.5, "top_logprobs": [{"id": ids[-1], "logprob": -1}]}]
-    if 0 <= ids[-1] < 2**31:  # otherwise the client leaves the log-probabilities out
-        with pytest.raises(InvalidRequest, match="not in the target's vocabulary"):
-            respond(Server(told(logprobs={"content": content})), plain)
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", '"x"', "1e999"])
-def test_log_probabilities_that_are_no_numbers_are_not_taken(plain, value):
-    ids = plain.encode(TEXT)
-    tops = ", ".join(f'{{"id": {token}, "logprob": {value}}}' for token in ids)
-    reply = (
-        f'{{"choices": [{{"text": "import os\\n", "finish_reason": "length", "logprobs": '
-        f'{{"content": [{{"id": {value}, "logprob": 0, "top_logprobs": [{tops}]}}]}}}}]}}'
-    )
-    server = Server(httpx.Response(200, text=reply), httpx.Response(200, text=reply), told())
-    found = respond(server, plain)
-    assert found.top_logprobs is None and found.token_ids == tuple(ids)
 
 
 @pytest.mark.parametrize("changes", [{"text": "a" * 8000}, {"token_ids": [3] * 40}])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests import tiny
 
-from forerun.align.config import ObjectiveConfig, TeacherConfig
-from forerun.align.objectives import Objective, make_objective
+from forerun.align.config import TeacherConfig
+from forerun.align.objectives import OBJECTIVES, Objective
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.target_cache import TeacherSource
 from forerun.provenance import content_hash
@@ -46,7 +46,7 @@ def expected_logits(network, packing: Packing, batch: PackedBatch) -> torch.Tens
 
 
 def objective(name: str = "fkl") -> Objective:
-    return make_objective(ObjectiveConfig(objective=name), 1.0)
+    return OBJECTIVES[name]
 
 
 def caching(kind: str = "hidden", **changes) -> TeacherConfig:

@@ -18,7 +18,8 @@ from forerun.align.teachers import Teacher, make_teacher
 from forerun.errors import CacheTooLarge, InvalidCache, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 
-KINDS = ("hidden", "sampled")
+KINDS = ("hidden", "choices")
+"""What is cached: for the second the target is greedy."""
 
 
 @pytest.fixture
@@ -26,7 +27,9 @@ def make(on_disk):
     """Makes a teacher; what of its source differs is named."""
 
     def of(kind: str = "hidden", **changes) -> Teacher:
-        settings = changes.pop("config", caching(kind))
+        if kind == "choices":
+            changes["sampling"] = SamplingParams(temperature=0)
+        settings = changes.pop("config", caching("auto" if kind == "choices" else kind))
         return make_teacher(settings, on_disk.with_(**changes), 100)
 
     return of
@@ -71,6 +74,15 @@ def test_one_cache_serves_every_temperature(make, on_disk, no_target):
     teacher.prepare(packing.samples)
     expected = (expected_logits(on_disk.network, packing, batch) / 0.6).softmax(-1)
     torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
+
+
+def test_choices_are_the_most_likely_tokens_of_the_target(make, on_disk):
+    packing, batch = all_rows(texts())
+    teacher = make("choices")
+    teacher.prepare(packing.samples)
+    best = expected_logits(on_disk.network, packing, batch).argmax(-1)
+    expected = torch.nn.functional.one_hot(best, tiny.VOCAB_SIZE).float()
+    assert torch.equal(probs_of_rows(teacher, batch), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,17 +188,6 @@ def test_a_damaged_file_is_named_and_made_again(kind, damage, make, on_disk, cap
     torch.testing.assert_close(probs_of_rows(again, batch), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_damaged_head_is_made_again(make, on_disk):
-    packing, batch = all_rows(texts())
-    first = make()
-    first.prepare(packing.samples)
-    (head,) = on_disk.source.cache_dir.glob("*/head-*.safetensors")
-    flip_last_bit(head)
-    again = make()
-    again.prepare(packing.samples)
-    assert torch.equal(probs_of_rows(again, batch), probs_of_rows(first, batch))
-
-
 def test_a_file_that_vanishes_in_training_is_named(make, on_disk):
     packing, batch = all_rows(texts())
     teacher = make()
@@ -219,15 +220,6 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, mon
     assert len(told) == len(packing.samples) - 4
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
-
-
-def test_a_disk_too_full_for_the_head_is_named(make, monkeypatch):
-    def full(*arguments, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(filling, "write_cached", full)
-    with pytest.raises(CacheTooLarge, match="is full"):
-        make().prepare(texts(2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,7 +258,7 @@ def test_bytes_are_said_before_anything_is_written(make, on_disk, caplog):
     caplog.set_level(logging.INFO, "forerun.preparation")
     packing, _ = all_rows(texts())
     num_rows = packing.num_learned
-    needed = num_rows * 32 * 4 + 33 * tiny.VOCAB_SIZE * 4
+    needed = num_rows * 32 * 4
     config = caching(max_cache_bytes=needed - 1)
     with pytest.raises(CacheTooLarge, match=f"last hidden states of {num_rows} positions take"):
         make(config=config).prepare(packing.samples)

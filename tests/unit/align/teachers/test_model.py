@@ -12,12 +12,10 @@ from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 from forerun.align.objectives import DenseDistribution, SparseDistribution
 from forerun.align.samples import Sample
 from forerun.align.target import (
-    ALONE,
     adopt_target,
     choose_faster_dtype,
-    load_sharded,
     load_target,
-    refuse_offloaded,
+    read_head,
 )
 from forerun.align.teachers import ModelTeacher, Teacher
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
@@ -116,23 +114,6 @@ def test_a_target_from_a_folder_computes_the_same(on_disk):
     assert not any(parameter.requires_grad for parameter in target.body.parameters())
 
 
-def test_a_device_map_computes_the_same(on_disk):
-    """On a machine without GPUs accelerate maps all of it to the CPU."""
-    packing, batch = all_rows(texts())
-    target = load_sharded(on_disk.source.target, dtype="auto", device="cpu", share=ALONE)
-    rows = ModelTeacher(target, SamplingParams()).rows(batch)
-    expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    distribution = rows.distribution(slice(0, len(rows)))
-    torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
-
-
-def test_weights_that_stay_on_disk_are_refused(on_disk):
-    with torch.device("meta"):
-        body = torch.nn.Linear(2, 2)
-    with pytest.raises(NotEnoughMemory, match="GPUs here together do not hold somebody/model"):
-        refuse_offloaded("somebody/model", body)
-
-
 def test_text_of_another_tokenizer_is_refused():
     teacher = teacher_of(tiny.network(), SamplingParams())
     with pytest.raises(InvalidRequest, match="holds the token 300, the target's vocabulary ends"):
@@ -148,7 +129,7 @@ def test_a_text_longer_than_the_targets_context_is_refused():
 def test_a_target_that_does_not_fit_is_refused_before_it_is_read(on_disk, monkeypatch):
     monkeypatch.setattr("forerun.align.target.available_bytes", lambda device: 1000)
     assert available_bytes(torch.device("cpu")) > 1000
-    with pytest.raises(NotEnoughMemory, match=r"1000 B are available; spread it .* \"sharded\""):
+    with pytest.raises(NotEnoughMemory, match="1000 B are available; give another --device"):
         load_target(on_disk.source.target, device="cpu")
 
 
@@ -168,8 +149,30 @@ def test_a_type_that_is_slower_than_fp32_is_replaced_by_it_on_a_processor(monkey
 
     monkeypatch.setattr("forerun.align.target.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
-    measured = choose_faster_dtype.__wrapped__
-    assert measured(torch.bfloat16, "cpu") == torch.float32
-    assert measured(torch.float16, "cpu") == torch.float16
-    assert measured(torch.float64, "cpu") == torch.float64
-    assert measured(torch.bfloat16, "cuda") == torch.bfloat16
+    assert choose_faster_dtype(torch.bfloat16, "cpu") == torch.float32
+    assert choose_faster_dtype(torch.float16, "cpu") == torch.float16
+    assert choose_faster_dtype(torch.float64, "cpu") == torch.float64
+    assert choose_faster_dtype(torch.bfloat16, "cuda") == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite", "gpt2"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_output_layer_read_alone_is_that_of_the_whole_target(family, is_tied, tmp_path):
+    network = tiny.network(family, num_layers=2)
+    if is_tied:
+        network.config.tie_word_embeddings = True
+        network.tie_weights()
+    network.save_pretrained(tmp_path)
+    tiny.backend().save_pretrained(tmp_path)
+    whole = load_target(tmp_path, dtype="float32", device="cpu").head
+    alone = read_head(tmp_path, torch.float32)
+    hidden = torch.randn(5, whole.width, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(alone.logits(hidden), whole.logits(hidden))
+
+
+def test_no_other_weights_are_read_for_an_output_layer(on_disk, monkeypatch):
+    def refuse(*arguments, **named):
+        raise AssertionError("the whole target was read")
+
+    monkeypatch.setattr("forerun.align.target.read_weights", refuse)
+    assert read_head(on_disk.source.target, torch.float32).vocab_size == tiny.VOCAB_SIZE

@@ -1,8 +1,10 @@
-"""Several processes fill one cache, each with its share, and with a target split over them."""
+"""Several processes fill one cache, each with its share."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,7 +35,7 @@ from tests.unit.align.teachers.conftest import all_rows, caching, objective, tex
 
 from forerun.align.objectives import dense_probs
 from forerun.align import target_cache as filling
-from forerun.align.target import ProcessShare, load_sharded
+from forerun.align.target import ProcessShare
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.sampling.config import SamplingParams
@@ -49,7 +51,7 @@ source = TeacherSource(
     target_hash="t0",
     sampling=SamplingParams(),
     cache_dir=folder / "caches",
-    device="sharded",
+    device="cpu",
     on_progress=lambda done, total: reports.append((done, total)),
     share=ProcessShare(index=rank, number=2, wait=dist.barrier),
 )
@@ -59,8 +61,6 @@ for kind in ("hidden", "model"):
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
     out[kind] = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE).tolist()
-split = load_sharded(source.target, dtype="auto", device="cpu", share=source.share)
-out["held"] = sum(parameter.to_local().numel() for parameter in split.body.parameters())
 (folder / f"{rank}.json").write_text(json.dumps(out))
 dist.barrier()
 dist.destroy_process_group()
@@ -79,7 +79,7 @@ def run_two(folder) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_two_processes_share_work_and_weights(on_disk, tmp_path):
+def test_two_processes_share_work(on_disk, tmp_path):
     found = run_two(tmp_path)
     packing, batch = all_rows(texts(5))
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
@@ -88,17 +88,12 @@ def test_two_processes_share_work_and_weights(on_disk, tmp_path):
     assert [len(one["reports"]) for one in found] == [3, 2]
     assert sum(one["reports"][-1][1] for one in found) == packing.num_learned
     assert len(list(on_disk.source.cache_dir.glob("*/rows-*"))) == len(packing.samples)
-    whole = sum(parameter.numel() for parameter in on_disk.network.model.parameters())
-    assert sum(one["held"] for one in found) == whole
 
 
-def test_shares_are_disjoint_complete_and_equally_long():
+def test_shares_are_disjoint_and_complete():
     for number in (1, 2, 3, 5):
-        shares = [list(ProcessShare(index=i, number=number).of(range(7))) for i in range(number)]
-        assert len({len(share) for share in shares}) == 1
-        kept = [part for share in shares for part, is_kept in share if is_kept]
-        assert sorted(kept) == list(range(7))
-    assert list(ProcessShare(index=1, number=2).of([])) == []
+        shares = [ProcessShare(index=i, number=number).of([*range(7)]) for i in range(number)]
+        assert sorted(part for share in shares for part in share) == list(range(7))
 
 
 def test_rows_written_by_another_are_found(on_disk, monkeypatch):
@@ -120,3 +115,36 @@ def test_rows_written_by_another_are_found(on_disk, monkeypatch):
     distribution = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     torch.testing.assert_close(distribution, expected, atol=2e-5, rtol=2e-4)
+
+
+TYPES = """
+import sys
+
+import torch.distributed as dist
+from forerun.align import trainer
+
+rank = int(sys.argv[2])
+trainer.choose_precision = lambda device: ("bf16", "no")[rank]
+accelerator = trainer.make_accelerator("cpu")
+with open(f"{sys.argv[1]}/{rank}", "w") as file:
+    file.write(f"{accelerator.num_processes} {accelerator.mixed_precision}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_all_processes_train_in_the_type_that_the_first_one_chose(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = []
+    for rank in ("0", "1"):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        command = [sys.executable, "-c", TYPES, str(tmp_path), rank]
+        variables = os.environ | address | ranks
+        processes.append(
+            subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["2 bf16", "2 bf16"]

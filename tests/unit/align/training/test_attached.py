@@ -10,9 +10,11 @@ import pytest
 import torch
 from tests import training
 
-from forerun.align.attached import AttachedDraft, PassLoss, UnrolledEagle3, load_attached
 from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
-from forerun.align.objectives import objective_of
+from forerun.align.methods.base import Method
+from forerun.align.methods.eagle3 import Eagle3Method
+from forerun.align.methods.passes import PassLoss
+from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import Packing
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import make_teacher
@@ -43,14 +45,14 @@ def config_of(folder: Path, method: str = "eagle3", **attached: object) -> Align
     )
 
 
-def head_of(draft: AttachedDraft) -> Eagle3Head:
-    assert isinstance(draft.model, UnrolledEagle3)
+def head_of(draft: Method) -> Eagle3Head:
+    assert isinstance(draft, Eagle3Method)
     return draft.model.head
 
 
 def trainer_of(
     config: AlignConfig,
-    draft: AttachedDraft,
+    draft: Method,
     folder: Path,
     kind: str,
     precision: Literal["no", "bf16"] = "no",
@@ -64,11 +66,11 @@ def trainer_of(
     )
     packing = packed()
     settings = TeacherConfig(teacher=kind)
-    teacher = make_teacher(settings, source, 1000, draft.feature_layers)
+    teacher = make_teacher(settings, source, 1000, draft.layers)
     teacher.prepare(packing.samples)
     return Trainer(
         config=config.training,
-        module=draft.loss(objective_of(config), config),
+        module=draft.loss(OBJECTIVES[config.objective_name]),
         teacher=teacher,
         accelerator=training.fresh_accelerator(precision),
         folder=folder,
@@ -94,7 +96,7 @@ def losses(steps: list[StepMetrics]) -> list[float]:
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_a_head_learns(tmp_path, method, precision):
     config = config_of(tmp_path, method)
-    draft = load_attached(config, training.samples())
+    draft = training.start_method(config, training.samples())
     steps = curve(trainer_of(config, draft, tmp_path, "hidden", precision), 30)
     alphas = [step.acceptance_probability for step in steps]
     assert sum(losses(steps[-5:])) < 0.8 * sum(losses(steps[:5]))
@@ -105,7 +107,7 @@ def test_features_of_a_cache_and_of_the_target_train_alike(tmp_path):
     config = config_of(tmp_path)
     curves = []
     for kind in ("hidden", "model"):
-        draft = load_attached(config, training.samples())
+        draft = training.start_method(config, training.samples())
         curves.append(losses(curve(trainer_of(config, draft, tmp_path / kind, kind), 3)))
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
@@ -114,7 +116,7 @@ def test_an_interrupted_training_continues(tmp_path):
     config = config_of(tmp_path)
 
     def begun(folder: str) -> Trainer:
-        draft = load_attached(config, training.samples())
+        draft = training.start_method(config, training.samples())
         return trainer_of(config, draft, tmp_path / folder, "model")
 
     through = losses(curve(begun("a"), 6))
@@ -126,7 +128,7 @@ def test_an_interrupted_training_continues(tmp_path):
 
 def test_a_saved_head_is_the_trained_one(tmp_path):
     config = config_of(tmp_path)
-    draft = load_attached(config, training.samples())
+    draft = training.start_method(config, training.samples())
     trainer = trainer_of(config, draft, tmp_path, "model")
     curve(trainer, 2)
     out = tmp_path / "head"
@@ -141,7 +143,7 @@ def test_a_saved_head_is_the_trained_one(tmp_path):
     golden = read_golden(out)
     assert golden is not None
     assert len(golden.features) == len(golden.tokens) - 4  # the last rows continue by themselves
-    known = load_attached(replace(config, draft=str(out)), training.samples(3))
+    known = training.start_method(replace(config, draft=str(out)), training.samples(3))
     assert torch.equal(head_of(known).target_ids, trained.target_ids)
     assert torch.equal(head_of(known).fc.weight, saved.fc.weight)
 
@@ -150,7 +152,7 @@ def test_its_vocabulary_is_that_of_the_responses(tmp_path):
     config = config_of(tmp_path, draft_vocab_size=10)
     samples = training.samples()
     learned = {t for s in samples for a, b in s.spans for t in s.token_ids[a:b]}
-    found = head_of(load_attached(config, samples)).target_ids.tolist()
+    found = head_of(training.start_method(config, samples)).target_ids.tolist()
     assert len(found) == 10
     assert set(found) <= learned
 
@@ -158,7 +160,7 @@ def test_its_vocabulary_is_that_of_the_responses(tmp_path):
 def test_the_vocabulary_of_a_known_head_is_chosen_again_for_another_size(tmp_path):
     config = config_of(tmp_path, draft_vocab_size=20)
     samples = training.samples()
-    draft = load_attached(config, samples)
+    draft = training.start_method(config, samples)
     out = tmp_path / "head"
     weights = {f"model.head.{name}": p + 1 for name, p in head_of(draft).named_parameters()}
     draft.save(out, weights)
@@ -166,7 +168,7 @@ def test_the_vocabulary_of_a_known_head_is_chosen_again_for_another_size(tmp_pat
     rows = dict(zip(known.target_ids.tolist(), known.lm_head.weight, strict=True))
     for size in (12, 25):
         smaller = replace(config_of(tmp_path, draft_vocab_size=size), draft=str(out))
-        found = head_of(load_attached(smaller, samples))
+        found = head_of(training.start_method(smaller, samples))
         kept = [i for i, t in enumerate(found.target_ids.tolist()) if t in rows]
         assert found.lm_head.weight.shape[0] == found.config.draft_vocab_size == size
         assert len(kept) == min(size, 20)
@@ -177,41 +179,44 @@ def test_the_vocabulary_of_a_known_head_is_chosen_again_for_another_size(tmp_pat
 
 def test_its_shape_can_be_chosen(tmp_path):
     shape = {"intermediate_size": 20, "num_heads": 3, "num_kv_heads": 1}
-    head = head_of(load_attached(config_of(tmp_path, **shape), training.samples()))
+    head = head_of(training.start_method(config_of(tmp_path, **shape), training.samples()))
     assert head.layers[0].mlp.gate_proj.weight.shape[0] == 20
     assert (head.config.num_heads, head.config.num_kv_heads) == (3, 1)
 
 
-def test_fresh_heads_are_alike(tmp_path):
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_fresh_heads_are_alike(tmp_path, method):
     """Processes make theirs by themselves."""
-    config = config_of(tmp_path)
-    heads = [head_of(load_attached(config, training.samples())) for _ in range(2)]
-    for one, other in zip(*(head.parameters() for head in heads), strict=True):
+    config = config_of(tmp_path, method)
+    modules = [
+        training.start_method(config, training.samples()).loss(OBJECTIVES["fkl"]) for _ in range(2)
+    ]
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):
     config = config_of(tmp_path)
-    draft = load_attached(config, training.samples())
+    draft = training.start_method(config, training.samples())
     weights = {f"model.head.{name}": p for name, p in head_of(draft).named_parameters()}
     draft.save(tmp_path / "head", weights)
     other = config_of(tmp_path / "other")
     training.target_folder(tmp_path / "other" / "target", hidden_size=48)
     with pytest.raises(IncompatibleDraft, match="for a target 32 wide with 300 tokens"):
-        load_attached(replace(other, draft=str(tmp_path / "head")), training.samples())
+        training.start_method(replace(other, draft=str(tmp_path / "head")), training.samples())
 
 
 def test_a_target_too_shallow_for_the_default_layers_is_named(tmp_path):
     with pytest.raises(InvalidModel, match="2 layers has no layers 2, L/2 and L - 3"):
-        load_attached(config_of(tmp_path, feature_layers=()), training.samples())
+        training.start_method(config_of(tmp_path, feature_layers=()), training.samples())
     with pytest.raises(UnsupportedFeatures, match=r"feature_layers names \[7\]"):
-        load_attached(config_of(tmp_path, feature_layers=(0, 1, 7)), training.samples())
+        training.start_method(config_of(tmp_path, feature_layers=(0, 1, 7)), training.samples())
 
 
 def test_greedy_deployments_train_at_temperature_1(tmp_path):
     config = config_of(tmp_path)
     greedy = replace(config, sampling=replace(config.sampling, temperature=0))
-    draft = load_attached(greedy, training.samples())
-    module = draft.loss(objective_of(greedy), greedy)
+    draft = training.start_method(greedy, training.samples())
+    module = draft.loss(OBJECTIVES[greedy.objective_name])
     assert isinstance(module, PassLoss)
     assert (module.temperature, module.objective.name) == (1.0, "fkl")

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from tests import tiny, training
 from transformers import AutoModelForCausalLM
 
-from forerun.align.draft import Draft, DraftConfig, load_draft
+from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.load import load_tokenizer
 
 
-def weights_of(draft: Draft) -> dict[str, torch.Tensor]:
+def weights_of(draft: DraftModelMethod) -> dict[str, torch.Tensor]:
     """As `Trainer.weights` gives them."""
     parameters = draft.model.named_parameters()
     return {f"model.{n}": p.detach().clone() for n, p in parameters if p.requires_grad}
@@ -57,7 +57,7 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     network.config.tie_word_embeddings = True
     network.tie_weights()
     network.save_pretrained(folder)
-    draft = load_draft(DraftConfig(target=target, draft=folder))
+    draft = training.load_draft(target=target, draft=folder)
     weights = weights_of(draft)
     assert "model.lm_head.weight" not in weights
     draft.save(tmp_path / "out", weights)
@@ -68,9 +68,7 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
 def test_one_is_made_from_a_shape(tmp_path: Path) -> None:
     target, _ = training.pair(tmp_path)
     shape = config_file(tmp_path, vocab_size=77, num_hidden_layers=1, eos_token_id=5)
-    made = [
-        load_draft(DraftConfig(target=target, init=shape, seed=seed)).model for seed in (1, 1, 2)
-    ]
+    made = [training.load_draft(target=target, init=shape, seed=seed).model for seed in (1, 1, 2)]
     assert made[0].config.vocab_size == tiny.VOCAB_SIZE
     assert made[0].config.num_hidden_layers == 1
     assert made[0].config.eos_token_id == tiny.EOS
@@ -83,7 +81,7 @@ def test_making_one_leaves_the_global_generator_alone(tmp_path: Path) -> None:
     target, _ = training.pair(tmp_path)
     shape = config_file(tmp_path)
     before = torch.random.get_rng_state()
-    load_draft(DraftConfig(target=target, init=shape))
+    training.load_draft(target=target, init=shape)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -91,7 +89,7 @@ def test_a_draft_of_another_width_gets_the_targets(tmp_path: Path) -> None:
     target = training.target_folder(tmp_path / "target", vocab_size=tiny.VOCAB_SIZE + 12)
     for width in (tiny.VOCAB_SIZE, tiny.VOCAB_SIZE + 40):
         folder = training.draft_folder(tmp_path / f"draft-{width}", vocab_size=width)
-        draft = load_draft(DraftConfig(target=target, draft=folder))
+        draft = training.load_draft(target=target, draft=folder)
         known = AutoModelForCausalLM.from_pretrained(folder)
         ids = torch.arange(20)[None]
         ours, theirs = logits(draft.model, ids), logits(known, ids)
@@ -103,7 +101,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     target, draft = training.pair(tmp_path)
     tiny.backend(("<other>",)).save_pretrained(draft)
     with pytest.raises(IncompatibleDraft, match=r"<other>.*made from nothing"):
-        load_draft(DraftConfig(target=target, draft=draft))
+        training.load_draft(target=target, draft=draft)
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma3", "opt"])
@@ -114,25 +112,25 @@ def test_what_is_more_than_head_and_decoder_is_refused(tmp_path: Path, family: s
     tiny.network(family).save_pretrained(folder)
     tiny.backend().save_pretrained(folder)
     with pytest.raises(InvalidModel, match="cannot be trained as a draft"):
-        load_draft(DraftConfig(target=target, draft=folder))
+        training.load_draft(target=target, draft=folder)
 
 
 def test_nothing_to_begin_with(tmp_path: Path) -> None:
     target, _ = training.pair(tmp_path)
     with pytest.raises(InvalidModel, match="neither"):
-        load_draft(DraftConfig(target=target))
+        training.load_draft(target=target)
     shape = tmp_path / "shape.json"
     with pytest.raises(InvalidModel, match="is missing"):
-        load_draft(DraftConfig(target=target, init=shape))
+        training.load_draft(target=target, init=shape)
     shape.write_text("{}")
     with pytest.raises(InvalidModel, match="model_type ''"):
-        load_draft(DraftConfig(target=target, init=shape))
+        training.load_draft(target=target, init=shape)
     shape.write_text('{"model_type": "no-such"}')
     with pytest.raises(InvalidModel, match="model_type 'no-such'"):
-        load_draft(DraftConfig(target=target, init=shape))
+        training.load_draft(target=target, init=shape)
     shape.write_text('{"model_type": "rwkv", "hidden_size": 16, "num_hidden_layers": 1}')
     with pytest.raises(InvalidModel, match="Rwkv"):
-        load_draft(DraftConfig(target=target, init=shape))
+        training.load_draft(target=target, init=shape)
 
 
 def test_a_full_disk_leaves_the_draft_there_was(
@@ -144,10 +142,10 @@ def test_a_full_disk_leaves_the_draft_there_was(
     draft.save(out, weights)
     kept = (out / "model.safetensors").read_bytes()
 
-    def full(target: Path, folder: Path) -> None:
+    def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("forerun.align.draft.copy_tokenizer", full)
+    monkeypatch.setattr("forerun.align.methods.base.write_hashes", full)
     with pytest.raises(OSError, match="No space left"):
         draft.save(out, {name: tensor + 1 for name, tensor in weights.items()})
     assert (out / "model.safetensors").read_bytes() == kept

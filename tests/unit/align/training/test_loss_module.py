@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests import tiny, training
 from torch import Tensor
 
-from forerun.align.config import ObjectiveConfig
-from forerun.align.draft import DraftLoss, length_weights
-from forerun.align.objectives import make_objective
+from forerun.align.methods.draft_model import DraftLoss
+from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import PackedBatch
 
 TRAINED = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt-neox", "olmo2", "phi3"]
@@ -42,7 +39,7 @@ def batch() -> PackedBatch:
 @pytest.mark.parametrize("family", TRAINED)
 def test_packed_rows_say_what_the_model_says(family: str) -> None:
     model = tiny.network(family, seed=2, scale=0.2).requires_grad_(True)
-    module = DraftLoss(model, make_objective(ObjectiveConfig(objective="fkl"), 1.0), 1.0)
+    module = DraftLoss(model, OBJECTIVES["fkl"], 1.0)
     rows = batch()
     loss, alpha = module(rows, training.TableTeacher().rows(rows))
     loss.backward()
@@ -65,7 +62,7 @@ def test_a_head_tied_to_the_embedding_gets_both_gradients() -> None:
     model.config.tie_word_embeddings = True
     model.tie_weights()
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    module = DraftLoss(model, make_objective(ObjectiveConfig(objective="ce"), 1.0), 1.0)
+    module = DraftLoss(model, OBJECTIVES["ce"], 1.0)
     loss, alpha = module(batch(), None)
     loss.backward()
     found = model.lm_head.weight.grad.clone()
@@ -73,23 +70,3 @@ def test_a_head_tied_to_the_embedding_gets_both_gradients() -> None:
     by_hand(module, "ce")[0].backward()
     torch.testing.assert_close(found, model.lm_head.weight.grad, rtol=1e-3, atol=1e-3)
     assert float(alpha) == 0
-
-
-def test_rows_are_weighed_by_their_share_of_the_length() -> None:
-    model = tiny.network(seed=2, scale=0.2)
-    objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
-    rows, teacher = batch(), training.TableTeacher()
-    plain, aware = DraftLoss(model, objective, 1.0), DraftLoss(model, objective, 1.0, 3)
-    single = []
-    for row, column in rows.predicts.nonzero().tolist():
-        only = torch.zeros_like(rows.predicts)
-        only[row, column] = True
-        one = replace(rows, predicts=only)
-        single.append(torch.stack(plain(one, teacher.rows(one))))
-    losses, alphas = torch.stack(single).unbind(1)
-    learned = rows.predicts
-    weights = length_weights(alphas, rows.samples[learned], rows.positions[learned], 3)
-    loss, alpha = aware(rows, teacher.rows(rows))
-    assert float(weights.max()) > 1.01
-    assert loss.item() == pytest.approx(float((weights * losses).sum()), rel=1e-4)
-    assert float(alpha) == pytest.approx(float(alphas.sum()), rel=1e-4)

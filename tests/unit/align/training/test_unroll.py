@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.align.attached import PassLoss, UnrolledEagle3, learned_passes, unroll
-from forerun.align.config import ObjectiveConfig
-from forerun.align.objectives import DenseDistribution, make_objective
+from forerun.align.methods.eagle3 import UnrolledEagle3, unroll
+from forerun.align.methods.passes import PassLoss, learned_passes
+from forerun.align.objectives import OBJECTIVES, DenseDistribution
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
 
@@ -199,7 +199,7 @@ def forward_kl(logits: Tensor, probs: Tensor) -> Tensor:
 def test_loss_is_the_weighted_sum_over_passes(decay):
     _, batch = texts()
     head = head_of()
-    objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
+    objective = OBJECTIVES["fkl"]
     model = UnrolledEagle3(head, embedding())
     model.embedding = model.embedding.double()
     module = PassLoss(model, objective, temperature=1.0, num_passes=PASSES, decay=decay)
