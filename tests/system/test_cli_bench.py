@@ -8,7 +8,6 @@ import pytest
 
 from forerun.cli.bench import BenchOptions
 from forerun.cli.main import main
-from forerun.errors import InvalidRequest
 from forerun.measure.bench import compare as arms
 from forerun.measure.bench.comparison import BenchComparison
 
@@ -80,7 +79,7 @@ def test_a_profile_predicts_only_for_its_own_pair(bench, tiny_pair, tmp_path, ca
     row = json.loads(capsys.readouterr().out)["cells"][0]["rows"][1]
     assert "predicted" in row  # null where costs this small are too rough to predict from
     assert bench(*chosen, ks="2", draft=tiny_pair.small) == 2
-    assert "which no arm uses" in " ".join(capsys.readouterr().err.split())
+    assert "was made with draft_hash" in " ".join(capsys.readouterr().err.split())
 
 
 def test_ctrl_c_shows_and_writes_what_was_measured(bench, tmp_path, capsys, monkeypatch):
@@ -121,17 +120,12 @@ def test_what_cannot_work_is_refused_before_anything_loads(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_target_of_ones_own_needs_arms(tiny_pair, capsys):
-    assert main(["bench", "--target", str(tiny_pair.target)]) == 2
-    assert "name the --arms" in capsys.readouterr().err
-
-
-def test_without_flags_the_shipped_pair_is_compared():
-    config = BenchOptions().config
-    assert config.target == "zoo:code-40m"
+def test_without_arms_the_shipped_draft_or_auto_is_compared():
+    config = BenchOptions(model="zoo:code-40m").config
     assert [(arm.draft, arm.ks) for arm in config.arms] == [("zoo:code-2m-for-40m", (1, 2, 3, 4))]
-    with pytest.raises(InvalidRequest, match="name the --arms to compare on zoo:books-1m"):
-        BenchOptions(model="zoo:books-1m").config  # noqa: B018
+    config = BenchOptions().config
+    assert config.target == "zoo:smollm2-135m"
+    assert [arm.draft for arm in config.arms] == ["auto"]
 
 
 def test_auto_is_an_arm_beside_plain_and_fixed_k(tiny_pair, tmp_path, capsys):

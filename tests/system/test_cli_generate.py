@@ -360,7 +360,7 @@ def test_a_target_without_a_named_draft_uses_itself_in_4_bits(unshipped, caplog)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("changes", [{"k": 0}, {"draft": ("suffix",)}, {"weights": "int8"}])
+@pytest.mark.parametrize("changes", [{"k": 0}, {"draft": ("suffix",)}])
 def test_a_target_that_is_asked_for_something_else_takes_no_copy(unshipped, changes):
     engine = load_engine(replace(unshipped, **changes), max_batch=1)
     assert "self:int4" not in engine.capabilities().methods
@@ -379,7 +379,17 @@ def raises(error):
 
 
 def test_several_drafts_keep_their_order_where_somebody_chooses():
-    pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "auto").pair
+    pair = parse(
+        "x",
+        "--model",
+        "zoo:code-40m",
+        "--draft",
+        "auto",
+        "--draft",
+        "suffix",
+        "--controller",
+        "auto",
+    ).pair
     assert pair.draft_names == ("zoo:code-2m-for-40m", "self:int4", "suffix")
     pair = parse("x", "--draft", "a", "--draft", "b", "--profile", "p", "--profile", "q").pair
     assert pair.draft_names == ("a", "b")

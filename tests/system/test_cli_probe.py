@@ -74,15 +74,19 @@ def test_a_draft_with_another_tokenizer_is_no_finding(tiny_pair, prompts, tmp_pa
     assert facts["output_differs"]["value"] is False
 
 
+SHIPPED = ("--model", "zoo:code-40m")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--draft", "none"], "--draft"),
+        ([], "name a --draft for zoo:smollm2-135m"),
         (["--target", "some/model", "--draft", "other/model"], "--prompts"),
-        (["--k", "0"], "--num-speculative-tokens is 0"),
-        (["--num-tokens", "1"], "num_tokens is 1"),
-        (["--temperature", "-1"], "temperature"),
-        (["--out", "missing/folder/facts.json"], "--out"),
+        ([*SHIPPED, "--k", "0"], "--num-speculative-tokens is 0"),
+        ([*SHIPPED, "--num-tokens", "1"], "num_tokens is 1"),
+        ([*SHIPPED, "--temperature", "-1"], "temperature"),
+        ([*SHIPPED, "--out", "missing/folder/facts.json"], "--out"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_loaded(arguments, words, capsys):

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import TargetFlags, check_plot, check_writable, use_threads
+from forerun.cli.flags import TargetFlags, check_plot, check_threads, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import NONE
 from forerun.engine.config import EngineConfig
@@ -76,6 +76,7 @@ def run(options: ProfileOptions) -> int:
     config = options.config
     check_writable("--out", options.out)
     check_plot(options.plot)
+    check_threads(options.models.threads)
     drafts = options.models.resolve_drafts(options.draft) or (None,)
     profiles = []
     for draft in drafts:

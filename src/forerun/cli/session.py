@@ -249,6 +249,7 @@ def load_engine(
     Args:
         max_tokens: `max_tokens` of the request, if there is only one.
     """
+    num_threads = use_threads(pair.threads)  # refused before drafts are looked for
     drafts_chains = bool(pair.draft_names) and pair.tree is None
     is_chosen = pair.controller == "fixed" or pair.k != EngineConfig().num_speculative_tokens
     if pair.profile and (pair.weights, pair.draft_weights) != ("auto", "auto"):
@@ -268,7 +269,7 @@ def load_engine(
         max_context=pair.max_context,
         max_step_rows=max(EngineConfig().max_step_rows, max_batch * (most + 1)),
         runner=pair.runner,
-        num_threads=use_threads(pair.threads),
+        num_threads=num_threads,
         weights=pair.weights,
         draft_weights=pair.draft_weights,
     )
