@@ -341,7 +341,7 @@ def test_a_servers_own_filters_are_switched_off(owner):
     unfiltered = {"llamacpp": 0, "forerun": -1, "vllm": -1, "sglang": -1}
     assert all(body.get("top_k") == unfiltered.get(owner) for body in bodies)
     assert all(body.get("min_p") == (0.0 if owner in unfiltered else None) for body in bodies)
-    order = ["penalties", "temperature", "top_p"] if owner == "llamacpp" else None
+    order = ["penalties", "temperature", "min_p", "top_k", "top_p"] if owner == "llamacpp" else None
     assert all(body.get("samplers") == order for body in bodies)
 
 

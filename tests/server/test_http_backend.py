@@ -17,7 +17,7 @@ from tests.unit.align.data.conftest import prompt
 from forerun.align.texts import ResponseServer, seed_of
 from forerun.client.client import SEED_MASK, Client, Speculation
 from forerun.client.connection import ClientConfig
-from forerun.engine.http_backend import HttpBackend
+from forerun.engine.http_backend import HttpBackend, sampling_fields
 from forerun.engine.results import Backend
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.measure.bench.compare import BenchArm, Prompt, measure
@@ -189,3 +189,13 @@ def test_no_server_and_no_such_model():
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json=CARD))
     with pytest.raises(InvalidRequest, match="does not serve 'other'; it serves m"):
         HttpBackend("http://server", "other", transport=transport)
+
+
+def test_what_is_off_is_sent_to_servers_that_have_defaults_of_their_own():
+    params = SamplingParams(max_tokens=4, top_k=0)
+    assert set(sampling_fields(params, None)) == {"temperature", "top_p", "max_tokens"}
+    assert sampling_fields(params, "vllm")["top_k"] == -1
+    assert sampling_fields(replace(params, top_k=3), "forerun")["top_k"] == 3
+    fields = sampling_fields(replace(params, repetition_penalty=1.5, min_p=0.1), "llamacpp")
+    assert (fields["repeat_penalty"], fields["min_p"]) == (1.5, 0.1)
+    assert "min_p" in str(fields["samplers"])

@@ -268,6 +268,7 @@ class ResponseServer:
 
     client: Client
     tokenizer: Tokenizer
+    owner: str | None = None
 
     def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
         is_chat = self.client.config.is_chat
@@ -283,7 +284,7 @@ class ResponseServer:
         )
         try:
             answer = ask(
-                sampling_fields(params),
+                sampling_fields(params, self.owner),
                 seed=seed_of(prompt.prompt_hash, params.seed or 0),
                 check=partial(_check_answer, params=params),
             )
@@ -347,7 +348,7 @@ def write_responses_from(
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
     params = store.origin.params
-    sampling_fields(params)  # refuses what no server takes, before any is asked
+    sampling_fields(params, server.owner)  # refuses what no server takes, before any is asked
     missing = store.missing(prompts)
     num_all = len(prompts)
     num_done = num_all - len(missing)
@@ -553,7 +554,9 @@ class TrainingTexts:
                 key_variable=data.responses_key_env,
                 max_connections=16,
             )
-            server = ResponseServer(client=Client(config), tokenizer=self.tokenizer)
+            client = Client(config)
+            owner = client.find_model().owned_by
+            server = ResponseServer(client=client, tokenizer=self.tokenizer, owner=owner)
             # The model behind the address is not known: another target must not reuse responses.
             model = f"{model} {_recordable_url(data.responses_from)} {name}"
         origin = ResponseOrigin(

@@ -16,29 +16,12 @@ from forerun.client.door import Transport
 from forerun.client.urls import shown_url
 from forerun.doctor.audit.config import Kind
 from forerun.doctor.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
+from forerun.engine.http_backend import NEUTRAL_FIELDS
 from forerun.errors import InvalidRequest, ServerUnavailable
 
 NUM_TOP = 20
 MOST_REQUESTS = len(ID_FLAGS)
 """Requests that one question can take: a strict server refuses flags that it does not know."""
-_UNFILTERED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-NEUTRAL_FIELDS: Mapping[str | None, Mapping[str, object]] = {
-    "llamacpp": {
-        "top_k": 0,
-        "min_p": 0.0,
-        "repeat_penalty": 1.0,
-        "repeat_last_n": 1 << 16,
-        "samplers": ["penalties", "temperature", "top_p"],
-    },
-    "forerun": _UNFILTERED,
-    "vllm": _UNFILTERED,
-    "sglang": _UNFILTERED,
-}
-"""Request fields, by kind of server, that switch off its default filters and penalties.
-
-llama.cpp has top_k 40 and min_p .05, and filters before it divides by the temperature unless a
-request orders its samplers; the others take defaults from the model's generation_config.json.
-"""
 
 
 @runtime_checkable
