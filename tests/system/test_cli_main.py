@@ -74,7 +74,6 @@ def test_help_of_a_command_has_examples(name, capsys):
 NEEDED = {
     "generate": ["x"],
     "info": ["x"],
-    "simulate": ["--workload", "x", "--profile", "x"],
     "trace": ["summarize", "x"],
 }
 

@@ -101,7 +101,7 @@ def test_plain_decoding_is_profiled_planned_and_simulated(tiny_pair, tmp_path, c
     assert main(["plan", "--profile", str(out)]) == 0
     assert "decode plainly" in capsys.readouterr().out
     workload.write_text(WORKLOAD)
-    simulated = ["simulate", "--workload", str(workload), "--profile", str(out)]
+    simulated = ["plan", "--workload", str(workload), "--profile", str(out)]
     assert main([*simulated, "--json"]) == 0
     assert [r["controller"] for r in json.loads(capsys.readouterr().out)["results"]] == ["plain"]
     assert main([*simulated, "--controller", "auto"]) == 2
@@ -126,7 +126,7 @@ def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
         assert main(["plan", "--profile", str(out), "--json", *chosen, "--acceptance", *given]) == 0
         assert list(json.loads(capsys.readouterr().out)["curves"]) == names
     workload.write_text(WORKLOAD)
-    simulated = ["simulate", "--workload", str(workload), "--profile", str(out), "--no-oracle"]
+    simulated = ["plan", "--workload", str(workload), "--profile", str(out), "--no-oracle"]
     assert main([*simulated, "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["drafts"]) == names
     assert main([*simulated, "--json", "--draft", "suffix"]) == 0

@@ -1,4 +1,4 @@
-"""`forerun simulate` from written workloads and profiles."""
+"""`forerun plan --workload` from written workloads and profiles."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def files(tmp_path):
 
 
 def simulated(capsys, *arguments):
-    assert main(["simulate", *arguments, "--json"]) == 0
+    assert main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_tables_for_people(files, tmp_path, capsys):
     arguments = ("--controllers", "plain", "fixed:4", "auto")
-    assert main(["simulate", *files, *arguments]) == 0
+    assert main(["plan", *files, *arguments]) == 0
     out = capsys.readouterr().out
     for words in ("12 requests, 360 tokens", "TTFT", "in SLO", "regret", "good", "best K 0"):
         assert words in out
@@ -63,7 +63,7 @@ def test_a_server_that_is_never_idle_is_named(files, tmp_path, capsys):
     path = tmp_path / "w.toml"
     path.write_text(WORKLOAD.replace("rate_per_s = 2", "rate_per_s = 500"))
     arguments = ("--controllers", "plain", "fixed:1", "--no-oracle")
-    assert main(["simulate", *files, "--workload", str(path), *arguments]) == 0
+    assert main(["plan", *files, "--workload", str(path), *arguments]) == 0
     assert "no idle time with plain, fixed:1: requests" in capsys.readouterr().out
 
 
@@ -105,12 +105,30 @@ def test_every_controller_serves_every_request(name, files, capsys):
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments, message, files, capsys):
-    assert main(["simulate", *files, *arguments]) == 2
+    assert main(["plan", *files, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("more", [("--acceptance", "0.5"), ("--batch", "2"), ("--flops", "1")])
+def test_flags_of_a_plan_that_a_workload_states_itself_are_refused(more, files, capsys):
+    assert main(["plan", *files, *more]) == 2
+    assert "are fields of its file" in " ".join(capsys.readouterr().err.split())
+
+
+def test_flags_of_a_workload_need_one(files, capsys):
+    assert main(["plan", *files[2:], "--seed", "3"]) == 2
+    assert "--workload: name one" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_former_name_is_said_to_be_part_of_plan(files, capsys):
+    assert main(["simulate", *files, "--controllers", "plain", "--no-oracle", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["results"]
+    assert captured.err == "forerun simulate is part of forerun plan now\n"
 
 
 def test_a_workload_without_an_end_is_refused(files, tmp_path, capsys):
     path = tmp_path / "w.toml"
     path.write_text(WORKLOAD.replace("output_tokens = 30", "output_tokens = 100000"))
-    assert main(["simulate", *files, "--workload", str(path)]) == 2
+    assert main(["plan", *files, "--workload", str(path)]) == 2
     assert "it would never finish" in " ".join(capsys.readouterr().err.split())

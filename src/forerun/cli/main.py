@@ -47,17 +47,18 @@ COMMANDS = {
     "info": "describe a model, its memory and whether a draft fits it",
     "quantise": "write a model with weights of 8 or 4 bits, and measure the loss",
     "profile": "measure what drafting and verifying cost on this machine",
-    "plan": "choose drafter, K and batch, and predict the speedup",
+    "plan": "choose drafter, K and batch, predict the speedup, and simulate a workload",
     "align": "distil a draft to its target on your prompts, and measure the gain",
     "probe": "measure on loaded models which causes can be ruled out, for diagnose",
     "diagnose": "explain why speculation is slow or wrong, and what to change",
     "watch": "report when acceptance or speed of a running server changes",
     "audit": "test whether speculation changes the text of a server, and name the fault",
-    "simulate": "serve a workload in simulated time under several controllers",
     "trace": "summarise a trace: tokens and cost per step, acceptance by position",
     "explain": "explain the steps of a request in a trace, token by token",
     "exact": "prove by enumeration that every verifier keeps the target's distribution",
 }
+FORMER = {"simulate": "plan"}
+"""Commands that are part of another one now; this release still knows their names."""
 OVERVIEW = """\
 usage: forerun COMMAND [OPTIONS]
 
@@ -201,6 +202,10 @@ def answered(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(f"forerun {forerun.__version__}")
         return Exit.GOOD
+    if arguments[0] in FORMER:
+        former, *rest = arguments
+        arguments = [FORMER[former], *rest]
+        print(f"forerun {former} is part of forerun {arguments[0]} now", file=sys.stderr)
     if arguments[0] not in COMMANDS:
         _print_error(unknown(arguments[0]))
         return Exit.BAD_INPUT

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
+from forerun.cli.simulate import SimulationFlags, simulate
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import AUTO, NONE, parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
@@ -144,6 +145,7 @@ class PlanOptions:
     """Plan draft trees too, and recommend one only where it is faster than every chain: the
     probability that a further child is accepted where those before it are not."""
     machine: MachineFlags = field(default_factory=MachineFlags)
+    simulation: SimulationFlags = field(default_factory=SimulationFlags)
     json: bool = False
     """Print one JSON object."""
 
@@ -365,6 +367,10 @@ def _acceptance_for(
 
 
 def run(options: PlanOptions) -> int:
+    if options.simulation.workload is not None:
+        return run_workload(options)
+    if options.simulation != SimulationFlags():
+        raise InvalidRequest("--controller, --no-oracle and --seed are of a --workload: name one")
     from forerun.plan.advice import advise
 
     found, config = candidates_of(options)
@@ -373,6 +379,35 @@ def run(options: PlanOptions) -> int:
         print(json.dumps(content(advice, config, found, options)))
     else:
         _print_plan(advice, config, origin(options, found))
+    return 0
+
+
+def run_workload(options: PlanOptions) -> int:
+    """Simulate a workload with the costs of one file of profiles."""
+    plain = PlanOptions(
+        profile=options.profile,
+        draft=options.draft,
+        simulation=options.simulation,
+        json=options.json,
+    )
+    if options != plain:
+        raise InvalidRequest(
+            "with a --workload give --profile, --draft and what belongs to the workload: the other "
+            "flags of a plan are fields of its file"
+        )
+    if len(options.profile) != 1:
+        raise InvalidRequest("a --workload needs one --profile, for what cycles take")
+    [path] = options.profile
+    profiles = load_profiles(path)
+    named = [draft for draft in options.draft if draft != AUTO]
+    known = [profile.draft for profile in profiles]
+    for draft in named:
+        if draft not in known:
+            raise InvalidRequest(
+                f"--draft {draft} has no profile: there are those of {', '.join(known)}"
+            )
+    chosen = [profile for profile in profiles if not named or profile.draft in named]
+    simulate(options.simulation, path, chosen, as_json=options.json)
     return 0
 
 
@@ -404,9 +439,14 @@ def content(
 COMMAND = Command(
     options=PlanOptions,
     run=run,
-    lists={"--acceptance": "", "--draft": ",", "--profile": ",", "--batch": ","},
+    lists={
+        "--acceptance": "",
+        **dict.fromkeys(["--draft", "--profile", "--batch", "--controller", "--controllers"], ","),
+    },
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
-    "stops paying. Drafts are chains, and trees too with --sibling-acceptance.",
+    "stops paying. Drafts are chains, and trees too with --sibling-acceptance. With --workload,\n"
+    "serve a workload in simulated time under several controllers, the engine's own, and compare\n"
+    "latency, throughput and what each lost against the best fixed K.",
     examples=(
         "forerun plan --profile profile.json --acceptance 0.8",
         "forerun plan --profile profile.json --acceptance 0.5 --sibling-acceptance 0.4",
@@ -416,6 +456,7 @@ COMMAND = Command(
         "forerun plan --machine h100-sxm --target-params 8e9 --draft-params 1e9 "
         "--kv-token-bytes 131072 --acceptance 0.75 --slo-tpot 0.02",
         "forerun plan --machine h100-sxm --profile profile.json --acceptance 0.8,0.66,0.5 --json",
+        "forerun plan --workload w.toml --profile profile.json --controller plain fixed:3 auto",
     ),
 )
 

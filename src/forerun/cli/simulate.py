@@ -1,4 +1,4 @@
-"""forerun simulate: controllers on a workload in simulated time."""
+"""Controllers on a workload in simulated time, for `forerun plan --workload`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
-from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, status_text, table_of
-from forerun.drafters.config import AUTO, NONE
+from forerun.drafters.config import NONE
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from forerun.measure.profile import Profile
     from forerun.plan.costs import DraftCosts
     from forerun.plan.simulation import Oracle, PhaseResult, Quantiles, Result
     from forerun.plan.workload import Workload
@@ -30,83 +30,82 @@ ORACLE_KS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """Options of `forerun simulate`."""
+class SimulationFlags:
+    """A whole workload, served in simulated time by the engine's own controllers."""
 
-    workload: Path
-    """TOML: requests, arrivals, lengths, acceptance by phase, server; see docs/simulation.md."""
-    profile: Path
-    """What `forerun profile` wrote: what cycles take."""
-    draft: str | None = None
-    """Which draft of a profile of several. "auto", the default: every one in turn."""
+    workload: Path | None = None
+    """Simulate this TOML file in place of a plan: requests, arrivals, lengths, acceptance by phase,
+    server; see docs/simulation.md."""
     controllers: Annotated[
         UseAppendAction[tuple[str, ...]], arg(name="controller", aliases=("--controllers",))
     ] = ()
-    """Any of plain, fixed:K, tree:NODES, auto.
-    Default: plain fixed:4 auto."""
-
+    """Of a workload: any of plain, fixed:K, tree:NODES, auto. Default: plain fixed:4 auto."""
     no_oracle: bool = False
     """Do not look for the best fixed K of every phase, which takes a run per K."""
     seed: int = 0
     """Of arrivals, lengths and texts; the same seed gives the same figures."""
-    json: bool = False
-    """Print one JSON object."""
 
 
-def run(options: SimulateOptions) -> int:
-    from forerun.measure.profile import load_profiles
+def simulate(
+    flags: SimulationFlags, path: Path, profiles: Sequence[Profile], *, as_json: bool
+) -> None:
+    """Simulate the workload with the costs of every profile, and print the figures.
+
+    Args:
+        path: of the profiles.
+    """
     from forerun.plan.workload import load_workload
 
-    workload = load_workload(options.workload)
-    profiles = load_profiles(options.profile)
-    found = [p for p in profiles if options.draft in (None, AUTO, p.draft)]
-    if not found:
-        names = ", ".join(profile.draft for profile in profiles)
-        raise InvalidRequest(f"--draft {options.draft} has no profile: there are those of {names}")
+    assert flags.workload is not None
+    workload = load_workload(flags.workload)
     contents = {}
-    for profile in found:
-        own = without_drafts(options) if profile.draft == NONE else options
+    for profile in profiles:
+        own = without_drafts(flags, path) if profile.draft == NONE else flags
         with SafeConsole(stderr=True).status("simulating") as status:
             results, oracle = simulated(own, workload, profile.costs, status_text(status))
-        if options.json:
-            contents[profile.draft] = content(own, workload, results, oracle)
+        if as_json:
+            contents[profile.draft] = {
+                "profile": str(path),
+                "seed": flags.seed,
+                **content(workload, results, oracle),
+            }
             continue
-        if len(found) > 1:
+        if len(profiles) > 1:
             print(f"{profile.draft}:")
         _print_simulation(results, oracle, workload)
-    if options.json:
-        print(json.dumps(contents[found[0].draft] if len(found) == 1 else {"drafts": contents}))
-    return 0
+    if as_json:
+        [first, *others] = contents.values()
+        print(json.dumps({"drafts": contents} if others else first))
 
 
-def without_drafts(options: SimulateOptions) -> SimulateOptions:
-    """Return the options with plain decoding alone, which a profile without a draft has costs of.
+def without_drafts(flags: SimulationFlags, path: Path) -> SimulationFlags:
+    """Return the flags with plain decoding alone, which a profile without a draft has costs of.
 
     Raises InvalidRequest where another controller was named.
     """
-    drafting = [name for name in options.controllers if name not in ("plain", "fixed:0")]
+    drafting = [name for name in flags.controllers if name not in ("plain", "fixed:0")]
     if drafting:
         raise InvalidRequest(
-            f"{options.profile} is a profile of plain decoding, which has no costs of drafts for "
+            f"{path} is a profile of plain decoding, which has no costs of drafts for "
             f"the controller {drafting[0]}; profile a draft"
         )
-    return replace(options, controllers=("plain",), no_oracle=True)
+    return replace(flags, controllers=("plain",), no_oracle=True)
 
 
 def simulated(
-    options: SimulateOptions, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
+    flags: SimulationFlags, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
 ) -> tuple[list[Result], Oracle | None]:
     """Simulate every controller, and the oracle unless it is left out."""
     from forerun.plan.simulation import ControllerComparison
 
-    comparison = ControllerComparison(workload, costs, seed=options.seed)
-    controllers = options.controllers or CONTROLLERS
+    comparison = ControllerComparison(workload, costs, seed=flags.seed)
+    controllers = flags.controllers or CONTROLLERS
     comparison.check(controllers)
     results = []
     for name in controllers:
         report(f"simulating {name}")
         results.append(comparison.run(name))
-    if options.no_oracle:
+    if flags.no_oracle:
         return results, None
     report("looking for the best fixed K of every phase")
     ks = [k for k in ORACLE_KS if k <= workload.server.max_k]
@@ -114,12 +113,10 @@ def simulated(
 
 
 def content(
-    options: SimulateOptions, workload: Workload, results: Sequence[Result], oracle: Oracle | None
+    workload: Workload, results: Sequence[Result], oracle: Oracle | None
 ) -> dict[str, object]:
     return {
         "workload": msgspec.to_builtins(workload),
-        "profile": str(options.profile),
-        "seed": options.seed,
         "results": [
             result.to_dict()
             | (
@@ -215,18 +212,3 @@ def both(found: Quantiles) -> str:
     """Return median and 99th percentile as text, in ms if the latter is below 1 s."""
     unit, factor = ("s", 1.0) if found.p99 >= 1.0 else ("ms", 1e3)
     return f"{factor * found.p50:.3g} / {factor * found.p99:.3g} {unit}"
-
-
-COMMAND = Command(
-    options=SimulateOptions,
-    run=run,
-    lists={"--controller": ",", "--controllers": ","},
-    description="Serve a workload in simulated time under several controllers, the engine's own,\n"
-    "and compare latency, throughput and what each lost against the best fixed K.",
-    examples=(
-        "forerun simulate --workload w.toml --profile profile.json",
-        "forerun simulate --workload w.toml --profile profile.json --controller plain fixed:3 auto",
-        "forerun simulate --workload w.toml --profile profile.json --controller fixed:4 "
-        "--no-oracle --json | jq '.results[0].tpot_s'",
-    ),
-)
