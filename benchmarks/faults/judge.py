@@ -18,6 +18,7 @@ from tests.lab.catalogue import FAULTS
 from tests.lab.setups import Fault
 
 from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.evidence import merge
 from forerun.doctor.readers.sources import read_facts
 from forerun.doctor.readers.trace import read_trace_evidence
 from forerun.pictures import COLOURS, picture
@@ -75,7 +76,7 @@ def judge(fault: Fault, seed: int, way: str, runs: Path) -> Judged:
     for fact, value in document["says"].items():
         evidence.add(fact, value, "the complaint")
     if way == WAYS[1]:
-        evidence.include(read_facts(document["probe"], "the probe"))
+        evidence = merge(evidence, read_facts(document["probe"], "the probe"))
     diagnosis = diagnose(evidence)
     found = tuple(ranked.scored.cause.label for ranked in diagnosis.causes)
     return Judged(fault=fault, seed=seed, way=way, found=found)

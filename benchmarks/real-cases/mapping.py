@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from forerun.doctor.evidence import Evidence
+from forerun.doctor.evidence import Evidence, merge
 from forerun.doctor.readers.sources import observations_in, read_text
 
 __all__ = ["evidence_of"]
@@ -74,7 +74,7 @@ def evidence_of(case: Case) -> Evidence:
     text = read_text(io.BytesIO("\n".join(lines).encode()), "log lines")
     for name, value in facts_of(known, other):
         say(evidence, name, value, "case fields")
-    evidence.include(text)
+    evidence = merge(evidence, text)
     words = " . ".join([str(case.get("symptom", "")), *lines, *notes_of(other)])
     for name, value in observations_in(words):
         if name not in evidence:

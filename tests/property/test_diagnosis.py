@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forerun.doctor.diagnosis import CAUSES, diagnose, score_causes
-from forerun.doctor.evidence import Evidence
+from forerun.doctor.evidence import Evidence, merge
 from forerun.doctor.readers.sources import read_facts
 
 FACTS = Path(__file__).parents[1] / "unit/doctor/data/lab-facts.jsonl"
@@ -29,7 +29,7 @@ def evidence_of(facts: Mapping[str, object]) -> Evidence:
 
 def rank(evidence: Evidence, label: str) -> int:
     """Return how many causes come before the true one."""
-    diagnose(evidence)
+    evidence = diagnose(evidence).evidence
     return [item.cause.label for item in score_causes(evidence, CAUSES.values())].index(label)
 
 
@@ -40,8 +40,7 @@ def test_the_rest_of_the_evidence_seldom_makes_the_true_cause_come_later():
         run = json.loads(line)
         if run["run"].replace("-", " ") in UNSEEN:
             continue
-        found = evidence_of(run["trace"])
-        found.include(evidence_of(run["probe"]))
+        found = merge(evidence_of(run["trace"]), evidence_of(run["probe"]))
         every = {fact.name: fact for fact in found}
         order = rank(found, run["label"])
         for _ in range(NUM_SUBSETS):

@@ -44,7 +44,7 @@ def test_every_fault_leaves_a_readable_trace(name: str, short: Lab, tmp_path: Pa
     evidence = read_trace_evidence(path)
     for fact, value in run.says.items():
         evidence.add(fact, value, "the complaint")
-    derive(evidence)
+    evidence = derive(evidence)
     drafts = FAULTS[name].label != "speculation_not_engaged"
     assert evidence.flag("drafts_absent") in ((False,) if drafts else (True, None))
 

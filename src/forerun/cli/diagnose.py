@@ -155,9 +155,9 @@ def run(options: DiagnoseOptions) -> int:
 
 def gathered(options: DiagnoseOptions) -> Evidence:
     """Collect evidence from the flags, the sources, and the earlier run before the problem."""
-    from forerun.doctor.diagnosis import add_changes
-    from forerun.doctor.evidence import Evidence
-    from forerun.doctor.readers.sources import as_reference, read_source
+    from forerun.doctor.diagnosis import compare_runs
+    from forerun.doctor.evidence import Evidence, merge
+    from forerun.doctor.readers.sources import read_source
 
     read = partial(read_source, interval_s=options.interval_s, key_variable=options.api_key_env)
     evidence = Evidence()
@@ -166,8 +166,8 @@ def gathered(options: DiagnoseOptions) -> Evidence:
             evidence.add(name, value, "given on the command line")
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-    for source in options.sources:
-        evidence.include(read(source, is_asking=options.ask))
+    sources = [read(source, is_asking=options.ask) for source in options.sources]
+    evidence = merge(evidence, *sources)
     unknown = [reading.source for reading in evidence.readings if reading.num_unknown]
     known = evidence.facts or any(reading.kinds for reading in evidence.readings)
     if unknown and not known and not options.ask:
@@ -178,9 +178,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
         )
     evidence.check_counts()
     for source in options.before:
-        before = read(source)
-        add_changes(evidence, before)
-        evidence.include(as_reference(before))
+        evidence = compare_runs(evidence, read(source))
     return evidence
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from forerun.doctor.diagnosis import (
     diagnose,
     score_causes,
 )
-from forerun.doctor.evidence import FACTS, GROUPS, Evidence, shown
+from forerun.doctor.evidence import FACTS, GROUPS, Evidence, merge, shown
 from forerun.errors import InvalidRequest
 from forerun.theory.record import Json
 
@@ -122,13 +121,12 @@ def with_answers(evidence: Evidence, answers: Mapping[str, bool | None]) -> Evid
     Raises:
         InvalidRequest: an answer is about no observation.
     """
-    found = copy.deepcopy(evidence)
+    found = merge(evidence)
     for name, answer in answers.items():
         if name not in FACTS or FACTS[name].type != "flag":
             raise InvalidRequest(f"{name[:60]!r} is no observation that is asked about")
         found.add(name, answer, "answered")
-    diagnose(found)
-    return found
+    return diagnose(found).evidence
 
 
 def next_question(

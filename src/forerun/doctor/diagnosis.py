@@ -30,6 +30,7 @@ from forerun.doctor.evidence import (
     add_rates,
     add_ratios,
     load_table,
+    merge,
 )
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
@@ -194,8 +195,37 @@ DIFFERENCE: Mapping[str, tuple[str, ...]] = {"config": ("k", "method"), "traffic
 """Facts that show a change of a part where they differ, and prove nothing where they are equal."""
 
 
-def add_changes(evidence: Evidence, before: Evidence) -> None:
-    """Add what differs between two runs (`changed`) and what is equal in both (`unchanged`)."""
+REFERENCE = {
+    "alpha": "reference_alpha",
+    "k": "reference_k",
+    "speedup": "reference_speedup",
+    "acceptance_length": "reference_acceptance_length",
+    "draft_acceptance_rate": "reference_acceptance_rate",
+    "tokens_per_s": "tokens_per_s_before",
+}
+"""Names of figures when they are those of the reference run."""
+
+
+def compare_runs(evidence: Evidence, before: Evidence) -> Evidence:
+    """Return the evidence of a run with the figures of an earlier one and what has changed."""
+    return merge(_mark_changes(evidence, before), as_reference(before))
+
+
+def as_reference(evidence: Evidence) -> Evidence:
+    """Return the figures of a run under their names as those of the reference run."""
+    known, found = merge(evidence), Evidence(readings=evidence.readings)
+    add_rates(known)
+    add_costs(known)
+    for name, reference in REFERENCE.items():
+        fact = known.facts.get(name)
+        if fact is not None:
+            found.add(reference, fact.value, f"before: {fact.source}", fact.interval)
+    return found
+
+
+def _mark_changes(evidence: Evidence, before: Evidence) -> Evidence:
+    """Return it with what differs between two runs (`changed`) and what is equal (`unchanged`)."""
+    evidence = merge(evidence)
     given = evidence.words("changed")
     changed: set[str] = set(given)
     same: set[str] = set()
@@ -215,6 +245,7 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
         evidence.facts["changed"] = Fact(name="changed", value=values, source=source)
     if same - changed:
         evidence.note("unchanged", sorted(same - changed), "both runs compared")
+    return evidence
 
 
 def _values_of_both(
@@ -227,8 +258,9 @@ def _values_of_both(
     return None
 
 
-def derive(evidence: Evidence) -> None:
-    """Add all facts that follow without an attribution; facts that were read are not changed."""
+def derive(evidence: Evidence) -> Evidence:
+    """Return the evidence with all facts that follow without an attribution; it is not changed."""
+    evidence = merge(evidence)
     for side in ("target", "draft"):
         for name in evidence.words(f"{side}_name"):
             _add_name(evidence, side, name)
@@ -236,6 +268,7 @@ def derive(evidence: Evidence) -> None:
     add_costs(evidence)
     add_ratios(evidence)
     _add_observations(evidence)
+    return evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,7 +576,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     Every figure of the result is a fact of the evidence: readers add those that a source states,
     `derive`, `_add_gap_shares` and `add_predictions` those that follow.
     """
-    derive(evidence)
+    evidence = derive(evidence)
     attribution = attribute(evidence)
     outlook: Outlook | None = None
     if attribution is not None:

@@ -121,8 +121,9 @@ Points = tuple[tuple[str | float, float, float], ...]
 class Evidence:
     """All known facts about a run, one per name, with a record of the sources read.
 
-    The first value of a fact stays: sources are read in the order of trust, and a second value that
-    differs is kept as a disagreement. `add` raises an error at an impossible value, for sources
+    A reader builds its own and returns it; `merge` joins several, and `derive` adds what follows to
+    a copy. The first value of a fact stays, and a second one that differs is kept as a
+    disagreement. `add` raises an error at an impossible value, for sources
     that a person can correct; `note` leaves such a value out with a note, for figures that
     were counted or calculated. The page and the JSON list every fact with its `source`; the
     terminal prints with its source each fact that counts for or against a listed cause.
@@ -159,8 +160,7 @@ class Evidence:
         except ValueError as error:
             self.notes.append(f"not used: {error} ({source})")
 
-    def include(self, other: Evidence) -> None:
-        """Add the facts of another source, except facts that are already known."""
+    def _include(self, other: Evidence) -> None:
         is_counted = not COUNTS.isdisjoint(self.facts)
         for fact in other.facts.values():
             if is_counted and fact.name in COUNTS:
@@ -212,6 +212,14 @@ class Evidence:
             raise KeyError(f"{name} is no fact")
         fact = self.facts.get(name)
         return None if fact is None else fact.value
+
+
+def merge(*parts: Evidence) -> Evidence:
+    """Return the evidence of several sources in the order of trust; counts are of one of them."""
+    found = Evidence()
+    for part in parts:
+        found._include(part)
+    return found
 
 
 def _checked_value(name: str, value: object) -> Value:

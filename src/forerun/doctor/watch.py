@@ -13,15 +13,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from forerun.bounded_read import check_regular
-from forerun.doctor.diagnosis import diagnose
-from forerun.doctor.evidence import Evidence, Reading
+from forerun.doctor.diagnosis import as_reference, diagnose
+from forerun.doctor.evidence import Evidence, Reading, merge
 from forerun.doctor.readers.prometheus import (
     CYCLE_SECONDS,
     POSITIONS,
     Metrics,
     metrics_of,
 )
-from forerun.doctor.readers.sources import as_reference
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord
@@ -276,10 +275,9 @@ def causes_of(change: ChangePoint, state: WatchState) -> tuple[str, ...]:
         now.note("slowed_down", True, change.words)
     if change.series == PROMPT_TOKENS:
         now.note("changed", ["traffic"], change.words)
-    now.include(as_reference(before))
     return tuple(
         ranked.scored.cause.label
-        for ranked in diagnose(now).causes[:MAX_CAUSES]
+        for ranked in diagnose(merge(now, as_reference(before))).causes[:MAX_CAUSES]
         if ranked.scored.cause.label != "healthy"
     )
 

@@ -15,8 +15,7 @@ def evidence_of(**facts: object) -> Evidence:
     evidence = Evidence()
     for name, value in facts.items():
         evidence.add(name, value, "test")
-    derive(evidence)
-    return evidence
+    return derive(evidence)
 
 
 def test_parts_by_hand():

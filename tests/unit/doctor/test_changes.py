@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.doctor.diagnosis import Change, Diagnosis, add_changes, derive, diagnose
-from forerun.doctor.evidence import Evidence
-from forerun.doctor.readers.sources import as_reference
+from forerun.doctor.diagnosis import (
+    Change,
+    Diagnosis,
+    as_reference,
+    compare_runs,
+    derive,
+    diagnose,
+)
+from forerun.doctor.evidence import Evidence, merge
 
 
 def run_of(**facts: object) -> Evidence:
@@ -40,29 +46,29 @@ def test_runs_compared(
     now: dict[str, object], changed: tuple[str, ...], unchanged: tuple[str, ...]
 ):
     evidence = run_of(**now)
-    add_changes(evidence, run_of(**SETUP, target_name="same"))
+    evidence = compare_runs(evidence, run_of(**SETUP, target_name="same"))
     assert evidence.words("changed") == changed
     assert evidence.words("unchanged") == unchanged
 
 
 def test_weights_decide_and_not_their_name():
     evidence = run_of(**SETUP, draft_name="latest")
-    add_changes(evidence, run_of(**{**SETUP, "draft_hash": "other"}, draft_name="latest"))
+    evidence = compare_runs(
+        evidence, run_of(**{**SETUP, "draft_hash": "other"}, draft_name="latest")
+    )
     assert evidence.words("changed") == ("draft",) and "draft" not in evidence.words("unchanged")
 
 
 def test_a_person_is_not_contradicted_about_what_was_changed():
     evidence = run_of(**SETUP, changed=["target"])
-    add_changes(evidence, run_of(**SETUP))
+    evidence = compare_runs(evidence, run_of(**SETUP))
     assert evidence.words("changed") == ("target",)
     assert evidence.words("unchanged") == ("draft", "engine")
 
 
 def compared(now: dict[str, object], before: dict[str, object]) -> Diagnosis:
     evidence, earlier = run_of(**now), run_of(**before)
-    add_changes(evidence, earlier)
-    evidence.include(as_reference(earlier))
-    return diagnose(evidence)
+    return diagnose(compare_runs(evidence, earlier))
 
 
 def change_of(found: Diagnosis, effect: str) -> Change:
@@ -93,8 +99,7 @@ def test_going_back_is_what_was_measured_there_and_the_best_k_is_named():
 
 def test_acceptance_of_another_depth_is_compared_by_alpha():
     shallow = run_of(k=1, acceptance_rate_per_position=[0.7])
-    shallow.include(as_reference(run_of(**GOOD)))
-    derive(shallow)
+    shallow = derive(merge(shallow, as_reference(run_of(**GOOD))))
     alpha = shallow.number("reference_alpha")
     assert alpha is not None
     assert shallow.number("reference_ratio") == pytest.approx(0.7 / alpha)

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from forerun.doctor.diagnosis import Diagnosis, diagnose
-from forerun.doctor.evidence import Evidence, Reading
+from forerun.doctor.evidence import Evidence, Reading, merge
 from forerun.doctor.words import NAMED, headline, page_of, sections
 from forerun.errors import InvalidRequest
 from forerun.theory.cost import CostLine, CostTable
@@ -274,9 +274,9 @@ def test_counts_of_two_sources_are_not_mixed():
     trace.add("num_accepted", 10, "trace")
     probe.add("num_accepted", 900, "probe")
     probe.add("num_drafted", 1000, "probe")
-    trace.include(probe)
-    assert trace.number("num_accepted") == 10 and "num_drafted" not in trace
-    assert not trace.disagreements
+    found = merge(trace, probe)
+    assert found.number("num_accepted") == 10 and "num_drafted" not in found
+    assert not found.disagreements
 
 
 def test_drafts_of_several_lengths_are_told_by_mean_and_range():

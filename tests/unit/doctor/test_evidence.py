@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.doctor.evidence import FACTS, GROUPS, Evidence
+from forerun.doctor.evidence import FACTS, GROUPS, Evidence, merge
 from forerun.theory.intervals import Interval
 
 
@@ -29,9 +29,10 @@ def test_the_first_value_stays_and_another_is_a_disagreement():
     first.add("acceptance_length", 2.0, "one")
     second.add("acceptance_length", 3.0, "other")
     second.add("k", 4, "other")
-    first.include(second)
-    assert first.number("acceptance_length") == 2.0 and first.number("k") == 4.0
-    assert [fact.source for fact in first.disagreements] == ["other"]
+    found = merge(first, second)
+    assert found.number("acceptance_length") == 2.0 and found.number("k") == 4.0
+    assert [fact.source for fact in found.disagreements] == ["other"]
+    assert "k" not in first and not first.disagreements
 
 
 def test_values_to_within_rounding_do_not_disagree():

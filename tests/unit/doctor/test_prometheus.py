@@ -27,8 +27,7 @@ python_info{{implementation="CPython"}} 1.0
 
 def read(text: str) -> Evidence:
     evidence = read_text(io.BytesIO(text.encode()), "metrics")
-    derive(evidence)
-    return evidence
+    return derive(evidence)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "lmdeploy", "llamacpp"])

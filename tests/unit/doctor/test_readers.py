@@ -44,8 +44,7 @@ SGLANG = (
 
 def read(*lines: str) -> Evidence:
     evidence = read_text(io.BytesIO("\n".join(lines).encode()), "log")
-    derive(evidence)
-    return evidence
+    return derive(evidence)
 
 
 def test_vllm_log_lines_add_up():

@@ -45,8 +45,7 @@ def written(path: Path, records: Sequence[Record]) -> Path:
 
 def read(path: Path, records: Sequence[Record]) -> Evidence:
     evidence = read_trace_evidence(written(path, records))
-    derive(evidence)
-    return evidence
+    return derive(evidence)
 
 
 RUN = [

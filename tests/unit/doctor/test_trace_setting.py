@@ -33,8 +33,7 @@ def read(folder: Path, records: Sequence[Record]) -> Evidence:
         for record in records:
             writer.add(record)
     evidence = read_trace_evidence(path)
-    derive(evidence)
-    return evidence
+    return derive(evidence)
 
 
 def asked(**parameters: object) -> Record:

@@ -623,15 +623,6 @@ def page_of(url: str, key_variable: str | None = None) -> PrometheusText:
     return page
 
 
-REFERENCE = {
-    "alpha": "reference_alpha",
-    "k": "reference_k",
-    "speedup": "reference_speedup",
-    "acceptance_length": "reference_acceptance_length",
-    "draft_acceptance_rate": "reference_acceptance_rate",
-    "tokens_per_s": "tokens_per_s_before",
-}
-"""Names of figures when they are those of the reference run."""
 TRACE_START = b'{"record":'
 LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
 """Limits of one source. A log may be piped from a running server, so minutes are allowed."""
@@ -687,20 +678,6 @@ def _read_stream(file: BoundedFile, name: str) -> Evidence:
             while chunk := file.read():
                 copy.write(chunk)
         return read_trace(path)
-
-
-def as_reference(evidence: Evidence) -> Evidence:
-    """Rename the figures of a run to those of the reference run for a comparison."""
-    from forerun.doctor.evidence import add_costs, add_rates
-
-    add_rates(evidence)
-    add_costs(evidence)
-    found = Evidence(readings=evidence.readings)
-    for name, reference in REFERENCE.items():
-        fact = evidence.facts.get(name)
-        if fact is not None:
-            found.add(reference, fact.value, f"before: {fact.source}", fact.interval)
-    return found
 
 
 Rule = tuple[tuple[str, ...], tuple[re.Pattern[str], ...]]
