@@ -11,9 +11,9 @@ from forerun.align.config import TrainingConfig
 from forerun.align.methods.base import MethodConfig
 from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.objectives import OBJECTIVES
-from forerun.align.progress import Phases
 from forerun.align.samples import Packing, Sample, prompt_hash
 from forerun.align.trainer import Trainer, make_accelerator
+from forerun.align.workspace import Phases
 from forerun.models.load import load_tokenizer
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash

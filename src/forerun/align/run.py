@@ -35,7 +35,6 @@ from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.methods.eagle3 import Eagle3Method
 from forerun.align.methods.medusa import MedusaMethod
 from forerun.align.objectives import OBJECTIVES, Objective
-from forerun.align.progress import Phases
 from forerun.align.report import (
     AlignReport,
     DataSummary,
@@ -60,6 +59,7 @@ from forerun.align.trainer import (
 )
 from forerun.align.workspace import (
     MetricsLog,
+    Phases,
     StepMetrics,
     Workspace,
     check_hashes,

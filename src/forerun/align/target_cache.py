@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from forerun.align.config import TeacherConfig
-from forerun.align.progress import OnProgress
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import (
     ALONE,
@@ -35,6 +34,7 @@ from forerun.align.target import (
     load_target,
     read_head,
 )
+from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError

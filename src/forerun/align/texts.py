@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from forerun.align.config import DataConfig, Source
-from forerun.align.progress import OnProgress
 from forerun.align.samples import (
     PromptRecord,
     Sample,
@@ -29,7 +28,7 @@ from forerun.align.samples import (
     shortened,
     split,
 )
-from forerun.align.workspace import exclusive_access, lock_for
+from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.client.client import Client, ServerAnswer
 from forerun.client.connection import BrokenReply, ClientConfig

@@ -14,9 +14,8 @@ from tests.unit.align.test_json_files import report
 from forerun.align import run as alignment
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
 from forerun.align.objectives import OBJECTIVES
-from forerun.align.progress import Phases
 from forerun.align.report import AlignReport
-from forerun.align.workspace import Workspace
+from forerun.align.workspace import Phases, Workspace
 from forerun.measure.judge import PredictedSpeedup
 from forerun.theory.intervals import Interval
 

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from forerun.align.progress import Phases
-from forerun.align.workspace import StepMetrics
+from forerun.align.workspace import Phases, StepMetrics
 
 
 def shown(*told: tuple[int, int]) -> str:

@@ -13,9 +13,8 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from forerun.align.progress import Phases
 from forerun.align.report import plot_training
-from forerun.align.workspace import MetricsLog, StepMetrics, read_metrics
+from forerun.align.workspace import MetricsLog, Phases, StepMetrics, read_metrics
 
 
 def step(number: int, **changes: object) -> StepMetrics:
