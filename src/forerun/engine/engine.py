@@ -55,6 +55,7 @@ from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
 from forerun.errors import EngineBusy, EngineStopped, InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
@@ -289,6 +290,8 @@ class Engine:
             raise InvalidRequest(_without_target(settings))
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
+        if isinstance(target, str | Path):
+            target = ModelFiles.open(target)
         if draft is None:
             _advise_draft(target, device, dtype, config)
         asked = [] if draft in (None, NONE) else as_sources(draft)
@@ -680,9 +683,9 @@ def _without_target(settings: Mapping[str, object]) -> str:
 
 def _advise_draft(target: Source, device: str, dtype: str, config: EngineConfig) -> None:
     """Log that a draft is expected to make decoding faster, if it is and INFO is logged."""
-    if not logger.isEnabledFor(logging.INFO) or not isinstance(target, str | Path):
+    if not logger.isEnabledFor(logging.INFO) or not isinstance(target, ModelFiles):
         return
-    if num_bytes := self_draft_bytes(str(target), device, dtype, config):
+    if num_bytes := self_draft_bytes(target, device, dtype, config):
         logger.info("%s", draft_advice(num_bytes))
 
 

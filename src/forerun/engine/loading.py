@@ -35,15 +35,10 @@ from forerun.errors import (
 )
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.catalog import model_folder
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
-from forerun.models.load import (
-    load_model,
-    load_tokenizer,
-    model_folder,
-    read_config,
-    share_loaded,
-)
+from forerun.models.load import load_model, load_tokenizer, share_loaded
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 from forerun.terminal_text import shell_command
 
@@ -53,8 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("forerun.loading")
 
 Loaded = tuple[LanguageModel, Tokenizer]
-Source: TypeAlias = "str | Path | PreTrainedModel"
-"""A folder, a name on the hub or of the zoo, or a model that transformers has loaded."""
+Source: TypeAlias = "str | Path | ModelFiles | PreTrainedModel"
+"""What `ModelFiles.open` takes, or a model that transformers has loaded."""
 
 
 def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
@@ -74,7 +69,7 @@ def _is_source(value: object) -> TypeGuard[Source]:
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(value, transformers.PreTrainedModel):
         return True
-    return isinstance(value, str | Path)
+    return isinstance(value, str | Path | ModelFiles)
 
 
 def load_target(
@@ -86,13 +81,14 @@ def load_target(
             f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
             "of transformers"
         )
-    if isinstance(source, str | Path):
+    if isinstance(source, str | Path | ModelFiles):
+        files = ModelFiles.open(source)
         model, own = load_pair_member(
-            source, dtype=dtype, device=device, config=config, weights=config.weights
+            files, dtype=dtype, device=device, config=config, weights=config.weights
         )
         if tokenizer is not None:
             own = _as_tokenizer(tokenizer)
-        return model, own, eos_token_ids(source, own)
+        return model, own, files.eos_token_ids(own)
     if tokenizer is None:
         raise InvalidRequest(
             "a target that is already loaded needs its tokenizer: "
@@ -151,7 +147,7 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
 
 
 def load_pair_member(
-    name: str | Path,
+    source: str | Path | ModelFiles,
     *,
     dtype: str,
     device: str,
@@ -159,8 +155,9 @@ def load_pair_member(
     weights: WeightFormat = "auto",
 ) -> Loaded:
     """Load a model with its tokenizer and a KV store for the configured batch and staged rows."""
+    files = ModelFiles.open(source)
     model = load_model(
-        name,
+        files,
         dtype=dtype,
         device=device,
         max_batch=config.num_slots,
@@ -170,8 +167,8 @@ def load_pair_member(
         num_threads=config.num_threads,
         weights=weights,
     )
-    check_room(name, model, config)
-    return model, load_tokenizer(name)
+    check_room(files.name, model, config)
+    return model, files.tokenizer
 
 
 def load_drafter(
@@ -194,8 +191,8 @@ def load_drafter(
     named = parse_drafter(draft) if isinstance(draft, str) else None
     if named is not None:
         return build_drafter(named, target)
-    if isinstance(draft, str | Path):
-        folder = model_folder(draft)
+    if isinstance(draft, str | Path | ModelFiles):
+        folder = draft.folder if isinstance(draft, ModelFiles) else model_folder(draft)
         settings = folder / "config.json"
         load = find_checkpoint(read_object(settings)) if settings.is_file() else None
         if load is not None:
@@ -260,33 +257,6 @@ def check_choice(
             'between them, and "fixed" takes the first; use EngineConfig(controller="auto"), '
             "or a tree, which the best nodes of all make up"
         )
-
-
-def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
-    found = {tokenizer.eos_token_id}
-    folder = model_folder(name)
-    if (gguf := read_checkpoint(folder).gguf) is not None:
-        from forerun.models.gguf_tokenizer import ENDS
-
-        added = tokenizer.added.items()
-        found |= {token for token, (text, is_special) in added if is_special and text in ENDS}
-        return frozenset(token for token in found if token is not None) | gguf.eos_token_ids
-    for file in ("generation_config.json", "config.json"):
-        path = folder / file
-        if path.exists():
-            listed = read_object(path).get("eos_token_id")
-            ids = listed if isinstance(listed, list) else [listed]
-            if not all(token is None or _is_token_id(token) for token in ids):
-                raise InvalidModel(
-                    f"{path} has eos_token_id={listed!r:.60}; it must be a token id or a list"
-                )
-            found |= set(ids)
-    return frozenset(token for token in found if token is not None)
-
-
-def _is_token_id(token: object) -> bool:
-    return type(token) is int and -1 <= token < 1 << 31  # some files have -1 for none
 
 
 def _reads_as_much(draft: LanguageModel, target: LanguageModel) -> bool:
@@ -393,14 +363,12 @@ def check_draft(draft: Source, target: Source) -> None:
         IncompatibleDraft: a head was trained for other weights.
         InvalidRequest: a self-draft of more layers than the target has.
     """
-    if not isinstance(draft, str | Path) or not isinstance(target, str | Path):
+    if not isinstance(draft, str | Path) or not isinstance(target, str | Path | ModelFiles):
         return
-    target_folder = model_folder(target)
+    files = ModelFiles.open(target)
     if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
         if named.name == "self" and named.argument not in QUANTISED:
-            parse_num_layers(
-                named.argument, read_config(read_checkpoint(target_folder))[1].num_layers
-            )
+            parse_num_layers(named.argument, files.sizes.num_layers)
         return
     folder = model_folder(draft)
     try:
@@ -410,15 +378,15 @@ def check_draft(draft: Source, target: Source) -> None:
                 "this target, and on the layers that it reads, cannot be checked",
                 folder,
             )
-        check_head_card(folder, target_folder)
-        changed = staleness(folder, target_folder)
+        check_head_card(folder, files)
+        changed = staleness(folder, files)
     except InvalidModel as error:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:
         logger.warning("%s", changed)
 
 
-def check_head_card(folder: Path, target: Path) -> None:
+def check_head_card(folder: Path, target: Path | ModelFiles) -> None:
     """Refuse a head without golden rows if its card names other weights than the target's.
 
     Raises:
@@ -427,12 +395,13 @@ def check_head_card(folder: Path, target: Path) -> None:
     """
     card = read_card(folder) if _is_unproven_head(folder) else None
     if card is not None and "weights" in changes_of_target(card, target):
+        at = target.folder if isinstance(target, ModelFiles) else target
         raise IncompatibleDraft(
-            f"the head in {folder} was trained for {card.target}, and the weights in {target} are "
+            f"the head in {folder} was trained for {card.target}, and the weights in {at} are "
             f"not those (hash {identify(target).weights}, its card has {card.made_for.weights}): "
             "use a head that was trained for this target, or train this one further: "
             + shell_command(
-                "forerun align --refresh {head} --target {target}", head=folder, target=target
+                "forerun align --refresh {head} --target {target}", head=folder, target=at
             )
         )
 

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.checkpoint import read_checkpoint, read_object
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import MIN_TEMPERATURE, RANGES
 
 if TYPE_CHECKING:
@@ -28,21 +27,20 @@ GGUF_NAMES = MappingProxyType(
 """Keys of the metadata of GGUF files."""
 
 
-def sampling_defaults(source: str | Path | PreTrainedModel) -> dict[str, float]:
+def sampling_defaults(source: str | Path | ModelFiles | PreTrainedModel) -> dict[str, float]:
     """Return the sampling parameters that a model states in generation_config.json or in its GGUF.
 
     Raises InvalidModel where a value is of another type or out of range.
     """
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | Path | ModelFiles):
         found = getattr(source, "generation_config", None)
         stated = {} if found is None else found.to_diff_dict()  # what differs from the library's
         return parse_defaults(stated, "generation_config of the loaded model")
-    folder = model_folder(source)
-    if (gguf := read_checkpoint(folder).gguf) is not None:
-        stated = {name: gguf.metadata.get(key) for name, key in GGUF_NAMES.items()}
-        return parse_defaults(stated, str(folder), GGUF_NAMES)
-    path = folder / "generation_config.json"
-    return parse_defaults(read_object(path), str(path)) if path.exists() else {}
+    files = ModelFiles.open(source)
+    if files.gguf is not None:
+        stated = {name: files.gguf.metadata.get(key) for name, key in GGUF_NAMES.items()}
+        return parse_defaults(stated, str(files.folder), GGUF_NAMES)
+    return parse_defaults(files.generation_config, str(files.folder / "generation_config.json"))
 
 
 def parse_defaults(

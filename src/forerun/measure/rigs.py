@@ -59,9 +59,9 @@ from forerun.models.base import (
     WrappedModel,
     pack,
 )
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import KVPrefix
-from forerun.models.load import model_folder, read_config
+from forerun.models.load import model_folder
 from forerun.models.memory import available_bytes
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash, cpu_model, num_cores
@@ -374,8 +374,7 @@ def load_pair(
 
 def held(names: Sequence[str], config: ProfileConfig) -> ProfileConfig:
     """Return the settings without contexts and prompt sizes that exceed either model's context."""
-    checkpoints = [read_checkpoint(model_folder(name)) for name in names]
-    most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
+    most = min(ModelFiles.open(name).sizes.max_positions for name in names)
     contexts = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
     if not contexts:
         raise InvalidRequest(
@@ -422,9 +421,9 @@ def facts_of(
         else:
             num_read = model.num_parameters
             if folder is not None and not is_head(folder):
-                settings, architecture = read_config(read_checkpoint(folder))
-                is_tied = settings["tie_word_embeddings"]
-                num_read -= 0 if is_tied else model.vocab_size * architecture.hidden_size
+                files = ModelFiles.open(folder)
+                is_tied = files.settings["tie_word_embeddings"]
+                num_read -= 0 if is_tied else model.vocab_size * files.sizes.hidden_size
             pass_bytes = num_read * element_bytes
     return ModelFacts(
         name=name,

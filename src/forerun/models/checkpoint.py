@@ -1,49 +1,44 @@
-"""Checks of a model folder that read no weights but headers, and hashes of its files."""
+"""`ModelFiles`: a model that is found, checked and open; and hashes of its files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from forerun.bounded_read import ReadLimits, check_regular, parse_json, read_bytes, read_json
-from forerun.cache import HASH_LENGTH, hash_of
+from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
+from forerun.cache import HASH_LENGTH, cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.architecture import SUPPORTED, text_class, unsupported_class
+from forerun.models.architecture import (
+    SUPPORTED,
+    Architecture,
+    check_layer_count,
+    read_architecture,
+    text_class,
+    unsupported_class,
+)
+from forerun.models.catalog import GGUF, model_folder
+from forerun.models.decoder import Weights
+from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
+from forerun.models.stored_tensors import ITEM_BYTES, FloatWeights, parse_header
+from forerun.models.tokenizers import FROM_TRANSFORMERS, Tokenizer, read_tokenizer
 from forerun.terminal_text import printable, shell_command
 
 if TYPE_CHECKING:
     from forerun.models.gguf_file import GGUFFile
-    from forerun.models.quantised_folder import QuantisedFolder
 
-GGUF = ".gguf"
 SAMPLE_BYTES = 4096
 """Bytes from the middle of every tensor that its sample hash covers."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
-"""Element types that are supported, in safetensors' spelling."""
 FLOATS = frozenset(ITEM_BYTES)
-MAX_HEADER_BYTES = 32 << 20
-"""Most bytes of a safetensors header; those of the largest published models have a few MB."""
-MAX_TENSORS = 1 << 16
-"""Most tensors of one safetensors file; those of the largest published models have some thousand.
-More would take longer to describe than a user waits."""
-HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
-FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
-    {"local_files_only": True, "trust_remote_code": False}
-)
-"""Options for transformers' `from_pretrained`, which then fetches and runs nothing."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 CONVERT_PICKLE = (
     'python -c "import sys, torch, safetensors.torch as s; s.save_file({{k: v.contiguous() for k, '
@@ -51,34 +46,147 @@ CONVERT_PICKLE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A model folder, or a GGUF file, that is present and complete.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelFiles:
+    """A model on disk: what its files say before a weight is read.
+
+    `ModelFiles.open` is the only place that knows what a source can be. Everything else passes the
+    opened model on, so that no name is looked up and no file is checked again.
 
     Attributes:
+        name: the source as the user gave it.
+        folder: the model folder, or the GGUF file.
+        architecture: class of the model in transformers.
+        weights: the stored tensors, read one by one: of safetensors, of GGUF, or in few bits.
+        weight_files: the files that hold them; none of a model that config.json alone describes.
         stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
             with blocks of fewer bits the one that the rest is computed in.
-        packed: what reads its tensors where some are blocks of integers: the GGUF file, or a folder
-            with quantised matrices; None where all are in floating point.
+        stored_types: shares of the parameters by the type in which they are stored.
+        gguf: the file, where the model is one.
         notice: message for the user on tensors that are dequantised or not read; None without.
-        zero_biases: stored biases of zeros, which the model need not have.
         has_vision: the model is the text part of one that reads images too.
     """
 
+    name: str
     folder: Path
     architecture: str
-    weight_files: tuple[Path, ...]
-    num_parameters: int
+    weights: Weights
+    weight_files: tuple[Path, ...] = ()
+    num_parameters: int = 0
     stored_dtype: str
     stored_types: Mapping[str, float] = field(default_factory=dict)
     gguf: GGUFFile | None = None
-    packed: GGUFFile | QuantisedFolder | None = None
     notice: str | None = None
-    zero_biases: frozenset[str] = frozenset()
     has_vision: bool = False
 
+    @classmethod
+    def open(cls, source: str | Path | ModelFiles) -> ModelFiles:
+        """Find and check a model; reads configuration and headers only, and fetches what is needed.
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+        Args:
+            source: a folder, also with quantised weights, a GGUF file, a name on the Hugging Face
+                hub, a model of the zoo such as "zoo:smollm2-135m", or a model that is open.
+
+        Raises:
+            InvalidModel: there is none, or as `read_checkpoint`.
+        """
+        if isinstance(source, ModelFiles):
+            return source
+        return replace(read_checkpoint(model_folder(source)), name=str(source))
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration with its defaults, in the form of transformers' `config.to_dict()`."""
+        settings = read_settings(self)
+        # What reads the matrices, or `read_described`, has checked this setting.
+        if self.weights.is_packed or not self.weight_files:
+            settings.pop("quantization_config", None)
+        return settings
+
+    @cached_property
+    def sizes(self) -> Architecture:
+        """The sizes of the model; raises InvalidModel where it is not supported."""
+        return check_sizes(self.architecture, self.settings, f"the configuration in {self.folder}")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer with its chat template (`chat_template` of its definition)."""
+        return read_tokenizer(self.folder)
+
+    @cached_property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The contents of generation_config.json; empty without one, and of a GGUF file."""
+        path = self.folder / "generation_config.json"
+        return read_object(path) if path.exists() else {}
+
+    def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
+        found = {tokenizer.eos_token_id}
+        if self.gguf is not None:
+            from forerun.models.gguf_tokenizer import ENDS
+
+            added = tokenizer.added.items()
+            found |= {token for token, (text, is_special) in added if is_special and text in ENDS}
+            return (
+                frozenset(token for token in found if token is not None) | self.gguf.eos_token_ids
+            )
+        config = self.folder / "config.json"
+        for path, values in (
+            (self.folder / "generation_config.json", self.generation_config),
+            (config, read_object(config)),
+        ):
+            listed = values.get("eos_token_id")
+            ids = listed if isinstance(listed, list) else [listed]
+            if not all(token is None or _is_token_id(token) for token in ids):
+                raise InvalidModel(
+                    f"{path} has eos_token_id={listed!r:.60}; it must be a token id or a list"
+                )
+            found |= set(ids)
+        return frozenset(token for token in found if token is not None)
+
+    def transformers_config(self) -> Any:
+        """Return transformers' configuration object; raises whatever transformers raises."""
+        from transformers import AutoConfig  # takes seconds
+
+        if self.gguf is not None:
+            return self.gguf.config()
+        return text_config(AutoConfig.from_pretrained(self.folder, **FROM_TRANSFORMERS))
+
+
+def _is_token_id(token: object) -> bool:
+    return type(token) is int and -1 <= token < 1 << 31  # some files have -1 for none
+
+
+def read_settings(files: ModelFiles, folder: Path | None = None) -> dict[str, Any]:
+    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`."""
+    if files.gguf is None:
+        check_layer_count(read_object(files.folder / "config.json"))
+        content = (files.folder / "config.json").read_bytes()
+    else:
+        content = json.dumps(files.gguf.settings, sort_keys=True).encode()
+    key = hash_of(content + b"\0" + version("transformers").encode())
+    return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(files))
+
+
+def understood(files: ModelFiles) -> dict[str, Any]:
+    """Read the configuration with transformers and convert it to JSON types."""
+    try:
+        config = files.transformers_config()
+    except Exception as error:
+        raise InvalidModel(f"the configuration in {files.folder} is refused: {error}") from error
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return settings
+
+
+def check_sizes(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
+    """Read the sizes of a configuration, turning any malformed value into InvalidModel."""
+    try:
+        return read_architecture(name, settings)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
+
+
+def read_checkpoint(folder: Path) -> ModelFiles:
     """Check a model folder or a GGUF file; reads configuration and headers only.
 
     Raises:
@@ -93,26 +201,39 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
     described, method = _read_description(folder)
     files = weight_files(folder)
-    elements: Counter[str] = Counter()
-    for file in files:
-        elements += count_elements(file)
+    weights = FloatWeights(files)
+    elements = weights.type_counts
     if method:
-        return _with_quantised(described, files, elements, method)
+        packed = open_quantised(folder / "config.json", files, method)
+        described = replace(described, notice=packed.notice)
+        dtype = _computed_in([kind for kind, _ in elements.most_common()])
+        return _with_weights(described, packed, files, dtype)
     if not elements or not elements.keys() <= FLOATS:
         found = ", ".join(sorted(elements)) or "nothing"
         raise InvalidModel(
             f"weights in {folder} are {found}; supported are {', '.join(sorted(FLOATS))}"
         )
+    return _with_weights(described, weights, files, elements.most_common(1)[0][0])
+
+
+def _with_weights(
+    described: ModelFiles, weights: Weights, files: tuple[Path, ...], dtype: str
+) -> ModelFiles:
+    """Add what is known of the stored tensors."""
+    counts = weights.type_counts
+    if not counts:
+        raise InvalidModel(f"{described.folder} holds no tensors")
     return replace(
         described,
+        weights=weights,
         weight_files=files,
-        num_parameters=elements.total(),
-        stored_dtype=elements.most_common(1)[0][0],
-        stored_types=_shares(elements),
+        num_parameters=counts.total(),
+        stored_dtype=dtype,
+        stored_types={kind: number / counts.total() for kind, number in counts.most_common()},
     )
 
 
-def read_described(folder: Path) -> Checkpoint:
+def read_described(folder: Path) -> ModelFiles:
     """Return the model that config.json describes, without files and number of parameters.
 
     Raises:
@@ -121,7 +242,7 @@ def read_described(folder: Path) -> Checkpoint:
     return _read_description(folder)[0]
 
 
-def _read_description(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
+def _read_description(folder: Path) -> tuple[ModelFiles, Mapping[str, Any]]:
     """Return the model that config.json describes, and its quantisation settings, empty if none."""
     settings, architecture = read_named(folder)
     method = settings.get("quantization_config") or {}
@@ -129,19 +250,17 @@ def _read_description(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     inner = settings["text_config"] if text else settings
     named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
     dtype = {"bfloat16": "BF16", "float16": "F16"}.get(str(next(filter(None, named), None)), "F32")
-    described = Checkpoint(
+    described = ModelFiles(
+        name=str(folder),
         folder=folder,
         architecture=text or architecture,
-        weight_files=(),
-        num_parameters=0,
+        weights=FloatWeights(()),
         stored_dtype=dtype,
         notice=text and f"{folder} reads images too: its text part is served, as {text}",
         has_vision=text is not None,
     )
     if not method:
         return described, {}
-    from forerun.models.quantised_folder import METHOD, read_scheme
-
     where = folder / "config.json"
     if not isinstance(method, dict):
         raise InvalidModel(f"{where} has quantization_config={method!r:.60}; it must be an object")
@@ -167,7 +286,7 @@ def read_named(folder: Path) -> tuple[dict[str, Any], str]:
     return settings, str(architectures[0])
 
 
-def _read_gguf(path: Path) -> Checkpoint:
+def _read_gguf(path: Path) -> ModelFiles:
     from forerun.models.gguf_file import open_gguf
     from forerun.models.gguf_tokenizer import split_rule
 
@@ -175,50 +294,17 @@ def _read_gguf(path: Path) -> Checkpoint:
     if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
         split_rule(gguf)  # refuses an unknown one before weights are read
     counts = gguf.type_counts
-    if not counts:
-        raise InvalidModel(f"{path} holds no tensors")
-    return Checkpoint(
+    described = ModelFiles(
+        name=str(path),
         folder=path,
         architecture=gguf.architecture,
-        weight_files=(path,),
-        num_parameters=counts.total(),
-        stored_dtype=counts.most_common(1)[0][0] if counts.keys() <= FLOATS else "BF16",
-        stored_types=_shares(counts),
+        weights=gguf,
+        stored_dtype="BF16",
         gguf=gguf,
-        packed=gguf,
         notice=gguf.notice,
     )
-
-
-def _with_quantised(
-    described: Checkpoint,
-    files: tuple[Path, ...],
-    elements: Counter[str],
-    settings: Mapping[str, Any],
-) -> Checkpoint:
-    """Return the checkpoint of a folder with quantised matrices."""
-    from forerun.models.quantised_folder import open_quantised
-
-    packed = open_quantised(described.folder / "config.json", files, settings)
-    counts: Counter[str] = Counter()
-    for name, shape in packed.shapes.items():
-        counts[packed.stored_type(name)] += math.prod(shape)
-    if not counts:
-        raise InvalidModel(f"{described.folder} holds no tensors")
-    return replace(
-        described,
-        weight_files=files,
-        num_parameters=counts.total(),
-        stored_dtype=_computed_in([kind for kind, _ in elements.most_common()]),
-        stored_types=_shares(counts),
-        packed=packed,
-        notice=packed.notice,
-        zero_biases=packed.zero_biases,
-    )
-
-
-def _shares(counts: Counter[str]) -> dict[str, float]:
-    return {kind: number / counts.total() for kind, number in counts.most_common()}
+    dtype = counts.most_common(1)[0][0] if counts and counts.keys() <= FLOATS else "BF16"
+    return _with_weights(described, gguf, (path,), dtype)
 
 
 HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
@@ -315,85 +401,6 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class _TensorEntry(msgspec.Struct):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: Annotated[list[_Size], msgspec.Meta(max_length=8)]
-    data_offsets: tuple[_Size, _Size]
-
-
-def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Counter[str]:
-    """Count the elements per data type in a safetensors file, from its header."""
-    size_bytes = path.stat().st_size
-    header, header_bytes = _read_header(path, size_bytes, max_header_bytes)
-    header.pop("__metadata__", None)
-    if len(header) > MAX_TENSORS:
-        raise InvalidModel(
-            f"{path} has {len(header)} tensors; at most {MAX_TENSORS} of one file are read"
-        )
-    elements: Counter[str] = Counter()
-    ranges = []
-    for name, entry in header.items():
-        start, end, num_elements = _tensor_range(path, name, entry)
-        elements[entry["dtype"]] += num_elements
-        ranges.append((start, end, name))
-    declared_bytes = header_bytes
-    for start, end, name in sorted(ranges):
-        if header_bytes + start != declared_bytes:
-            raise malformed(path, f"tensor {name!r} overlaps another or leaves a gap before it")
-        declared_bytes = header_bytes + end
-    if size_bytes != declared_bytes:
-        raise InvalidModel(
-            f"{path} has {size_bytes} bytes, its header declares {declared_bytes}: "
-            "the file is incomplete or damaged; fetch it again"
-        )
-    return elements
-
-
-def _tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
-    """First byte, byte after the last and number of elements of a tensor in a header."""
-    try:
-        tensor = msgspec.convert(entry, _TensorEntry)
-    except msgspec.ValidationError as error:
-        raise malformed(path, f"tensor {name!r} is {entry!r:.80} ({error})") from error
-    (start, end), dtype, num_elements = tensor.data_offsets, tensor.dtype, math.prod(tensor.shape)
-    expected = num_elements * ITEM_BYTES.get(dtype, 0)
-    if end < start or (dtype in ITEM_BYTES and end - start != expected):
-        raise malformed(path, f"tensor {name!r} has {end - start} bytes for {num_elements} {dtype}")
-    return start, end, num_elements
-
-
-def malformed(path: Path, reason: str) -> InvalidModel:
-    """The error for a safetensors header that contradicts itself."""
-    return InvalidModel(f"{path} has a malformed safetensors header: {reason}")
-
-
-def _read_header(
-    path: Path, size_bytes: int, max_bytes: int = MAX_HEADER_BYTES
-) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > size_bytes - 8:
-                raise InvalidModel(
-                    f"{path} has {size_bytes} bytes, its header alone declares {8 + length}: "
-                    "the file is truncated or no safetensors file; fetch it again"
-                )
-            if length > max_bytes:
-                raise malformed(path, f"it has {length} bytes; at most {max_bytes} are read")
-            header = parse_json(file.read(length), "its header", HEADER_LIMITS)
-    except (OSError, ValueError) as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise malformed(path, "it is no JSON object")
-    return header, 8 + length
-
-
 def weights_hash(weight_files: Iterable[Path]) -> str:
     """SHA-256 of safetensors files in the order of their names: its first 16 hexadecimal digits."""
     return combined(sorted(weight_files))
@@ -412,7 +419,7 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
 
             total.update(open_gguf(path).sample(SAMPLE_BYTES))
             continue
-        header, data_starts = _read_header(path, path.stat().st_size)
+        header, data_starts = parse_header(path, path.stat().st_size)
         header.pop("__metadata__", None)
         total.update(json.dumps(header, sort_keys=True).encode())
         with path.open("rb") as file:

@@ -33,8 +33,11 @@ from forerun.errors import (
     UnreadableInput,
 )
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
-from forerun.models.checkpoint import FROM_TRANSFORMERS, tokenizer_hash
 
+FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
+    {"local_files_only": True, "trust_remote_code": False}
+)
+"""Options for transformers' `from_pretrained`, which then fetches and runs nothing."""
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -658,7 +661,9 @@ def key_of(folder: Path) -> str:
     versions = [version(name) for name in ("transformers", "tokenizers")]
     parts = ["\0".join(versions).encode()]
     if folder.is_file():
-        return hash_of(b"".join(parts) + tokenizer_hash(folder).encode())
+        from forerun.models.gguf_file import open_gguf
+
+        return hash_of(b"".join(parts) + open_gguf(folder).header_hash.encode())
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in SUFFIXES and path.is_file():
             parts.append(

@@ -37,9 +37,9 @@ from forerun.measure.judge import draft_model_of, evenly_spaced
 from forerun.measure.profile import ProfileCell, ProfileConfig, Quantity
 from forerun.measure.rigs import PassRig, Stopwatch, measure, prefixes
 from forerun.models.base import LanguageModel, LayeredModel
-from forerun.models.checkpoint import read_checkpoint, template_hash
+from forerun.models.checkpoint import ModelFiles, template_hash
 from forerun.models.draft_card import DraftCard, identify, read_card
-from forerun.models.load import load_tokenizer, model_folder, read_config
+from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import check_vocabularies
 from forerun.probe.config import EvidenceConfig
 from forerun.probe.tape import (
@@ -65,7 +65,8 @@ def add_files(evidence: Evidence, target: Path, draft: Path, *, is_foreign: bool
     Raises:
         InvalidModel: files are missing or damaged.
     """
-    positions = read_config(read_checkpoint(draft))[1].max_positions
+    files = ModelFiles.open(draft)
+    positions = files.sizes.max_positions
     evidence.add("draft_max_context", positions, f"{draft.name}: positions of the configuration")
     if is_foreign:
         words = "the drafter matches the tokens of both vocabularies"
@@ -77,7 +78,7 @@ def add_files(evidence: Evidence, target: Path, draft: Path, *, is_foreign: bool
         _add_card(evidence, card, target, is_foreign=is_foreign)
     elif template_hash(draft) == template_hash(target):
         evidence.add("template_differs", False, "both folders have one chat template")
-    add_weights(evidence, read_checkpoint(draft).weight_files)
+    add_weights(evidence, files.weight_files)
 
 
 def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint, template_hash
+from forerun.models.checkpoint import INDEX, WEIGHTS, read_checkpoint, template_hash
+from forerun.models.stored_tensors import count_elements
 
 
 def test_good_folder(folder):

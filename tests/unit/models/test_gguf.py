@@ -301,7 +301,7 @@ def test_blocks_are_packed_as_they_are_and_their_memory_is_counted(folder, tmp_p
     bits = KEPT[kind]
     embedding = 8192 * 256
     assert model.bytes_read == (model.num_parameters - embedding - 5 * 256) * bits / 8
-    expected = kept_bytes(read_checkpoint(path).packed, 2, is_tied=False)
+    expected = kept_bytes(read_checkpoint(path).weights, 2, is_tied=False)
     assert abs(model.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
 
 

@@ -12,9 +12,8 @@ from gguf import GGMLQuantizationType
 from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from forerun.engine.loading import eos_token_ids
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles, read_checkpoint
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.gguf_splits import SPLIT_RULES
 from forerun.models.gguf_tokenizer import MAX_WORK, build_tokenizer, special_tokens
@@ -243,5 +242,7 @@ def test_control_tokens_that_end_a_turn_by_their_name_end_texts(tmp_path, monkey
         tmp_path / "t.gguf", tokens, merges=None, types=[3, 1, 3], model="gpt2", pre="gpt-2"
     )
     tokenizer = load_tokenizer(turns)
-    assert eos_token_ids(path, tokenizer) == {0}  # once named in the file, once by its name
+    assert ModelFiles.open(path).eos_token_ids(tokenizer) == {
+        0
+    }  # once named in the file, once by its name
     assert tokenizer.eos_token_id is None

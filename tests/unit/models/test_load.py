@@ -20,17 +20,12 @@ from forerun.errors import (
     NotEnoughMemory,
     RunnerUnavailable,
 )
-from forerun.models import load, memory
+from forerun.models import checkpoint, load, memory
 from forerun.models.base import Context, pack
+from forerun.models.catalog import KNOWN_NAMES
 from forerun.models.checkpoint import WEIGHTS
 from forerun.models.huggingface import HuggingFaceModel
-from forerun.models.load import (
-    KNOWN_NAMES,
-    load_model,
-    load_tokenizer,
-    model_folder,
-    share_loaded,
-)
+from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
 
 
 def logits_of(model, ids):
@@ -256,7 +251,7 @@ def test_mutated_configurations_end_in_errors_of_ours(folder, share, least):
 
 def test_too_many_layers_are_refused_before_transformers_is_asked(folder, configure, monkeypatch):
     configure(num_hidden_layers=30_000_000)
-    monkeypatch.setattr(load, "understood", lambda _: pytest.fail("transformers was asked"))
+    monkeypatch.setattr(checkpoint, "understood", lambda _: pytest.fail("transformers was asked"))
     with pytest.raises(InvalidModel, match="num_hidden_layers=30000000; it must be from 1 to 4096"):
         load_model(folder)
 

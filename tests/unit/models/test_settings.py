@@ -9,20 +9,19 @@ import pytest
 from transformers import AutoConfig
 
 from forerun.errors import InvalidModel
-from forerun.models import load
-from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.load import read_settings
+from forerun.models import checkpoint as checkpoints
+from forerun.models.checkpoint import ModelFiles, read_checkpoint, read_settings
 
 
 @pytest.fixture
-def checkpoint(folder: Path) -> Checkpoint:
+def checkpoint(folder: Path) -> ModelFiles:
     return read_checkpoint(folder)
 
 
 @pytest.fixture
 def never(monkeypatch) -> None:
     """From here on nothing is understood anew."""
-    monkeypatch.setattr(load, "understood", lambda _: pytest.fail("understood again"))
+    monkeypatch.setattr(checkpoints, "understood", lambda _: pytest.fail("understood again"))
 
 
 def understood_by_transformers(folder: Path) -> dict[str, object]:
@@ -53,8 +52,8 @@ def test_another_configuration_is_understood_anew(checkpoint, configure, tmp_pat
 def test_another_version_of_transformers_understands_anew(checkpoint, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     read_settings(checkpoint, cache)
-    monkeypatch.setattr(load, "version", lambda name: f"{name} 99")
-    monkeypatch.setattr(load, "understood", lambda _: {"new": True})
+    monkeypatch.setattr(checkpoints, "version", lambda name: f"{name} 99")
+    monkeypatch.setattr(checkpoints, "understood", lambda _: {"new": True})
     assert read_settings(checkpoint, cache) == {"new": True}
     monkeypatch.undo()
     assert read_settings(checkpoint, cache) == understood_by_transformers(checkpoint.folder)
