@@ -39,7 +39,7 @@ from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics, Workspace, read_settings
 from forerun.engine.engine import Engine
 from forerun.measure.judge import DraftFigures, Judge
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 
 OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla", "lk")
@@ -196,7 +196,9 @@ class Comparison:
     def train(self, arm: Arm, training: TrainingConfig, folder: Path) -> list[StepMetrics]:
         """One training from the common start; the draft is left in `folder`."""
         objective = make_objective(ObjectiveConfig(objective=arm.objective), arm.temperature)
-        draft = load_draft(DraftConfig(target=model_folder(self.config.target), draft=self.start))
+        draft = load_draft(
+            DraftConfig(target=ModelFiles.find(self.config.target).folder, draft=self.start)
+        )
         trainer = Trainer(
             config=training,
             module=DraftLoss(draft.model, objective, arm.temperature),

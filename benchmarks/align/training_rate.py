@@ -41,7 +41,7 @@ from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 
@@ -85,7 +85,7 @@ class FixedTeacher:
 
 def samples() -> list[Sample]:
     """The shipped held-out prompts; their text is what is learned."""
-    tokenizer = load_tokenizer(TARGET)
+    tokenizer = ModelFiles.find(TARGET).tokenizer
     texts = [tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
     joined = [token for text in texts for token in text]
     cut = [joined[start : start + 160] for start in range(0, len(joined) - 160, 160)]
@@ -148,7 +148,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     config = TrainingConfig(num_steps=1000)
-    draft = load_draft(DraftConfig(target=model_folder(TARGET), draft=model_folder(DRAFT)))
+    draft = load_draft(
+        DraftConfig(target=ModelFiles.find(TARGET).folder, draft=ModelFiles.find(DRAFT).folder)
+    )
     module = DraftLoss(draft.model, make_objective(OBJECTIVE, 1.0), 1.0)
     teacher = FixedTeacher(draft.model.config.vocab_size)
     packing = Packing(samples(), window=config.window, seed=0)

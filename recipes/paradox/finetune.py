@@ -13,7 +13,7 @@ from forerun.align.objectives import Objective
 from forerun.align.samples import Packing, Sample, prompt_hash
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import Phases
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash
 
@@ -42,10 +42,10 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     """Train all weights of the target on prose and save it; resumable like any training."""
     if out.exists():
         return
-    folder = model_folder(target)
+    folder = ModelFiles.find(target).folder
     model = load_draft(DraftConfig(target=folder, draft=folder))
     packing = Packing(
-        list(books(load_tokenizer(target), config.window)),
+        list(books(ModelFiles.find(target).tokenizer, config.window)),
         window=config.window,
         seed=config.training_seed,
     )

@@ -43,9 +43,8 @@ from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head, wr
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import MODULE_NAMES, read_weights
-from forerun.models.load import model_folder, read_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -347,12 +346,11 @@ class AttachedDraft:
         if isinstance(head, MedusaHeads):
             write_medusa(head, folder, target=self.config.target)
             return
-        target = model_folder(self.config.target)
         write_eagle3_head(
             head,
             folder,
             target=self.config.target,
-            target_architecture=read_checkpoint(target).architecture,
+            target_architecture=ModelFiles.open(self.config.target).architecture,
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
         )
         if self.golden is not None and isinstance(self.model, UnrolledEagle3):
@@ -367,14 +365,14 @@ class AttachedDraft:
 
 def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDraft:
     """Load the head to start from, or create one for the training texts."""
-    target = read_parts(model_folder(config.target))
+    target = read_parts(config.target)
     if config.method == "medusa":
         return AttachedDraft(config, _fresh_medusa(config.attached, target), ())
     if config.draft is None:
         seed = config.training.training_seed
         head = _fresh_eagle3(config.attached, target, samples, seed)
     else:
-        head = _known_eagle3(model_folder(config.draft), target.architecture)
+        head = _known_eagle3(ModelFiles.find(config.draft).folder, target.architecture)
         if config.attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
             head = _with_vocabulary(head, target, samples, config.attached.draft_vocab_size)
     layers = head.config.feature_layers
@@ -394,10 +392,10 @@ def _golden_text(
     return GoldenText(tokens=torch.tensor(text.token_ids), features=states)
 
 
-def read_parts(folder: Path) -> TargetParts:
-    checkpoint = read_checkpoint(folder)
-    settings, architecture = read_config(checkpoint)
-    network = read_weights(checkpoint, torch.float32)
+def read_parts(source: str | Path) -> TargetParts:
+    files = ModelFiles.open(source)
+    settings, architecture = files.settings, files.sizes
+    network = read_weights(files, torch.float32)
     model = adopt_target(network)
     norm = network.get_submodule(MODULE_NAMES[architecture.name].norm)
     return TargetParts(
@@ -460,8 +458,8 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
 def check_start(config: AlignConfig) -> None:
     """Refuse a head to start from that is of another target."""
     if config.method == "eagle3" and config.draft is not None:
-        _, architecture = read_config(read_checkpoint(model_folder(config.target)))
-        _known_eagle3(model_folder(config.draft), architecture)
+        sizes = ModelFiles.open(config.target).sizes
+        _known_eagle3(ModelFiles.find(config.draft).folder, sizes)
 
 
 def _known_eagle3(folder: Path, sizes: Architecture) -> Eagle3Head:

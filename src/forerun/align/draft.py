@@ -38,9 +38,8 @@ from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import check_trainable, read_architecture
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
-from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
 from forerun.models.tokenizers import check_vocabularies
 
@@ -406,7 +405,9 @@ def load_draft(config: DraftConfig) -> Draft:
     """Load or create a draft, and check that it can be trained for its target."""
     if config.draft is not None:
         try:
-            check_vocabularies(load_tokenizer(config.target), load_tokenizer(config.draft))
+            check_vocabularies(
+                ModelFiles.find(config.target).tokenizer, ModelFiles.find(config.draft).tokenizer
+            )
         except IncompatibleDraft as error:
             raise IncompatibleDraft(
                 f"{config.draft}: {error}, or one made from nothing (init)"
@@ -420,9 +421,9 @@ def base_model(config: DraftConfig) -> Any:
     target = read_object(config.target / "config.json")
     if config.draft is None:
         return _fresh_model(config, target)
-    checkpoint = read_checkpoint(config.draft)
-    check_trainable(read_config(checkpoint)[1])  # refuses what the engine could not serve, too
-    model = read_weights(checkpoint, torch.float32)
+    files = ModelFiles.open(config.draft)
+    check_trainable(files.sizes)  # refuses what the engine could not serve, too
+    model = read_weights(files, torch.float32)
     model.set_attn_implementation(ATTENTION)
     if model.config.vocab_size != target["vocab_size"]:
         # The tokens are equal, but the target's distribution has its own number of padding ids.

@@ -29,7 +29,6 @@ from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
 from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, changes
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
-from forerun.models.load import model_folder
 from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.provenance import Provenance, content_hash, version_of
 
@@ -209,7 +208,7 @@ def card_of(
     return DraftCard(
         target=config.target,
         target_hash=target_hash,
-        made_for=identify(model_folder(config.target)),
+        made_for=identify(config.target),
         data_hash=data,
         objective=objective,
         temperature=config.sampling.temperature,

@@ -51,7 +51,7 @@ from forerun.align.workspace import (
 )
 from forerun.engine.engine import Engine
 from forerun.measure.judge import Judge
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
@@ -97,7 +97,7 @@ class Alignment:
         config, workspace = self.config, self.workspace
         if config.push_to_hub is not None:
             check_repo(config.push_to_hub)
-        tokenizer = load_tokenizer(config.target)
+        tokenizer = ModelFiles.open(config.target).tokenizer
         prompts = read_prompt_split(config.data, tokenizer)
         if self.is_main:
             warn_of_few_prompts(prompts)
@@ -120,8 +120,8 @@ class Alignment:
         if not config.is_attached:
             draft = load_draft(
                 DraftConfig(
-                    target=model_folder(config.target),
-                    draft=None if config.draft is None else model_folder(config.draft),
+                    target=ModelFiles.find(config.target).folder,
+                    draft=None if config.draft is None else ModelFiles.find(config.draft).folder,
                     init=config.init,
                     seed=config.training.training_seed,
                 )

@@ -19,9 +19,9 @@ from forerun.align.samples import PackedBatch, Sample, list_texts, packed_inputs
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.base import Context, pack
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
-from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
+from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
 
@@ -275,11 +275,11 @@ def choose_faster_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
     """Load a target that only scores text; it needs no KV store."""
-    checkpoint = read_checkpoint(model_folder(source))
-    read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
+    files = ModelFiles.open(source)
+    _ = files.sizes  # refuses what is not supported before a weight is read
+    chosen_dtype, chosen_device = choose_dtype(dtype, files), choose_device(device)
     scored = choose_faster_dtype(chosen_dtype, chosen_device.type)
-    needed = checkpoint.num_parameters * scored.itemsize
+    needed = files.num_parameters * scored.itemsize
     available = available_bytes(chosen_device)
     if needed > available:
         raise NotEnoughMemory(
@@ -287,7 +287,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
             'available; spread it over several GPUs with device "sharded", or take its '
             "log-probabilities from a server (teacher top-k)"
         )
-    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device, scored))
+    return adopt_target(read_weights(files, chosen_dtype).to(chosen_device, scored))
 
 
 def load_sharded(
@@ -299,17 +299,17 @@ def load_sharded(
     map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
     all of them must make equally many passes, which `TargetCache` and the trainer do.
     """
-    checkpoint = read_checkpoint(model_folder(source))
-    read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
+    files = ModelFiles.open(source)
+    _ = files.sizes  # refuses what is not supported before a weight is read
+    chosen_dtype, chosen_device = choose_dtype(dtype, files), choose_device(device)
     if share.number == 1:
-        model = read_weights(checkpoint, chosen_dtype, device_map="auto")
+        model = read_weights(files, chosen_dtype, device_map="auto")
         refuse_offloaded(str(source), model)
         return adopt_target(model)
     target = None
     for turn in range(share.number):  # the host holds one whole copy at a time
         if turn == share.index:
-            model = read_weights(checkpoint, chosen_dtype)
+            model = read_weights(files, chosen_dtype)
             model = model.to(choose_faster_dtype(chosen_dtype, chosen_device.type))
             target = split(model, chosen_device, share.number)
         share.wait()

@@ -52,8 +52,7 @@ from forerun.align.target_cache import (
     learned_places,
 )
 from forerun.errors import InvalidCache, InvalidRequest, NumericalError
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.load import model_folder, read_config
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import row_chunks
 from forerun.sampling.noise import position_key, request_key, uniform
@@ -176,7 +175,8 @@ def _cached_ids(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
 
 def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) -> RowSizes:
     """Return the sizes of hidden states, of features, and of the layer that makes logits."""
-    settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
+    files = ModelFiles.open(source.target)
+    settings, architecture = files.settings, files.sizes
     width = architecture.hidden_size
     if layers is None:
         width = settings.get("word_embed_proj_dim") or width

@@ -41,8 +41,7 @@ from forerun.engine.http_backend import sampling_fields
 from forerun.engine.loading import load_pair_member
 from forerun.errors import CacheTooLarge, InvalidRequest, ServerUnavailable
 from forerun.measure.judge import EvaluationPrompt
-from forerun.models.checkpoint import tokenizer_hash
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer, check_vocabularies
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams, draft_params
@@ -280,7 +279,7 @@ def draft_writer(
     origin = ResponseOrigin(
         source="draft",
         model=content_hash(str(draft)),
-        tokenizer_hash=tokenizer_hash(model_folder(draft)),
+        tokenizer_hash=ModelFiles.find(draft).tokenizer_hash,
         params=replace(own, bad_token_ids=own.bad_token_ids + padding),
     )
     engine = Engine(
@@ -636,7 +635,7 @@ class TrainingTexts:
         origin = ResponseOrigin(
             source="target",
             model=model,
-            tokenizer_hash=tokenizer_hash(model_folder(self.config.target)),
+            tokenizer_hash=ModelFiles.find(self.config.target).tokenizer_hash,
             params=self.params,
         )
         store = ResponseStore(self.folder, origin)
@@ -651,7 +650,7 @@ class TrainingTexts:
         return [_without_loop(sample) for sample in store.samples(self.prompts)]
 
     def _replayed(self) -> list[Sample]:
-        own_hash = tokenizer_hash(model_folder(self.config.target))
+        own_hash = ModelFiles.find(self.config.target).tokenizer_hash
         most, start = self.config.data.max_prompt_tokens, self.tokenizer.encode("")
         found = [
             sample

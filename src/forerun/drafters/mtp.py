@@ -29,7 +29,7 @@ from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register, running
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.mtp_layout import LAYOUTS, FoundModule, Layout, announced, find_module
+from forerun.models.mtp_layout import FoundModule, Layout, open_module
 from forerun.models.tensor_files import check_tensors, tensor_reader
 
 logger = logging.getLogger("forerun.loading")
@@ -114,20 +114,7 @@ def load_mtp(argument: str, target: LanguageModel) -> MTPDrafter:
         InvalidModel: the folder has no module, or its tensors do not fit the configuration.
         IncompatibleDraft: the module belongs to a target of other sizes.
     """
-    if not argument:
-        raise InvalidModel(
-            'the drafter "mtp" is read from the files of the target: give the target by its folder '
-            'or name, or name the folder in the draft, as in "mtp:path/to/model"'
-        )
-    files = ModelFiles.open(argument)
-    found = find_module(files)
-    if found is None:
-        count = announced(files)
-        although = f", although its config.json announces {count}" if count else ""
-        raise InvalidModel(
-            f"{files.folder} brings no multi-token-prediction (MTP) module{although}: it has "
-            f"no tensors like those of {', '.join(LAYOUTS)}; choose another draft"
-        )
+    files, found = open_module(argument)
     if found.num_modules > 1:
         logger.warning(
             "%s brings %d MTP modules: the first one drafts, applied to its own output",

@@ -19,7 +19,7 @@ from forerun.engine.loading import Source
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
-from forerun.models.checkpoint import ModelFiles, read_checkpoint, read_named, read_object
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import unsupported
 from forerun.models.load import ModelRun, choose_device, model_files
 from forerun.models.memory import available_bytes, readable, weights_bytes
@@ -250,8 +250,9 @@ def _cached_models() -> Iterator[tuple[str, ModelFiles]]:
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         folder = Path(newest.snapshot_path)
         try:
-            config = read_object(folder / "config.json")
-            if find_checkpoint(config) is None and read_named(folder)[1] in SUPPORTED:
-                yield repository.repo_id, read_checkpoint(folder)
+            files = ModelFiles.find(folder)
+            is_known = not files.has_vision and files.architecture in SUPPORTED
+            if find_checkpoint(files.config) is None and is_known:
+                yield repository.repo_id, ModelFiles.open(files)
         except (ForerunError, OSError) as error:
             logger.debug("%s of the local Hugging Face cache is left out: %s", folder, error)

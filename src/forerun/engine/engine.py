@@ -297,13 +297,19 @@ class Engine:
         asked = [] if draft in (None, NONE) else as_sources(draft)
         drafts, found = with_auto(asked, target, device, dtype, config)
         check_choice(drafts, config, controller)
-        for name in drafts:
-            check_draft(name, target)
+        defaults = sampling_defaults(target)
+        # What "auto" stands for has been checked, and is left out if it cannot be loaded.
+        drafts = [name if name in found else check_draft(name, target) for name in drafts]
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config
         )
-        engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
-        engine.intake.defaults = sampling_defaults(target)
+        engine = cls(
+            target=model,
+            tokenizer=own_tokenizer,
+            config=config,
+            eos_token_ids=ends,
+            defaults=defaults,
+        )
         if draft in (None, NONE):
             return engine
         drafter = load_drafters(

@@ -19,10 +19,10 @@ from forerun.drafters.foreign import TextDraft, foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,
     build_drafter,
+    check_named,
     find_checkpoint,
     is_head,
     named_by_method,
-    parse_num_layers,
     tree_methods,
 )
 from forerun.engine.config import EngineConfig
@@ -35,10 +35,9 @@ from forerun.errors import (
 )
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
-from forerun.models.catalog import model_folder
-from forerun.models.checkpoint import ModelFiles, read_object
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
-from forerun.models.load import load_model, load_tokenizer, share_loaded
+from forerun.models.load import load_model, share_loaded
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 from forerun.terminal_text import shell_command
 
@@ -124,7 +123,7 @@ def _as_tokenizer(tokenizer: object) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
-        return load_tokenizer(tokenizer)
+        return ModelFiles.find(tokenizer).tokenizer
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
         raise InvalidRequest(
@@ -192,13 +191,11 @@ def load_drafter(
     if named is not None:
         return build_drafter(named, target)
     if isinstance(draft, str | Path | ModelFiles):
-        folder = draft.folder if isinstance(draft, ModelFiles) else model_folder(draft)
-        settings = folder / "config.json"
-        load = find_checkpoint(read_object(settings)) if settings.is_file() else None
-        if load is not None:
-            return load(folder, target)
+        files = ModelFiles.find(draft)
+        if (load := find_checkpoint(files.config)) is not None:
+            return load(files.folder, target)
         loaded = load_pair_member(
-            draft,
+            files,
             dtype=dtype,
             device=str(target.device),
             config=config,
@@ -350,8 +347,8 @@ def tree_method(drafter: Drafter, tree: Tree) -> str:
     return "+".join(methods)
 
 
-def check_draft(draft: Source, target: Source) -> None:
-    """Compare the target's files with the draft's name or card, before any weights are read.
+def check_draft(draft: Source, target: Source) -> Source:
+    """Check a draft's name and files before any weights are read, and return it with its files.
 
     The text is exact whatever the draft, so a draft model of a target that has changed is only
     warned of. A head on hidden states is refused for other weights unless it has golden rows, which
@@ -359,18 +356,22 @@ def check_draft(draft: Source, target: Source) -> None:
     without a model have no card; a target that is already loaded has no files to compare.
 
     Raises:
-        InvalidModel: there is no such model.
+        InvalidModel: there is no such model, or its files cannot be used.
         IncompatibleDraft: a head was trained for other weights.
-        InvalidRequest: a self-draft of more layers than the target has.
+        InvalidRequest: a drafter's argument cannot be honoured.
     """
-    if not isinstance(draft, str | Path) or not isinstance(target, str | Path | ModelFiles):
-        return
-    files = ModelFiles.open(target)
+    files = ModelFiles.open(target) if isinstance(target, str | Path | ModelFiles) else None
     if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
-        if named.name == "self" and named.argument not in QUANTISED:
-            parse_num_layers(named.argument, files.sizes.num_layers)
-        return
-    folder = model_folder(draft)
+        check_named(named, None if files is None else files.sizes.num_layers)
+        return draft
+    if not isinstance(draft, str | Path | ModelFiles):
+        return draft
+    found = ModelFiles.find(draft)
+    if find_checkpoint(found.config) is None:
+        _ = ModelFiles.open(found).sizes
+    if files is None:
+        return found
+    folder = found.folder
     try:
         if _is_unproven_head(folder) and read_card(folder) is None:
             logger.warning(
@@ -384,6 +385,7 @@ def check_draft(draft: Source, target: Source) -> None:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:
         logger.warning("%s", changed)
+    return found
 
 
 def check_head_card(folder: Path, target: Path | ModelFiles) -> None:

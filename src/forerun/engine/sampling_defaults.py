@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GGUF_NAMES = MappingProxyType(
-    {
-        "temperature": "general.sampling.temp",
-        "top_p": "general.sampling.top_p",
-        "top_k": "general.sampling.top_k",
-        "min_p": "general.sampling.min_p",
-        "repetition_penalty": "general.sampling.penalty_repeat",
-    }
-)
-"""Keys of the metadata of GGUF files."""
 
 
 def sampling_defaults(source: str | Path | ModelFiles | PreTrainedModel) -> dict[str, float]:
@@ -37,10 +27,8 @@ def sampling_defaults(source: str | Path | ModelFiles | PreTrainedModel) -> dict
         stated = {} if found is None else found.to_diff_dict()  # what differs from the library's
         return parse_defaults(stated, "generation_config of the loaded model")
     files = ModelFiles.open(source)
-    if files.gguf is not None:
-        stated = {name: files.gguf.metadata.get(key) for name, key in GGUF_NAMES.items()}
-        return parse_defaults(stated, str(files.folder), GGUF_NAMES)
-    return parse_defaults(files.generation_config, str(files.folder / "generation_config.json"))
+    where = str(files.generation_path)
+    return parse_defaults(files.generation_config, where, files.generation_names)
 
 
 def parse_defaults(

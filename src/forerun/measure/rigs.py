@@ -61,7 +61,6 @@ from forerun.models.base import (
 )
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import KVPrefix
-from forerun.models.load import model_folder
 from forerun.models.memory import available_bytes
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash, cpu_model, num_cores
@@ -349,7 +348,7 @@ def load_pair(
     if draft is not None:
         draft = str(with_auto([draft], target, device, dtype, engine)[0][0])  # "mtp" of the target
         check_draft(draft, target)
-        if parse_drafter(draft) is None and not is_head(model_folder(draft)):
+        if parse_drafter(draft) is None and not is_head(ModelFiles.find(draft).folder):
             names.append(draft)
     config = held(names, config)
     batches = config.batches
@@ -415,7 +414,7 @@ def facts_of(
     if model is not None and isinstance(stored, StoredModel):
         dtype, element_bytes = str(stored.dtype).removeprefix("torch."), stored.dtype.itemsize
         kv_bytes = stored.architecture.kv_token_elements * element_bytes
-        folder = model_folder(name) if has_files else None
+        folder = ModelFiles.find(name).folder if has_files else None
         if isinstance(model, QuantisableModel) and (folder is None or folder.is_file()):
             pass_bytes = model.bytes_read
         else:

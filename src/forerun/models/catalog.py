@@ -27,7 +27,9 @@ ON_INDEX = {
 }
 """Models in wheels of the package index: SmolLM2-135M-Instruct, quantised to Q4_1 (Apache-2.0)."""
 ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
-"""The draft made for a shipped target."""
+"""The draft model made for a shipped target."""
+ZOO_HEADS = {"zoo:code-40m": "zoo:eagle3-for-40m"}
+"""The head made for a shipped target."""
 FOLDER = Path(__file__).parent / "zoo"
 GGUF = ".gguf"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -105,6 +107,13 @@ def model_folder(source: str | Path) -> Path:
         )
     if name.lower() in LOOKUP_NAMES:
         raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
+    # A name with an owner is of the hub; one near a drafter's is never looked up there.
+    near = [] if "/" in name else get_close_matches(name.partition(":")[0].lower(), KNOWN_NAMES)
+    if near:
+        raise InvalidModel(
+            f"there is no draft {name!r}; did you mean {' or '.join(near)}? Drafts beside models "
+            "are suffix, recycling, self:int4, self:int8, self:N (the first N layers), mtp and auto"
+        )
     if not HUB_NAME.fullmatch(name):
         raise InvalidModel(
             f"there is no model folder {folder}, and no model of the Hugging Face hub has such a "
@@ -125,7 +134,7 @@ def fetched(name: str) -> Path:
             )
         )
     except Exception as error:
-        near = get_close_matches(name, (*KNOWN_NAMES, *(PREFIX + known for known in ZOO)), n=2)
+        near = get_close_matches(name, [PREFIX + known for known in (*ZOO, *ON_INDEX)], n=2)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         reason = hide_urls(first_line(error))
         raise InvalidModel(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, cache_folder, cached_json, hash_of
@@ -22,20 +24,19 @@ from forerun.models.architecture import (
     text_class,
     unsupported_class,
 )
-from forerun.models.catalog import GGUF, model_folder
+from forerun.models.catalog import model_folder
 from forerun.models.decoder import Weights
 from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
 from forerun.models.stored_tensors import ITEM_BYTES, FloatWeights, parse_header
 from forerun.models.tokenizers import FROM_TRANSFORMERS, Tokenizer, read_tokenizer
 from forerun.terminal_text import printable, shell_command
 
-if TYPE_CHECKING:
-    from forerun.models.gguf_file import GGUFFile
-
 SAMPLE_BYTES = 4096
 """Bytes from the middle of every tensor that its sample hash covers."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
+"""Weights of Medusa heads in the reference's form."""
 FLOATS = frozenset(ITEM_BYTES)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
@@ -46,38 +47,50 @@ CONVERT_PICKLE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Description(NamedTuple):
+    """What config.json says of a model.
+
+    Attributes:
+        architecture: class of the model in transformers, of the text part where there are others.
+        quantisation: settings of quantised weights; empty without.
+    """
+
+    architecture: str
+    has_vision: bool
+    dtype: str
+    quantisation: Mapping[str, Any]
+
+
 class ModelFiles:
-    """A model on disk: what its files say before a weight is read.
+    """A model on disk: what its files say before a weight is read. Every file is read once.
 
     `ModelFiles.open` is the only place that knows what a source can be. Everything else passes the
-    opened model on, so that no name is looked up and no file is checked again.
+    opened model on, so that no name is looked up and no file is checked again. This class is of
+    folders; of a GGUF file it is `GGUFModel`.
 
     Attributes:
         name: the source as the user gave it.
         folder: the model folder, or the GGUF file.
-        architecture: class of the model in transformers.
-        weights: the stored tensors, read one by one: of safetensors, of GGUF, or in few bits.
-        weight_files: the files that hold them; none of a model that config.json alone describes.
-        stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
-            with blocks of fewer bits the one that the rest is computed in.
-        stored_types: shares of the parameters by the type in which they are stored.
-        gguf: the file, where the model is one.
-        notice: message for the user on tensors that are dequantised or not read; None without.
-        has_vision: the model is the text part of one that reads images too.
     """
 
-    name: str
-    folder: Path
-    architecture: str
-    weights: Weights
-    weight_files: tuple[Path, ...] = ()
-    num_parameters: int = 0
-    stored_dtype: str
-    stored_types: Mapping[str, float] = field(default_factory=dict)
-    gguf: GGUFFile | None = None
-    notice: str | None = None
-    has_vision: bool = False
+    generation_names: Mapping[str, str] = MappingProxyType({})
+    """What the files call sampling parameters, for messages; by default as they are called here."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+
+    @classmethod
+    def find(cls, source: str | Path | ModelFiles) -> ModelFiles:
+        """Find a model or a head, without a check of its files; `source` as for `open`."""
+        if isinstance(source, ModelFiles):
+            return source
+        folder = model_folder(source)
+        if not folder.is_file():
+            return ModelFiles(str(source), folder)
+        from forerun.models.gguf.model import GGUFModel
+
+        return GGUFModel(str(source), folder)
 
     @classmethod
     def open(cls, source: str | Path | ModelFiles) -> ModelFiles:
@@ -88,18 +101,124 @@ class ModelFiles:
                 hub, a model of the zoo such as "zoo:smollm2-135m", or a model that is open.
 
         Raises:
-            InvalidModel: there is none, or as `read_checkpoint`.
+            InvalidModel: there is none, a file is missing, unreadable or truncated, or the model
+                needs what is not supported: remote code, adapters, pickled weights.
         """
-        if isinstance(source, ModelFiles):
-            return source
-        return replace(read_checkpoint(model_folder(source)), name=str(source))
+        files = cls.find(source)
+        files.check()
+        return files
+
+    def check(self) -> None:
+        """Refuse adapters, heads, code of its own, and weights that are missing or damaged."""
+        if (self.folder / "adapter_config.json").exists():
+            raise InvalidModel(
+                f"{self.folder} holds an adapter (LoRA); merge it into its base model first"
+            )
+        self.check_tensors()
+
+    def check_tensors(self) -> None:
+        """Refuse weights that are damaged, or none."""
+        if not self.weights.type_counts:
+            raise InvalidModel(f"{self.folder} holds no tensors")
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The contents of config.json; empty of a GGUF file."""
+        return read_object(self.folder / "config.json")
+
+    @cached_property
+    def description(self) -> Description:
+        """What the configuration says of the model (InvalidModel)."""
+        settings, where = self.config, self.folder / "config.json"
+        architectures = settings.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            raise InvalidModel(f"{where} names no architecture (architectures)")
+        architecture = str(architectures[0])
+        _refuse_own_code(self.folder, settings, architecture)
+        _refuse_heads(self.folder, settings, architecture)
+        method = settings.get("quantization_config") or {}
+        text = None if method else text_class(architecture, settings)
+        inner = settings["text_config"] if text else settings
+        named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
+        known = {"bfloat16": "BF16", "float16": "F16"}
+        dtype = known.get(str(next(filter(None, named), None)), "F32")
+        if not isinstance(method, dict):
+            raise InvalidModel(
+                f"{where} has quantization_config={method!r:.60}; it must be an object"
+            )
+        if method and method.get("quant_method") != METHOD:
+            read_scheme(where, method)
+        dtype = _computed_in({dtype}) if method else dtype
+        return Description(text or architecture, text is not None, dtype, method)
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model in transformers, of the text part where there are others."""
+        return self.description.architecture
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the model is the text part of one that reads images too."""
+        return self.description.has_vision
+
+    @property
+    def notice(self) -> str | None:
+        """Message for the user on tensors that are dequantised or not read; None without."""
+        if self.has_vision:
+            name = self.architecture
+            return f"{self.folder} reads images too: its text part is served, as {name}"
+        return self.weights.notice
+
+    @cached_property
+    def weight_files(self) -> tuple[Path, ...]:
+        """The files that hold the weights (InvalidModel)."""
+        return weight_files(self.folder)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The stored tensors, read one by one: of safetensors, of GGUF, or in few bits."""
+        if method := self.description.quantisation:
+            return open_quantised(self.folder / "config.json", self.weight_files, method)
+        weights = FloatWeights(self.weight_files)
+        kinds = weights.type_counts.keys()
+        if not kinds or not kinds <= FLOATS:
+            raise InvalidModel(
+                f"weights in {self.folder} are {', '.join(sorted(kinds)) or 'nothing'}; supported "
+                f"are {', '.join(sorted(FLOATS))}"
+            )
+        return weights
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weights.type_counts.total()
+
+    @property
+    def stored_types(self) -> Mapping[str, float]:
+        """Shares of the parameters by the type in which they are stored."""
+        counts = self.weights.type_counts
+        return {kind: number / counts.total() for kind, number in counts.most_common()}
+
+    @cached_property
+    def stored_dtype(self) -> str:
+        """Most common element type, in safetensors' spelling ("BF16").
+
+        Where matrices have fewer bits it is the one that the rest is computed in.
+        """
+        if self.description.quantisation:
+            counts = FloatWeights(self.weight_files).type_counts
+            return _computed_in([kind for kind, _ in counts.most_common()])
+        return self.weights.type_counts.most_common(1)[0][0]
+
+    @property
+    def described_dtype(self) -> str:
+        """The element type that config.json names, in safetensors' spelling."""
+        return self.description.dtype
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration with its defaults, in the form of transformers' `config.to_dict()`."""
         settings = read_settings(self)
-        # What reads the matrices, or `read_described`, has checked this setting.
-        if self.weights.is_packed or not self.weight_files:
+        if self.description.quantisation:  # which has been checked
             settings.pop("quantization_config", None)
         return settings
 
@@ -110,31 +229,24 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer with its chat template (`chat_template` of its definition)."""
+        """The tokenizer with its chat template (InvalidModel)."""
         return read_tokenizer(self.folder)
+
+    @property
+    def generation_path(self) -> Path:
+        """The file that states sampling parameters, which need not exist."""
+        return self.folder / "generation_config.json"
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
-        """The contents of generation_config.json; empty without one, and of a GGUF file."""
-        path = self.folder / "generation_config.json"
-        return read_object(path) if path.exists() else {}
+        """What the files state on generation, by transformers' names; empty without."""
+        return read_object(self.generation_path) if self.generation_path.exists() else {}
 
     def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
         found = {tokenizer.eos_token_id}
-        if self.gguf is not None:
-            from forerun.models.gguf_tokenizer import ENDS
-
-            added = tokenizer.added.items()
-            found |= {token for token, (text, is_special) in added if is_special and text in ENDS}
-            return (
-                frozenset(token for token in found if token is not None) | self.gguf.eos_token_ids
-            )
         config = self.folder / "config.json"
-        for path, values in (
-            (self.folder / "generation_config.json", self.generation_config),
-            (config, read_object(config)),
-        ):
+        for path, values in ((self.generation_path, self.generation_config), (config, self.config)):
             listed = values.get("eos_token_id")
             ids = listed if isinstance(listed, list) else [listed]
             if not all(token is None or _is_token_id(token) for token in ids):
@@ -144,13 +256,58 @@ class ModelFiles:
             found |= set(ids)
         return frozenset(token for token in found if token is not None)
 
+    @cached_property
+    def content_hash(self) -> str:
+        """Hash of all bytes of the weight files, of a head too."""
+        medusa = self.folder / MEDUSA_WEIGHTS
+        return weights_hash([medusa] if medusa.is_file() else self.weight_files)
+
+    @cached_property
+    def sample_hash(self) -> str:
+        """Hash of the headers and of 4 KiB from the middle of every tensor.
+
+        For a warning at every start, where reading hundreds of gigabytes twice is too much.
+        Training moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
+        """
+        return weights_sample_hash(self.weight_files)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Hash of tokenizer.json, or of a GGUF file's header (InvalidModel)."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidModel(f"{path} is missing; is {self.folder} a model folder?")
+        return combined([path])
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Hash of the files with chat templates, of nothing without one (InvalidModel)."""
+        parts, folder = [], self.folder
+        files = [folder / "chat_template.jinja", folder / "chat_template.json"]
+        for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+            if path.is_file():
+                parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
+        settings = folder / "tokenizer_config.json"
+        if settings.is_file():
+            template = read_object(settings).get("chat_template")
+            parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
+        return hash_of(b"".join(parts))
+
+    @property
+    def settings_key(self) -> bytes:
+        """The bytes on which `settings` depend."""
+        check_layer_count(self.config)
+        return json.dumps(self.config).encode()
+
     def transformers_config(self) -> Any:
         """Return transformers' configuration object; raises whatever transformers raises."""
         from transformers import AutoConfig  # takes seconds
 
-        if self.gguf is not None:
-            return self.gguf.config()
         return text_config(AutoConfig.from_pretrained(self.folder, **FROM_TRANSFORMERS))
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return all parameters, dequantised; None where transformers reads the files itself."""
+        return None
 
 
 def _is_token_id(token: object) -> bool:
@@ -159,12 +316,7 @@ def _is_token_id(token: object) -> bool:
 
 def read_settings(files: ModelFiles, folder: Path | None = None) -> dict[str, Any]:
     """Return the configuration with all defaults filled in, in the form of `config.to_dict()`."""
-    if files.gguf is None:
-        check_layer_count(read_object(files.folder / "config.json"))
-        content = (files.folder / "config.json").read_bytes()
-    else:
-        content = json.dumps(files.gguf.settings, sort_keys=True).encode()
-    key = hash_of(content + b"\0" + version("transformers").encode())
+    key = hash_of(files.settings_key + b"\0" + version("transformers").encode())
     return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(files))
 
 
@@ -186,125 +338,9 @@ def check_sizes(name: str, settings: Mapping[str, Any], where: str) -> Architect
         raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
 
 
-def read_checkpoint(folder: Path) -> ModelFiles:
-    """Check a model folder or a GGUF file; reads configuration and headers only.
-
-    Raises:
-        InvalidModel: a file is missing, unreadable or truncated, or the folder needs what is not
-            supported: remote code, adapters, pickled or quantised weights.
-    """
-    if folder.suffix.lower() == GGUF and folder.is_file():
-        return _read_gguf(folder)
-    if not folder.is_dir():
-        raise InvalidModel(f"there is no model folder {folder}")
-    if (folder / "adapter_config.json").exists():
-        raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
-    described, method = _read_description(folder)
-    files = weight_files(folder)
-    weights = FloatWeights(files)
-    elements = weights.type_counts
-    if method:
-        packed = open_quantised(folder / "config.json", files, method)
-        described = replace(described, notice=packed.notice)
-        dtype = _computed_in([kind for kind, _ in elements.most_common()])
-        return _with_weights(described, packed, files, dtype)
-    if not elements or not elements.keys() <= FLOATS:
-        found = ", ".join(sorted(elements)) or "nothing"
-        raise InvalidModel(
-            f"weights in {folder} are {found}; supported are {', '.join(sorted(FLOATS))}"
-        )
-    return _with_weights(described, weights, files, elements.most_common(1)[0][0])
-
-
-def _with_weights(
-    described: ModelFiles, weights: Weights, files: tuple[Path, ...], dtype: str
-) -> ModelFiles:
-    """Add what is known of the stored tensors."""
-    counts = weights.type_counts
-    if not counts:
-        raise InvalidModel(f"{described.folder} holds no tensors")
-    return replace(
-        described,
-        weights=weights,
-        weight_files=files,
-        num_parameters=counts.total(),
-        stored_dtype=dtype,
-        stored_types={kind: number / counts.total() for kind, number in counts.most_common()},
-    )
-
-
-def read_described(folder: Path) -> ModelFiles:
-    """Return the model that config.json describes, without files and number of parameters.
-
-    Raises:
-        InvalidModel: as for `read_checkpoint`, except for faults of the weight files.
-    """
-    return _read_description(folder)[0]
-
-
-def _read_description(folder: Path) -> tuple[ModelFiles, Mapping[str, Any]]:
-    """Return the model that config.json describes, and its quantisation settings, empty if none."""
-    settings, architecture = read_named(folder)
-    method = settings.get("quantization_config") or {}
-    text = None if method else text_class(architecture, settings)
-    inner = settings["text_config"] if text else settings
-    named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
-    dtype = {"bfloat16": "BF16", "float16": "F16"}.get(str(next(filter(None, named), None)), "F32")
-    described = ModelFiles(
-        name=str(folder),
-        folder=folder,
-        architecture=text or architecture,
-        weights=FloatWeights(()),
-        stored_dtype=dtype,
-        notice=text and f"{folder} reads images too: its text part is served, as {text}",
-        has_vision=text is not None,
-    )
-    if not method:
-        return described, {}
-    where = folder / "config.json"
-    if not isinstance(method, dict):
-        raise InvalidModel(f"{where} has quantization_config={method!r:.60}; it must be an object")
-    if (name := method.get("quant_method")) != METHOD:
-        read_scheme(where, method)
-    notice = f"its matrices are quantised ({name})"
-    return replace(described, stored_dtype=_computed_in({dtype}), notice=notice), method
-
-
 def _computed_in(stored: Collection[str]) -> str:
     """Return the first stored type that quantised models compute in: any but fp16, or else bf16."""
     return next((kind for kind in stored if kind in FLOATS and kind != "F16"), "BF16")
-
-
-def read_named(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the contents of config.json and its model class; refuses heads and own code."""
-    settings = read_object(folder / "config.json")
-    architectures = settings.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
-    _refuse_own_code(folder, settings, str(architectures[0]))
-    _refuse_heads(folder, settings, str(architectures[0]))
-    return settings, str(architectures[0])
-
-
-def _read_gguf(path: Path) -> ModelFiles:
-    from forerun.models.gguf_file import open_gguf
-    from forerun.models.gguf_tokenizer import split_rule
-
-    gguf = open_gguf(path)
-    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
-        split_rule(gguf)  # refuses an unknown one before weights are read
-    counts = gguf.type_counts
-    described = ModelFiles(
-        name=str(path),
-        folder=path,
-        architecture=gguf.architecture,
-        weights=gguf,
-        stored_dtype="BF16",
-        gguf=gguf,
-        notice=gguf.notice,
-    )
-    dtype = counts.most_common(1)[0][0] if counts and counts.keys() <= FLOATS else "BF16"
-    return _with_weights(described, gguf, (path,), dtype)
 
 
 HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
@@ -322,7 +358,7 @@ def _refuse_heads(folder: Path, settings: Mapping[str, Any], architecture: str) 
         )
 
 
-def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
+def _refuse_own_code(folder: Path, settings: Mapping[str, Any], architecture: str) -> None:
     """Refuse models that need their own Python code, which is never run.
 
     Some still name the code they came with before transformers had their class, Phi-3 for one;
@@ -407,18 +443,9 @@ def weights_hash(weight_files: Iterable[Path]) -> str:
 
 
 def weights_sample_hash(weight_files: Iterable[Path]) -> str:
-    """Hash of the headers and of 4 KiB from the middle of every tensor.
-
-    For a warning at every start, where reading hundreds of gigabytes twice is too much. Training
-    moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
-    """
+    """Hash the headers and samples of the tensors in safetensors files."""
     total = hashlib.sha256()
     for path in sorted(weight_files):
-        if path.suffix.lower() == GGUF:
-            from forerun.models.gguf_file import open_gguf
-
-            total.update(open_gguf(path).sample(SAMPLE_BYTES))
-            continue
         header, data_starts = parse_header(path, path.stat().st_size)
         header.pop("__metadata__", None)
         total.update(json.dumps(header, sort_keys=True).encode())
@@ -429,40 +456,6 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
                 file.seek(data_starts + start + (end - start - length) // 2)
                 total.update(file.read(length))
     return total.hexdigest()[:HASH_LENGTH]
-
-
-def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of the tokenizer in a folder, or of a GGUF file's header: its first 16 digits.
-
-    Raises:
-        InvalidModel: the folder has no tokenizer.json.
-    """
-    if folder.is_file():
-        from forerun.models.gguf_file import open_gguf
-
-        return open_gguf(folder).header_hash
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise InvalidModel(f"{path} is missing; is {folder} a model folder?")
-    return combined([path])
-
-
-def template_hash(folder: Path) -> str:
-    """SHA-256 of a folder's chat template, of nothing without one: its first 16 hexadecimal digits.
-
-    Raises:
-        InvalidModel: the tokenizer's settings cannot be read.
-    """
-    parts = []
-    files = [folder / "chat_template.jinja", folder / "chat_template.json"]
-    for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
-        if path.is_file():
-            parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        template = read_object(settings).get("chat_template")
-        parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
-    return hash_of(b"".join(parts))
 
 
 def combined(files: Iterable[Path]) -> str:

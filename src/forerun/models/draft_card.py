@@ -20,9 +20,6 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import (
     ModelFiles,
     read_object,
-    template_hash,
-    tokenizer_hash,
-    weights_sample_hash,
 )
 from forerun.terminal_text import shell_command
 from forerun.theory.intervals import Interval
@@ -92,13 +89,11 @@ class DraftCard:
         return {"format": FORMAT, **asdict(self)}
 
 
-def identify(model: Path | ModelFiles) -> TargetIdentity:
+def identify(model: str | Path | ModelFiles) -> TargetIdentity:
     """The identity of a model; raises InvalidModel where a file cannot be used."""
     files = ModelFiles.open(model)
     return TargetIdentity(
-        weights=weights_sample_hash(files.weight_files),
-        tokenizer=tokenizer_hash(files.folder),
-        template=template_hash(files.folder),
+        weights=files.sample_hash, tokenizer=files.tokenizer_hash, template=files.template_hash
     )
 
 

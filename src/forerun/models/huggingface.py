@@ -425,7 +425,6 @@ def read_weights(files: ModelFiles, dtype: torch.dtype, *, device_map: str | Non
         InvalidModel: parameters are missing, unknown or have the wrong shape.
     """
     model_class, config = read_class(files)
-    gguf = files.gguf
     if files.weights.rope_factors is not None:
         raise InvalidModel(
             f"{files.folder} scales its rotations pair by pair, which transformers' modules "
@@ -436,10 +435,11 @@ def read_weights(files: ModelFiles, dtype: torch.dtype, *, device_map: str | Non
             with torch.device("meta"):
                 described = model_class._from_config(copy.deepcopy(config), dtype=dtype)
             _check_count(files, sum(each.numel() for each in described.parameters()))
+            tensors = files.state_dict()
             model, info = model_class.from_pretrained(
-                files.folder if gguf is None else None,
+                files.folder if tensors is None else None,
                 config=config,
-                state_dict=gguf and {name: gguf.read(name) for name in gguf.tensors},
+                state_dict=tensors,
                 key_mapping=dict(TEXT_NAMES) if files.has_vision else None,
                 dtype=dtype,
                 device_map=device_map,

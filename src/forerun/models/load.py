@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,8 +30,6 @@ from forerun.models.architecture import (
     WeightFormat,
 )
 from forerun.models.base import LanguageModel, RowBatch, Span
-from forerun.models.catalog import fetched_config as fetched_config
-from forerun.models.catalog import model_folder as model_folder
 from forerun.models.checkpoint import ModelFiles, check_sizes
 from forerun.models.decoder import (
     Decoder,
@@ -44,7 +42,6 @@ from forerun.models.decoder import (
 )
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
-from forerun.models.tokenizers import Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -399,24 +396,6 @@ def share_loaded(
     )
     try_out(adapted, f"the loaded {name}")
     return adapted
-
-
-def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model; `source` as for `load_model`.
-
-    Raises:
-        InvalidModel: there is none, or it is of an unsupported kind.
-    """
-    return read_tokenizer(model_folder(source))
-
-
-def read_config(files: ModelFiles) -> tuple[dict[str, Any], Architecture]:
-    """Return the configuration with its defaults and the sizes of the model.
-
-    Raises:
-        InvalidModel: transformers refuses it, or the model is not supported.
-    """
-    return files.settings, files.sizes
 
 
 def choose_dtype(dtype: str, files: ModelFiles) -> torch.dtype:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import ModelFiles, read_object
+from forerun.models.checkpoint import ModelFiles
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Settings that announce how many modules the checkpoint has; some families have none."""
@@ -105,6 +105,30 @@ def find_module(files: ModelFiles) -> FoundModule | None:
     return found
 
 
+def open_module(source: str) -> tuple[ModelFiles, FoundModule]:
+    """Open a model by its name and return it with its first MTP module.
+
+    Raises:
+        InvalidModel: there is no such model, or it has no module.
+    """
+    if not source:
+        raise InvalidModel(
+            'the drafter "mtp" is read from the files of the target: give the target by its folder '
+            'or name, or name the folder in the draft, as in "mtp:path/to/model"'
+        )
+    files = ModelFiles.open(source)
+    found = find_module(files)
+    if found is None:
+        count = announced(files)
+        although = f", although its config.json announces {count}" if count else ""
+        raise InvalidModel(
+            f"{files.folder} brings no multi-token-prediction (MTP) module{although}: it has no "
+            f"tensors like those of {', '.join(LAYOUTS)}; choose another draft (suffix, "
+            "recycling, self:int4, self:N or a model)"
+        )
+    return files, found
+
+
 def announced(files: ModelFiles) -> object:
     """Return the number of MTP modules in config.json; None where it names none."""
     settings = _settings(files)
@@ -112,7 +136,7 @@ def announced(files: ModelFiles) -> object:
 
 
 def _settings(files: ModelFiles) -> Mapping[str, Any]:
-    settings = read_object(files.folder / "config.json")
+    settings = dict(files.config)
     text = settings.get("text_config")
     return settings | text if isinstance(text, dict) else settings
 

@@ -9,9 +9,10 @@ import pytest
 from tests import tiny
 
 from forerun.engine.engine import Engine
-from forerun.engine.sampling_defaults import GGUF_NAMES, parse_defaults
+from forerun.engine.sampling_defaults import parse_defaults
 from forerun.engine.thread import EngineThread
 from forerun.errors import InvalidModel
+from forerun.models.gguf.model import GGUFModel
 from forerun.sampling.config import SamplingParams
 
 STATED = {"temperature": 0.3, "top_k": 7}
@@ -73,7 +74,7 @@ def test_a_value_that_cannot_be_used_is_refused_with_its_file(folder, name, valu
 
 def test_values_that_json_cannot_write_are_refused_too():
     with pytest.raises(InvalidModel, match=r"a\.gguf has general\.sampling\.temp=nan; it must be"):
-        parse_defaults({"temperature": math.nan}, "a.gguf", GGUF_NAMES)
+        parse_defaults({"temperature": math.nan}, "a.gguf", GGUFModel.generation_names)
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():

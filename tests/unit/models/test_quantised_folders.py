@@ -16,7 +16,7 @@ from tests import tiny
 
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.load import kept_bytes, load_model
 from forerun.sampling.config import SamplingParams
 
@@ -182,9 +182,9 @@ def logits_of(model):
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_those_of_the_published_formula(form, write, caplog):
     folder, plain = write(form)
-    found, expected = read_checkpoint(folder), load_file(plain / "model.safetensors")
+    found, expected = ModelFiles.open(folder), load_file(plain / "model.safetensors")
     assert found.weights.is_packed
-    assert found.num_parameters - read_checkpoint(plain).num_parameters == sum(
+    assert found.num_parameters - ModelFiles.open(plain).num_parameters == sum(
         found.weights.shapes[name][0] for name in found.weights.zero_biases
     )
     for name, weights in expected.items():
@@ -227,14 +227,14 @@ def test_they_are_targets_and_drafts(form, write):
 
 def test_a_folder_that_has_not_changed_is_checked_once(write):
     folder, _ = write("pack")
-    found = read_checkpoint(folder)
-    assert read_checkpoint(folder).weights is found.weights
+    found = ModelFiles.open(folder)
+    assert ModelFiles.open(folder).weights is found.weights
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors[f"{UP}.weight_scale"][0] = 0.0
     save_file(tensors, path)
     with pytest.raises(InvalidModel, match=r"holds 0\.0"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 UP = "model.layers.1.mlp.up_proj"

@@ -28,8 +28,8 @@ from forerun.cache import hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import MAX_LAYERS, checked_size
 from forerun.models.decoder import BlockFormat, QuantisedMatrix, Weights, fused_with, join_formats
-from forerun.models.gguf_blocks import FORMATS, ROUNDED, unpack_integers
-from forerun.models.gguf_families import (
+from forerun.models.gguf.blocks import FORMATS, ROUNDED, unpack_integers
+from forerun.models.gguf.families import (
     END_NAMES,
     FAMILIES,
     SINGLE_EXPERT_NAMES,
