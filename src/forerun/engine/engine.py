@@ -300,21 +300,12 @@ class Engine:
         defaults = sampling_defaults(target)
         # What "auto" stands for has been checked, and is left out if it cannot be loaded.
         drafts = [name if name in found else check_draft(name, target) for name in drafts]
-        model, own_tokenizer, ends = load_target(
-            target, tokenizer, dtype=dtype, device=device, config=config
-        )
-        engine = cls(
-            target=model,
-            tokenizer=own_tokenizer,
-            config=config,
-            eos_token_ids=ends,
-            defaults=defaults,
-        )
+        model, own, ends = load_target(target, tokenizer, dtype=dtype, device=device, config=config)
+        engine = cls(target=model, tokenizer=own, config=config, eos_token_ids=ends)
+        engine.intake.defaults = defaults
         if draft in (None, NONE):
             return engine
-        drafter = load_drafters(
-            drafts, model, own_tokenizer, dtype=dtype, config=config, optional=found
-        )
+        drafter = load_drafters(drafts, model, own, dtype=dtype, config=config, optional=found)
         return engine.with_draft(drafter, controller=controller, costs=costs)
 
     @_explains_unknown_arguments

@@ -34,19 +34,26 @@ def sampling_defaults(source: str | Path | ModelFiles | PreTrainedModel) -> dict
 def parse_defaults(
     stated: Mapping[str, object], where: str, keys: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Return the stated fields that are sampling parameters; null and `do_sample` are ignored.
+    """Return the stated fields that are sampling parameters; null is ignored.
 
-    A temperature too small to divide by is greedy.
+    A temperature too small to divide by is greedy, and so is `do_sample: false`, as in
+    transformers (vLLM ignores it); a file without `do_sample` samples, as in vLLM. Whole numbers
+    may be written as 50.0.
 
     Args:
         where: name of the file, for errors.
         keys: what the file calls the fields, for errors; by default as they are called here.
     """
     found: dict[str, float] = {}
+    samples = stated.get("do_sample")
+    if samples is not None and type(samples) is not bool:
+        raise InvalidModel(f"{where} has do_sample={samples!r:.60}; it must be true or false")
     for limits in RANGES:
         value = stated.get(limits.name)
         if limits.name not in NAMES or value is None:
             continue
+        if limits.integer and isinstance(value, float) and value.is_integer():
+            value = int(value)
         try:
             limits.check(value)
         except InvalidRequest:
@@ -57,4 +64,4 @@ def parse_defaults(
         assert isinstance(value, int | float)
         is_tiny = limits.name == "temperature" and value < MIN_TEMPERATURE
         found[limits.name] = 0.0 if is_tiny else value
-    return found
+    return found if samples is not False else found | {"temperature": 0.0}

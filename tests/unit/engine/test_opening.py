@@ -5,14 +5,22 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from tests import tiny
+from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.checkpoint import ModelFiles
 
 SOURCE = Path(ModelFiles.open.__code__.co_filename).parents[1]
+READ_ONCE = ("config.json", "generation_config.json", "tokenizer.json")
 
 
 @pytest.fixture
@@ -29,3 +37,84 @@ def opened(monkeypatch):
     monkeypatch.setattr(io, "open", count)
     monkeypatch.setattr(builtins, "open", count)
     return counts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.network().save_pretrained(path)
+    tiny.backend().save_pretrained(path)
+    return path
+
+
+def load(target, draft=None):
+    return Engine.load(target, draft, config=tiny.settings(), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "draft"])
+def test_configurations_are_read_once(folder, draft, tmp_path, opened):
+    load(folder, None if draft is None else "suffix")  # fills the caches of settings and tokenizer
+    other = shutil.copytree(folder, tmp_path / "draft")
+    opened.clear()
+    load(folder, str(other) if draft == "draft" else draft)
+    for place in (folder, other) if draft == "draft" else (folder,):
+        for name, most in (
+            ("config.json", 2),
+            ("generation_config.json", 2),
+            ("tokenizer.json", 2),
+        ):
+            # Once for what it says, and once for the hash by which the tokenizer is cached.
+            assert opened[str(place / name)] <= most, name
+
+
+def test_a_gguf_file_is_opened_once(tmp_path, opened):
+    path = write_gguf(
+        tmp_path / "m.gguf", write_tiny_folder(tmp_path / "folder"), all_of(Kind.Q8_0)
+    )
+    opened.clear()
+    Engine.load(path, "suffix")
+    Engine.load(path, "self:int4")
+    assert opened[str(path)] == 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("suffix:x", "needs a whole number"),
+        ("mtp:/nope", "no model folder /nope"),
+        ("mtp", "brings no multi-token-prediction"),
+        ("sufix", "did you mean suffix.*recycling, self:int4"),
+        ("recycling:3", "takes no argument"),
+        ("self:0", "self:0 drafts with 0"),
+        ("self:int5", "there is no draft self:int5"),
+        (["suffix", "sufix:1"], "did you mean suffix"),
+        ("/no/such/draft", "no model folder"),
+    ],
+)
+def test_drafts_that_cannot_exist_are_refused_before_weights_are_read(
+    folder, draft, said, monkeypatch
+):
+    monkeypatch.delattr("forerun.engine.loading.load_model")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
+    with pytest.raises((InvalidModel, InvalidRequest), match=said) as caught:
+        load(folder, draft)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_without_weights_is_refused_before_those_of_the_target(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.delattr("forerun.engine.loading.load_model")
+    draft = shutil.copytree(folder, tmp_path / "draft")
+    (draft / "model.safetensors").unlink()
+    with pytest.raises(InvalidModel, match="lacks its weights"):
+        load(folder, str(draft))
+
+
+def test_only_model_files_knows_what_a_name_can_be():
+    callers = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"(?<!def )\bmodel_folder\(", path.read_text())
+    }
+    assert callers == {"models/checkpoint.py"}
