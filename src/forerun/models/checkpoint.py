@@ -25,10 +25,19 @@ from forerun.models.architecture import (
     unsupported_class,
 )
 from forerun.models.catalog import model_folder
-from forerun.models.decoder import Weights
+from forerun.models.decoder import StoredWeights
+from forerun.models.gguf.file import GGUFFile, open_gguf
+from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens, split_rule
 from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
 from forerun.models.stored_tensors import ITEM_BYTES, FloatWeights, parse_header
-from forerun.models.tokenizers import FROM_TRANSFORMERS, Tokenizer, read_tokenizer
+from forerun.models.tokenizers import (
+    FROM_TRANSFORMERS,
+    Tokenizer,
+    TokenizerDefinition,
+    library_versions,
+    read_tokenizer,
+    render_template,
+)
 from forerun.terminal_text import printable, shell_command
 
 SAMPLE_BYTES = 4096
@@ -88,8 +97,6 @@ class ModelFiles:
         folder = model_folder(source)
         if not folder.is_file():
             return ModelFiles(str(source), folder)
-        from forerun.models.gguf.model import GGUFModel
-
         return GGUFModel(str(source), folder)
 
     @classmethod
@@ -175,7 +182,7 @@ class ModelFiles:
         return weight_files(self.folder)
 
     @cached_property
-    def weights(self) -> Weights:
+    def weights(self) -> StoredWeights:
         """The stored tensors, read one by one: of safetensors, of GGUF, or in few bits."""
         if method := self.description.quantisation:
             return open_quantised(self.folder / "config.json", self.weight_files, method)
@@ -308,6 +315,111 @@ class ModelFiles:
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return all parameters, dequantised; None where transformers reads the files itself."""
         return None
+
+
+class GGUFModel(ModelFiles):
+    """A model in one GGUF file."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    generation_names = MappingProxyType(
+        {
+            "temperature": "general.sampling.temp",
+            "top_p": "general.sampling.top_p",
+            "top_k": "general.sampling.top_k",
+            "min_p": "general.sampling.min_p",
+            "repetition_penalty": "general.sampling.penalty_repeat",
+        }
+    )
+
+    @cached_property
+    def weights(self) -> GGUFFile:
+        """The checked file."""
+        return open_gguf(self.folder)
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return (self.folder,)
+
+    def check(self) -> None:
+        """Refuse a file without tensors, or with a tokenizer whose rule is unknown."""
+        if self.weights.metadata.get("tokenizer.ggml.model") == "gpt2":
+            split_rule(self.weights)
+        self.check_tensors()
+
+    @cached_property
+    def description(self) -> Description:
+        return Description(self.weights.architecture, False, "BF16", {})
+
+    @property
+    def stored_dtype(self) -> str:
+        """Most common element type; bf16 for files with blocks of fewer bits."""
+        counts = self.weights.type_counts
+        return counts.most_common(1)[0][0] if counts.keys() <= FLOATS else "BF16"
+
+    @property
+    def settings_key(self) -> bytes:
+        return json.dumps(self.weights.settings, sort_keys=True).encode()
+
+    def transformers_config(self) -> Any:
+        """Return transformers' configuration object; raises whatever transformers raises."""
+        return self.weights.config()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters, dequantised."""
+        return {name: self.weights.read(name) for name in self.weights.tensors}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer and the chat template in the metadata (InvalidModel)."""
+        file = self.weights
+        template = file.metadata.get("tokenizer.chat_template")
+        key = hash_of(library_versions() + file.header_hash.encode())
+        kept = cached_json(
+            cache_folder(),
+            f"tokenizer-of-gguf-{version('forerun')}-{key}",
+            lambda: {"content": build_tokenizer(file).to_str(), "special": special_tokens(file)},
+        )
+        definition = TokenizerDefinition(
+            content=kept["content"],
+            eos_token_id=file.token_id("eos"),
+            splits_special_tokens=False,
+            chat_template=template if isinstance(template, str) and template else None,
+        )
+        return Tokenizer(
+            definition,
+            lambda other: render_template(other or str(definition.chat_template), kept["special"]),
+        )
+
+    @property
+    def generation_path(self) -> Path:
+        return self.folder
+
+    @cached_property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The sampling parameters in the metadata, by their names here."""
+        metadata = self.weights.metadata
+        return {name: metadata.get(key) for name, key in self.generation_names.items()}
+
+    def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Collect the end-of-text ids that the metadata name, and the tokens known to end texts."""
+        added = tokenizer.added.items()
+        known = {token for token, (text, is_special) in added if is_special and text in ENDS}
+        stated = tokenizer.eos_token_id
+        known |= set() if stated is None else {stated}
+        return self.weights.eos_token_ids | known
+
+    @cached_property
+    def sample_hash(self) -> str:
+        return hash_of(self.weights.sample(SAMPLE_BYTES))[:HASH_LENGTH]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.weights.header_hash
+
+    @property
+    def template_hash(self) -> str:
+        """Hash of nothing: the template is a part of the header, which `tokenizer_hash` covers."""
+        return hash_of(b"")
 
 
 def _is_token_id(token: object) -> bool:

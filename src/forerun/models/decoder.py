@@ -70,7 +70,7 @@ class QuantisedMatrix(NamedTuple):
         )
 
 
-class Weights(ABC):
+class StoredWeights(ABC):
     """The tensors of a model by their names in transformers: safetensors, GGUF or packed integers.
 
     Attributes:
@@ -136,7 +136,7 @@ def fused_with(name: str) -> tuple[str, ...]:
     return (name,) if fused is None else tuple(f"{prefix}.{part}.weight" for part in fused)
 
 
-def join_formats(stored: Weights, names: Sequence[str]) -> BlockFormat | None:
+def join_formats(stored: StoredWeights, names: Sequence[str]) -> BlockFormat | None:
     """Return the format that holds all parts of a matrix; None where one is in floating point."""
     found = [stored.groups(name) for name in names]
     formats = [groups for groups in found if groups is not None]

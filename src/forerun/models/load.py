@@ -33,7 +33,7 @@ from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.checkpoint import ModelFiles, check_sizes
 from forerun.models.decoder import (
     Decoder,
-    Weights,
+    StoredWeights,
     fused_with,
     join_formats,
     parameter_shapes,
@@ -232,7 +232,7 @@ class ModelRun:
         return decoder
 
 
-def kept_bytes(packed: Weights, element_bytes: int, *, is_tied: bool) -> int:
+def kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
     """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.bounded_read import ReadLimits, parse_json
 from forerun.errors import InvalidModel
-from forerun.models.decoder import BlockFormat, QuantisedMatrix, Weights
+from forerun.models.decoder import BlockFormat, QuantisedMatrix, StoredWeights
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
 """Element types that are supported, in safetensors' spelling."""
@@ -38,7 +38,7 @@ TEXT_NAMES = MappingProxyType(
 """Patterns of the names of the text part in a model that reads images too, and its own names."""
 
 
-class FloatWeights(Weights):
+class FloatWeights(StoredWeights):
     """Tensors of safetensors files in floating point; a file is mapped only while it is read."""
 
     is_packed = False

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import check_regular
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.decoder import ReadTensor, Weights
+from forerun.models.decoder import ReadTensor, StoredWeights
 from forerun.models.stored_tensors import HEAD, count_elements
 
 
@@ -40,7 +40,9 @@ def write_files(
         save_file(plain, scratch, metadata={"format": "pt"})
 
 
-def tensor_reader(weights: Weights, dtype: torch.dtype | None, device: torch.device) -> ReadTensor:
+def tensor_reader(
+    weights: StoredWeights, dtype: torch.dtype | None, device: torch.device
+) -> ReadTensor:
     """Return a function that reads one parameter by name, converted and moved to a device.
 
     Without a dtype it is the stored one.
@@ -70,7 +72,7 @@ def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Te
 
 
 def check_parameters(
-    weights: Weights, expected: Mapping[str, tuple[int, ...]], folder: Path
+    weights: StoredWeights, expected: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
     """Refuse files whose parameters are not exactly those of the model."""
     found = weights.shapes
@@ -117,7 +119,7 @@ def check_tensors(
             )
 
 
-def has_own_head(weights: Weights, dtype: torch.dtype) -> bool:
+def has_own_head(weights: StoredWeights, dtype: torch.dtype) -> bool:
     """Whether the files contain a head that is stored separately from the embedding.
 
     transformers then takes it, even where the configuration says that the two are tied.

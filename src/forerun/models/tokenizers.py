@@ -479,6 +479,8 @@ MAX_CHARACTERS = 1 << 14
 """Of a token."""
 MAX_ADDED_CHARACTERS = 1 << 20
 """Of all added tokens together, each of whose characters takes the library about 100 bytes."""
+OTHER_FILES = frozenset({"generation_config.json", "model.safetensors.index.json"})
+"""Files that say nothing of a tokenizer."""
 SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 """Suffixes of the files that may determine a tokenizer."""
 
@@ -639,7 +641,7 @@ def key_of(folder: Path) -> str:
     """Hash the files and library versions that determine how a tokenizer behaves."""
     parts = [library_versions()]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
-        if path.suffix in SUFFIXES and path.is_file():
+        if path.suffix in SUFFIXES and path.name not in OTHER_FILES and path.is_file():
             parts.append(
                 path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path, LIMITS)).digest()
             )

@@ -15,12 +15,13 @@ from gguf import GGMLQuantizationType as Kind
 from tests import tiny
 from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 
+import forerun
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.checkpoint import ModelFiles
 
-SOURCE = Path(ModelFiles.open.__code__.co_filename).parents[1]
-READ_ONCE = ("config.json", "generation_config.json", "tokenizer.json")
+SOURCE = Path(forerun.__file__).parent
+MOST_READS = {"config.json": 2, "generation_config.json": 1, "tokenizer.json": 2}
+"""A second time for the hash by which a tokenizer is cached, and by which drafts know it."""
 
 
 @pytest.fixture
@@ -58,13 +59,8 @@ def test_configurations_are_read_once(folder, draft, tmp_path, opened):
     opened.clear()
     load(folder, str(other) if draft == "draft" else draft)
     for place in (folder, other) if draft == "draft" else (folder,):
-        for name, most in (
-            ("config.json", 2),
-            ("generation_config.json", 2),
-            ("tokenizer.json", 2),
-        ):
-            # Once for what it says, and once for the hash by which the tokenizer is cached.
-            assert opened[str(place / name)] <= most, name
+        counts = {name: opened[str(place / name)] for name in MOST_READS}
+        assert all(0 < counts[name] <= most for name, most in MOST_READS.items()), counts
 
 
 def test_a_gguf_file_is_opened_once(tmp_path, opened):
@@ -87,7 +83,6 @@ def test_a_gguf_file_is_opened_once(tmp_path, opened):
         ("recycling:3", "takes no argument"),
         ("self:0", "self:0 drafts with 0"),
         ("self:int5", "there is no draft self:int5"),
-        (["suffix", "sufix:1"], "did you mean suffix"),
         ("/no/such/draft", "no model folder"),
     ],
 )

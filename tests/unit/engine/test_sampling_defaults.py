@@ -12,7 +12,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sampling_defaults import parse_defaults
 from forerun.engine.thread import EngineThread
 from forerun.errors import InvalidModel
-from forerun.models.gguf.model import GGUFModel
+from forerun.models.checkpoint import GGUFModel
 from forerun.sampling.config import SamplingParams
 
 STATED = {"temperature": 0.3, "top_k": 7}

@@ -27,7 +27,13 @@ from torch import Tensor
 from forerun.cache import hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import MAX_LAYERS, checked_size
-from forerun.models.decoder import BlockFormat, QuantisedMatrix, Weights, fused_with, join_formats
+from forerun.models.decoder import (
+    BlockFormat,
+    QuantisedMatrix,
+    StoredWeights,
+    fused_with,
+    join_formats,
+)
 from forerun.models.gguf.blocks import FORMATS, ROUNDED, unpack_integers
 from forerun.models.gguf.families import (
     END_NAMES,
@@ -192,7 +198,7 @@ class _Header:
         return list(self.numbers(f"{array.length}{SCALARS[array.kind]}"))
 
 
-class GGUFFile(Weights):
+class GGUFFile(StoredWeights):
     """A checked GGUF file of a supported architecture; its tensors have transformers' names.
 
     Raises:

@@ -88,7 +88,7 @@ def rotated(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerWeights:
+class Weights:
     """All weights of a model."""
 
     decoder: Decoder
@@ -108,7 +108,7 @@ class LayerWeights:
 
 
 def features_buffer(
-    weights: LayerWeights, num_rows: int, layers: tuple[int, ...]
+    weights: Weights, num_rows: int, layers: tuple[int, ...]
 ) -> Float[Tensor, "rows layers hidden"] | None:
     """Allocate a buffer for the features of a pass; None if no layers are requested."""
     if not layers:
@@ -118,9 +118,9 @@ def features_buffer(
         return embedding.new_empty((num_rows, len(layers), embedding.shape[1]))
 
 
-def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> LayerWeights:
+def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> Weights:
     """Read the weights layer by layer, so that only one layer is in memory twice."""
-    return LayerWeights(
+    return Weights(
         decoder=replace(decoder, inv_freq=decoder.inv_freq.to(device)),
         layers=tuple(
             read_layer(decoder, index, read) for index in range(decoder.architecture.num_layers)
@@ -163,7 +163,7 @@ class Pass:
                 self.features[:, index].copy_(residual)
 
 
-def logits_of(weights: LayerWeights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
+def logits_of(weights: Weights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
     """Return the logits of the requested rows, and store keys, values and features of all rows."""
     ends, eps, work = weights.ends, weights.decoder.norm_eps, rows.elementwise
     residual = F.embedding(rows.tokens, ends.embedding)

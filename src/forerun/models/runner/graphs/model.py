@@ -20,8 +20,8 @@ from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
 from forerun.models.runner.graphs.layers import (
     Elementwise,
-    LayerWeights,
     Rotation,
+    Weights,
     heads_of,
     read_weights,
     rotation_at,
@@ -156,7 +156,7 @@ class TorchModel(StoredModel):
     store: ContiguousKVStore
 
     def __init__(
-        self, *, weights: LayerWeights, store: ContiguousKVStore, programs: Programs | None
+        self, *, weights: Weights, store: ContiguousKVStore, programs: Programs | None
     ) -> None:
         sizes = weights.decoder.architecture
         super().__init__(replace(sizes, num_layers=len(weights.layers)), store)
@@ -228,9 +228,7 @@ def build_torch_model(
     return TorchModel(weights=weights, store=store, programs=programs)
 
 
-def _programs_over(
-    weights: LayerWeights, store: ContiguousKVStore, recorder: GraphRecorder
-) -> Programs:
+def _programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder) -> Programs:
     geometry = store.geometry
     attend_rows, elementwise = kernels_for(store.device)
     passes = RectanglePass(

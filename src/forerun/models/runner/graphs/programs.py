@@ -19,9 +19,9 @@ from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.runner.graphs.layers import (
     Attend,
     Elementwise,
-    LayerWeights,
     Pass,
     Rotation,
+    Weights,
     features_buffer,
     heads_of,
     logits_of,
@@ -49,7 +49,7 @@ class RaggedAttention:
         return attended.reshape(len(qkv), -1)
 
 
-def ragged_pass(weights: LayerWeights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
+def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
     """Stage the rows of a pass and run it without a recording."""
     features = features_buffer(weights, len(batch.tokens), batch.feature_layers)
     decoder = weights.decoder
@@ -77,7 +77,7 @@ AttendRows = Callable[[Decoder, ContiguousKVStore, Rows], Attend]
 class RectanglePass:
     """Passes that launch the same operations whatever values their input buffers hold."""
 
-    weights: LayerWeights
+    weights: Weights
     store: ContiguousKVStore
     attend_rows: AttendRows
     elementwise: Elementwise
