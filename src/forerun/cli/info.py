@@ -112,7 +112,7 @@ def _show_with_head(target: ModelDescription, options: InfoOptions) -> int:
     from forerun.models.checkpoint import ModelFiles
 
     assert options.draft is not None
-    head = describe_head(ModelFiles.find(options.draft).folder, ModelFiles.open(options.model))
+    head = describe_head(ModelFiles.find(options.draft), ModelFiles.open(options.model))
     if options.json:
         print(json.dumps(target.to_dict() | {"draft": head.to_dict()}))
     else:

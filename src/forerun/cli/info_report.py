@@ -506,17 +506,18 @@ class HeadDescription(Fit):
     is_checked: bool = False
 
 
-def describe_head(folder: Path, target_files: ModelFiles) -> HeadDescription:
+def describe_head(files: ModelFiles, target_files: ModelFiles) -> HeadDescription:
     from forerun.drafters.eagle3.head import is_eagle3
     from forerun.engine.loading import check_head_card
 
+    folder = files.folder
     target = load_model(target_files, max_batch=1, max_context=MAX_CONTEXT)
     is_eagle = is_eagle3(read_object(folder / "config.json"))
     described: dict[str, Any] = {"sizes": {}, "num_parameters": 0, "weights_hash": "not read"}
     try:
         described |= _of_eagle3(folder, target) if is_eagle else _of_medusa(folder, target)
         described["weights_hash"] = weights_hash(folder.glob("*.safetensors"))
-        check_head_card(folder, target_files)
+        check_head_card(files, target_files)
     except (InvalidModel, IncompatibleDraft) as error:
         described["problems"] = (str(error),)
     return HeadDescription(

@@ -21,7 +21,6 @@ from forerun.drafters.registry import (
     build_drafter,
     check_named,
     find_checkpoint,
-    is_head,
     named_by_method,
     tree_methods,
 )
@@ -373,13 +372,13 @@ def check_draft(draft: Source, target: Source) -> Source:
         return found
     folder = found.folder
     try:
-        if _is_unproven_head(folder) and read_card(folder) is None:
+        if _is_unproven_head(found) and read_card(folder) is None:
             logger.warning(
                 "the head in %s has neither golden rows nor a card: whether it was trained for "
                 "this target, and on the layers that it reads, cannot be checked",
                 folder,
             )
-        check_head_card(folder, files)
+        check_head_card(found, files)
         changed = staleness(folder, files)
     except InvalidModel as error:
         changed = f"the draft's card is of no use: {error}"
@@ -388,16 +387,17 @@ def check_draft(draft: Source, target: Source) -> Source:
     return found
 
 
-def check_head_card(folder: Path, target: Path | ModelFiles) -> None:
+def check_head_card(head: ModelFiles, target: ModelFiles) -> None:
     """Refuse a head without golden rows if its card names other weights than the target's.
 
     Raises:
         InvalidModel: the card or the target cannot be read.
         IncompatibleDraft: the weights are others.
     """
-    card = read_card(folder) if _is_unproven_head(folder) else None
+    folder = head.folder
+    card = read_card(folder) if _is_unproven_head(head) else None
     if card is not None and "weights" in changes_of_target(card, target):
-        at = target.folder if isinstance(target, ModelFiles) else target
+        at = target.folder
         raise IncompatibleDraft(
             f"the head in {folder} was trained for {card.target}, and the weights in {at} are "
             f"not those (hash {identify(target).weights}, its card has {card.made_for.weights}): "
@@ -408,5 +408,6 @@ def check_head_card(folder: Path, target: Path | ModelFiles) -> None:
         )
 
 
-def _is_unproven_head(folder: Path) -> bool:
-    return not (folder / GOLDEN_FILE).is_file() and is_head(folder)
+def _is_unproven_head(draft: ModelFiles) -> bool:
+    is_head = find_checkpoint(draft.config) is not None
+    return is_head and not (draft.folder / GOLDEN_FILE).is_file()
