@@ -24,7 +24,7 @@ from forerun.align.config import TeacherConfig, TeacherKind
 from forerun.align.samples import PackedBatch, Packing, Sample, prompt_hash
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import Teacher, make_teacher
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_mean, bootstrap_ratio
@@ -37,7 +37,7 @@ KINDS: tuple[TeacherKind, ...] = ("model", "hidden")
 
 def samples_of(target: str) -> list[Sample]:
     """Pieces of the standard library; all but the beginning of a piece is learned."""
-    tokenizer = load_tokenizer(target)
+    tokenizer = ModelFiles.find(target).tokenizer
     found = []
     for name in MODULES:
         spec = importlib.util.find_spec(name)

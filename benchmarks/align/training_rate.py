@@ -35,7 +35,7 @@ from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 
@@ -79,7 +79,7 @@ class FixedTeacher:
 
 def samples() -> list[Sample]:
     """The shipped held-out prompts; their text is what is learned."""
-    tokenizer = load_tokenizer(TARGET)
+    tokenizer = ModelFiles.find(TARGET).tokenizer
     texts = [tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
     joined = [token for text in texts for token in text]
     cut = [joined[start : start + 160] for start in range(0, len(joined) - 160, 160)]

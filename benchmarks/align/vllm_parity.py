@@ -32,8 +32,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.catalog import held_out_prompts
-from forerun.models.checkpoint import read_object
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
@@ -207,7 +206,7 @@ def same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> floa
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    tokenizer = load_tokenizer(arguments.target)
+    tokenizer = ModelFiles.find(arguments.target).tokenizer
     held_out = held_out_prompts()
     chosen = [held_out[i * len(held_out) // arguments.prompts] for i in range(arguments.prompts)]
     prompts = [tokenizer.encode(prompt.text)[-arguments.max_prompt :] for prompt in chosen]
@@ -312,7 +311,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    arguments.draft = model_folder(arguments.draft)
+    arguments.draft = ModelFiles.find(arguments.draft).folder
     if shutil.which(arguments.environments / "vllm" / "bin" / "python") is None:
         parser.error(
             f"{arguments.environments / 'vllm'} is no environment; see benchmarks/Makefile"

@@ -35,7 +35,7 @@ from forerun.engine.loading import load_drafters
 from forerun.engine.observing import EmittedRecords
 from forerun.measure.profile import load_profile
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.pictures import picture
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
@@ -202,7 +202,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 def write_useless(draft: str, folder: Path) -> None:
     """A draft of the same shape that never learnt anything."""
-    source = model_folder(draft)
+    source = ModelFiles.find(draft).folder
     torch.manual_seed(0)  # noqa: TID251  # transformers draws initial weights from it
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -23,7 +23,7 @@ from protocol import SPECULATIVE, Setup
 from report import write
 
 from forerun.models.catalog import PREFIX, held_out_prompts
-from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 
 MAX_CONTEXT = 512
@@ -83,7 +83,7 @@ def plan_of(options: argparse.Namespace, peers: tuple[str, ...]) -> Plan:
     logs = options.environments / "logs" / options.name
     logs.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    prompts = prompts_of(model_folder(options.target), options.prompt_tokens)
+    prompts = prompts_of(ModelFiles.find(options.target).folder, options.prompt_tokens)
     return Plan(
         peers=peers,
         rounds={batch: num for batch, num in rounds.items() if num > 0},
@@ -98,7 +98,7 @@ def plan_of(options: argparse.Namespace, peers: tuple[str, ...]) -> Plan:
 
 def prompts_of(target: Path, num_tokens: int) -> list[list[int]]:
     """Held-out prompts, cut to equal length so that no peer pads; shorter ones are left out."""
-    tokenizer = load_tokenizer(target)
+    tokenizer = ModelFiles.find(target).tokenizer
     found = [tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
     return [ids[-num_tokens:] for ids in found if len(ids) >= num_tokens]
 
@@ -108,8 +108,8 @@ def setup_of(options: argparse.Namespace) -> Setup:
     scratch = options.environments.resolve() / "models"
     scratch.mkdir(parents=True, exist_ok=True)
     return Setup(
-        target=str(model_folder(options.target).resolve()),
-        draft=str(model_folder(options.draft).resolve()),
+        target=str(ModelFiles.find(options.target).folder.resolve()),
+        draft=str(ModelFiles.find(options.draft).folder.resolve()),
         ks=options.ks,
         threads=options.threads,
         max_batch=options.batch,
@@ -160,7 +160,7 @@ def main() -> int:
     except KeyboardInterrupt:
         tell("interrupted; writing what there is")
         status = 130
-    decode = load_tokenizer(model_folder(options.target)).decode
+    decode = ModelFiles.find(ModelFiles.find(options.target).folder).tokenizer.decode
     write(options.out, options.name, harness, facts_of(options, harness), decode)
     tell(f"written to {options.out}")
     return status or (1 if any(series.failure for series in harness.found.values()) else 0)

@@ -24,7 +24,8 @@ from tests.gguf_files import all_of, write_gguf
 
 from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.catalog import held_out_prompts, zoo_path
-from forerun.models.load import load_model, load_tokenizer
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.load import load_model
 from forerun.theory.intervals import bootstrap_ratio
 
 MODEL = "zoo:code-40m"
@@ -43,7 +44,7 @@ def nats(model: LanguageModel, ids: list[int], first: int = 1) -> float:
 
 
 def compare_formats() -> None:
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer = ModelFiles.find(MODEL).tokenizer
     texts = [tokenizer.encode(prompt.text)[:NUM_TOKENS] for prompt in held_out_prompts()]
     num_bytes = sum(len(tokenizer.decode(ids[1:]).encode()) for ids in texts)
     whole: list[float] = []
@@ -59,7 +60,7 @@ def compare_formats() -> None:
 
 
 def compare_with_llama(system: Path) -> None:
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer = ModelFiles.find(MODEL).tokenizer
     text = "\n".join(prompt.text for prompt in held_out_prompts())
     ids = tokenizer.encode(text)
     chunks = [ids[at : at + CHUNK] for at in range(0, len(ids) - CHUNK + 1, CHUNK)]

@@ -29,7 +29,7 @@ from servers import Models, Server, arms_of
 from forerun.engine.http_backend import HttpBackend
 from forerun.measure.bench.load import LoadBlock, load_figures, load_rows, measure_load
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 
@@ -41,7 +41,7 @@ OURS = "forerun auto"
 
 def prompts_of(options: argparse.Namespace) -> list[list[int]]:
     """Return held-out prompts of one length, as token ids."""
-    tokenizer = load_tokenizer(options.target)
+    tokenizer = ModelFiles.find(options.target).tokenizer
     found = [tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
     return [ids[-options.prompt_tokens :] for ids in found if len(ids) >= options.prompt_tokens]
 

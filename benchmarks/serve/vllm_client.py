@@ -15,7 +15,7 @@ from pathlib import Path
 
 from run import start_server
 
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 
 COMMAND = Path(__file__).resolve().with_name("vllm_command.py")
 FIGURES = (
@@ -36,7 +36,7 @@ def bench(options: argparse.Namespace, url: str) -> dict[str, object]:
     """Run the client once and return what it measured."""
     command = [sys.executable, str(COMMAND), "bench", "serve"]
     command += ["--backend", "openai", "--endpoint", "/v1/completions", "--base-url", url]
-    command += ["--model", options.model, "--tokenizer", str(model_folder(options.model))]
+    command += ["--model", options.model, "--tokenizer", str(ModelFiles.find(options.model).folder)]
     command += ["--dataset-name", "random", "--num-prompts", str(options.requests)]
     command += ["--random-input-len", "64", "--random-output-len", str(options.max_tokens)]
     command += ["--max-concurrency", str(options.concurrency), "--ignore-eos"]

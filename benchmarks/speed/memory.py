@@ -69,14 +69,14 @@ def high_water_bytes() -> int:
 
 def computed_bytes(options: argparse.Namespace) -> dict[str, int]:
     """What the models need by their files."""
-    from forerun.models.checkpoint import read_checkpoint
-    from forerun.models.load import choose_dtype, model_folder, read_config
+    from forerun.models.checkpoint import ModelFiles
+    from forerun.models.load import choose_dtype
     from forerun.models.memory import KVGeometry, estimate
 
     total = {"weights_bytes": 0, "kv_bytes": 0, "logits_bytes": 0}
     for name in models_of(options):
-        checkpoint = read_checkpoint(model_folder(name))
-        architecture = read_config(checkpoint)[1]
+        checkpoint = ModelFiles.open(name)
+        architecture = checkpoint.sizes
         dtype = choose_dtype("auto", checkpoint)
         geometry = KVGeometry(
             num_layers=architecture.num_layers,
@@ -97,13 +97,12 @@ def computed_bytes(options: argparse.Namespace) -> dict[str, int]:
 
 def reading_s(options: argparse.Namespace) -> float:
     """Reading every weights file from the page cache, in chunks of one buffer."""
-    from forerun.models.checkpoint import read_checkpoint
-    from forerun.models.load import model_folder
+    from forerun.models.checkpoint import ModelFiles
 
     buffer = bytearray(CHUNK_BYTES)
     start_s = time.perf_counter()
     for name in models_of(options):
-        for path in read_checkpoint(model_folder(name)).weight_files:
+        for path in ModelFiles.open(name).weight_files:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass

@@ -14,7 +14,8 @@ from statistics import median
 import torch
 
 from forerun.models.base import Context, pack
-from forerun.models.load import load_model, model_folder
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.load import load_model
 from forerun.provenance import collect
 from forerun.theory.intervals import median_interval
 
@@ -57,7 +58,9 @@ def main() -> None:
     ids.random_(model.vocab_size, generator=generator)
     sequence = Context(model.store, ids.tolist())
     batch = pack([sequence.span(NUM_ROWS)], ids, [NUM_ROWS - 1], model.device)
-    shapes = shapes_of(json.loads((model_folder(options.model) / "config.json").read_text()))
+    shapes = shapes_of(
+        json.loads((ModelFiles.find(options.model).folder / "config.json").read_text())
+    )
     matrices = {shape: torch.empty(shape).normal_(generator=generator) for shape in set(shapes)}
     rows = {size: torch.ones(NUM_ROWS, size) for size, _ in matrices}
 

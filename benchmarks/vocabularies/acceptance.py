@@ -31,7 +31,8 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.catalog import held_out_prompts, zoo_path
-from forerun.models.load import load_model, load_tokenizer
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.load import load_model
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord
@@ -70,7 +71,7 @@ def theirs(
     model.register_forward_hook(lambda *_: passes.append(1))
     texts, begun = [], time.monotonic()
     for prompt in prompts:
-        ids = torch.tensor([load_tokenizer(target).encode(prompt)])
+        ids = torch.tensor([ModelFiles.find(target).tokenizer.encode(prompt)])
         found = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -94,7 +95,7 @@ def theirs(
 
 def drafters(target: Engine, folder: Path) -> tuple[str, dict[str, Drafter], str]:
     """The way forerun chooses, the drafter of either way, and what is said of the pair."""
-    vocabulary = map_vocabularies(target.tokenizer, load_tokenizer(folder))
+    vocabulary = map_vocabularies(target.tokenizer, ModelFiles.find(folder).tokenizer)
     model = load_model(folder, dtype="float32", max_batch=8, max_staged_rows=80)
     size = target.target.vocab_size
     shared = SharedTokenDraft(SharedTokenModel(model, vocabulary, size), vocabulary, size)

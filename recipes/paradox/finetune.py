@@ -14,7 +14,7 @@ from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import Packing, Sample, prompt_hash
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import Phases
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash
 
@@ -46,7 +46,7 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     method = DraftModelMethod(MethodConfig(target=target, draft=target))
     method.load()
     packing = Packing(
-        list(books(load_tokenizer(target), config.window)),
+        list(books(ModelFiles.find(target).tokenizer, config.window)),
         window=config.window,
         seed=config.training_seed,
     )

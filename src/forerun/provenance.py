@@ -15,8 +15,7 @@ import torch
 
 import forerun
 from forerun.drafters.config import parse_drafter
-from forerun.models.checkpoint import tokenizer_hash, weight_files, weights_hash
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.theory.record import TraceHeader
 
 PACKAGES = ("torch", "transformers")
@@ -83,7 +82,7 @@ def trace_header(
         target_hash=content_hash(target),
         draft=draft,
         draft_hash=content_hash(draft) if draft and parse_drafter(draft) is None else None,
-        tokenizer_hash=tokenizer_hash(model_folder(target)),
+        tokenizer_hash=ModelFiles.find(target).tokenizer_hash,
         device=device,
         versions={
             "python": platform.python_version(),
@@ -93,15 +92,9 @@ def trace_header(
     )
 
 
-MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-"""Weights of Medusa heads in the reference's form."""
-
-
 def content_hash(model: str) -> str:
     """Return the hash of a model's weight files, by model name or folder."""
-    folder = model_folder(model)
-    medusa = folder / MEDUSA_WEIGHTS
-    return weights_hash([medusa] if medusa.is_file() else weight_files(folder))
+    return ModelFiles.find(model).content_hash
 
 
 def version_of(package: str) -> str:

@@ -27,7 +27,7 @@ from forerun.align.samples import read_prompts
 from forerun.cli.flags import read_template
 from forerun.cli.main import answered, guarded
 from forerun.measure.prompt_files import read_prompts as read_prompt_files
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 from forerun.server.guard import read_keys
 
 PROFILE = Path("benchmarks/profiles/292m.json")
@@ -108,7 +108,7 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
     trace, model = folder / "trace.jsonl", write_tiny_folder(folder / "model")
     trace.write_bytes(TRACE)
     whole = write_gguf(folder / "whole.gguf", model, all_of(Kind.Q8_0)).read_bytes()
-    tokenizer, profile = load_tokenizer(model), str(PROFILE.resolve())
+    tokenizer, profile = ModelFiles.find(model).tokenizer, str(PROFILE.resolve())
     (folder / "w.toml").write_text(WORKLOAD)
 
     def named(name: str, read: Read) -> Read:

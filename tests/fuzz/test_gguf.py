@@ -9,7 +9,8 @@ from gguf import GGMLQuantizationType as Kind
 from tests.fuzz.harness import fuzz_test
 from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 
-from forerun.models.load import load_model, load_tokenizer
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.load import load_model
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="forerun-gguf-"))
 write_tiny_folder(SCRATCH)
@@ -23,7 +24,7 @@ def read(data: bytes) -> None:
     path = SCRATCH / "x.gguf"
     path.write_bytes(data)
     load_model(path, device="cpu", max_batch=1, num_threads=1)
-    load_tokenizer(path)
+    _ = ModelFiles.find(path).tokenizer
 
 
 test_files = fuzz_test(read, SEEDS, num_examples=40)

@@ -31,8 +31,8 @@ from forerun.drafters.medusa import (
 )
 from forerun.measure.judge import read_text
 from forerun.models.base import LanguageModel, WrappedModel
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import KVStore
-from forerun.models.load import model_folder
 from forerun.models.slots import Prefix
 from forerun.sampling.proposal import Proposal
 
@@ -60,7 +60,7 @@ def eagle3_drafter(lab: Lab, layers: tuple[int, ...] | None = None, **flags: boo
         flags: of its configuration, in place of its own.
     """
     target = lab.model(HEAD_TARGET)
-    trained = examine(model_folder(HEAD), target).head
+    trained = examine(ModelFiles.find(HEAD).folder, target).head
     head = Eagle3Head(replace(trained.config, **flags), trained.target_ids)
     head.load_state_dict(trained.state_dict())
     head = head.to(torch.bfloat16).requires_grad_(False)
@@ -212,7 +212,7 @@ def train_medusa(lab: Lab) -> MedusaHeads:
         after = torch.tensor(ids)
         wanted.append(torch.stack([after[k : k + usable] for k in range(2, 2 + NUM_MEDUSA_HEADS)]))
     hidden, tokens = torch.cat(states), torch.cat(wanted, dim=1)
-    weights = load_file(model_folder(TARGET) / "model.safetensors")
+    weights = load_file(ModelFiles.find(TARGET).folder / "model.safetensors")
     output = weights["model.embed_tokens.weight"].float()
     noise = torch.Generator().manual_seed(0)
     heads = MedusaHeads(

@@ -13,10 +13,11 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig, Sharing
 from forerun.engine.engine import Engine
-from forerun.engine.loading import eos_token_ids, load_pair_member
+from forerun.engine.loading import load_pair_member
 from forerun.models.architecture import Runner
 from forerun.models.base import LanguageModel
 from forerun.models.catalog import held_out_prompts
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 
 __all__ = ["DRAFT", "MAX_K", "POOR_DRAFT", "TARGET", "Lab"]
@@ -128,7 +129,7 @@ class Lab:
             drafter=drafter,
             controller=controller,
             config=replace(CONFIG, num_speculative_tokens=k, max_batch=batch, sharing=sharing),
-            eos_token_ids=eos_token_ids(TARGET, self.tokenizer),
+            eos_token_ids=ModelFiles.open(TARGET).eos_token_ids(self.tokenizer),
         )
 
     def prompts(self) -> list[str]:

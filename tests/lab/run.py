@@ -15,7 +15,7 @@ from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput, request_records
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import trace_header
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter, open_trace
@@ -78,7 +78,7 @@ def run_fault(fault: Fault, seed: int, trace: Path, lab: Lab) -> FaultRun:
         says=says,
         engine=setup.stages[-1].engine,
         requests=setup.stages[-1].requests,
-        target_folder=model_folder(setup.stages[-1].target),
+        target_folder=ModelFiles.find(setup.stages[-1].target).folder,
         draft_folder=folder_of(setup),
         outputs=last.outputs,
     )
@@ -87,7 +87,7 @@ def run_fault(fault: Fault, seed: int, trace: Path, lab: Lab) -> FaultRun:
 def folder_of(setup: FaultSetup) -> Path | None:
     """Files of the draft that the last stage was meant to have."""
     draft = setup.stages[-1].draft
-    return setup.draft_folder or (None if draft is None else model_folder(draft))
+    return setup.draft_folder or (None if draft is None else ModelFiles.find(draft).folder)
 
 
 def with_headers(setup: FaultSetup) -> Iterator[tuple[Stage, bool]]:

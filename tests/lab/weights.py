@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.lab.dice import Dice
 from torch import Tensor
 
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 
 __all__ = ["altered_copy", "forgotten", "moved", "renumbered"]
 
@@ -30,7 +30,7 @@ def altered_copy(
         change: from its weights to those of the copy.
     """
     if not (folder / WEIGHTS).exists():
-        shutil.copytree(model_folder(name), folder, dirs_exist_ok=True)
+        shutil.copytree(ModelFiles.find(name).folder, folder, dirs_exist_ok=True)
         save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
     return str(folder)
 
@@ -87,7 +87,7 @@ def added(matrix: Tensor, distance: float, generator: torch.Generator) -> Tensor
 
 def renumbered(name: str, folder: Path, ids: Sequence[int]) -> Path:
     """A copy of a model whose tokenizer calls the string of id i by `ids[i]`."""
-    shutil.copytree(model_folder(name), folder, dirs_exist_ok=True)
+    shutil.copytree(ModelFiles.find(name).folder, folder, dirs_exist_ok=True)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text("utf-8"))
     vocabulary = tokenizer["model"]["vocab"]

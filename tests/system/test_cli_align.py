@@ -26,7 +26,7 @@ from forerun.align.workspace import (
 from forerun.cli.main import main
 from forerun.errors import InvalidRequest
 from forerun.models import checkpoint
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 
 ARGUMENTS = (
@@ -62,7 +62,7 @@ def test_the_report_says_what_was_learned_judged_and_kept(aligned, prompts, tiny
     assert [pair["after"]["temperature"] for pair in report["judged"]] == [1.0, 0.0]
     assert [judgement["step"] for judgement in report["judgements"]] == [0, 2, 4]
     data = report["data"]
-    total = len(read_prompts(prompts, load_tokenizer(tiny_pair.target), 512))
+    total = len(read_prompts(prompts, ModelFiles.find(tiny_pair.target).tokenizer, 512))
     assert data["num_training_prompts"] + data["num_held_out_prompts"] == total
     assert {"even", "odd"} == report["judged"][0]["after"]["by_tag"].keys()
     best = max(report["judgements"], key=lambda j: (j["acceptance_length"], -j["step"]))

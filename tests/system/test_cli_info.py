@@ -140,7 +140,7 @@ def test_bits_and_stored_types_are_said(info, tmp_path):
     # The embedding is the head too: in bf16 for one, in 4 bits for the other.
     expected = 256 * 32 * (2 + 4.5 / 8) + 7 * 32 * 32 * 4.5 / 8 + 3 * 32 * 2
     assert content["memory"]["weights_bytes"] == expected
-    assert "bits per parameter; stored as Q4_0" in info(path)[1].out
+    assert "bits per weight; stored as Q4_0" in info(path)[1].out
 
 
 def test_config_json_alone_says_what_a_model_is(info, tiny_pair, tmp_path):

@@ -17,8 +17,9 @@ from forerun.drafters.eagle3.load import write_eagle3_head, write_golden
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.measure.profile import load_profile
 from forerun.models.base import Span, pack
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import identify, write_card
-from forerun.models.load import load_model, model_folder
+from forerun.models.load import load_model
 
 TARGET = "zoo:code-2m"
 
@@ -150,7 +151,7 @@ def test_traces_name_medusa_heads_by_their_hash(capsys, tmp_path):
 def test_a_head_whose_card_names_other_weights_is_refused_everywhere(capsys, tmp_path):
     heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
     write_medusa(heads, tmp_path, target="my/target")
-    made_for = replace(identify(model_folder(TARGET)), weights="a1b2c3")
+    made_for = replace(identify(ModelFiles.find(TARGET).folder), weights="a1b2c3")
     write_card(card_for(made_for), tmp_path)
     code, found = info(capsys, tmp_path)
     assert code == 1

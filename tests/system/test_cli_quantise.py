@@ -16,7 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel
 from forerun.measure.quantise import write_quantised
 from forerun.models.base import Context, LanguageModel, pack
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.load import kept_bytes, load_model
 from forerun.models.quantised_folder import QuantisedFolder, quantise_matrix, stored_tensors
 from forerun.sampling.config import SamplingParams
@@ -33,8 +33,8 @@ def test_a_quantised_folder_loads_and_its_loss_is_measured(weights, tmp_path, ca
         assert made["num_bytes"] < made["num_bytes_before"]
     assert -0.01 < made["loss"] < {"int8": 0.005, "int4": 0.1, "int4-int8": 0.1}[weights]
     plain = Engine.load(out, device="cpu", num_threads=1, num_speculative_tokens=3)
-    checkpoint = read_checkpoint(out)
-    expected = kept_bytes(checkpoint.packed, 2, is_tied=False)
+    checkpoint = ModelFiles.open(out)
+    expected = kept_bytes(checkpoint.weights, 2, is_tied=False)
     assert abs(plain.target.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
     assert plain.target.bytes_read < made["num_bytes_before"]
     params = SamplingParams(max_tokens=16, temperature=0)
@@ -104,7 +104,7 @@ def test_other_families_are_written_in_fewer_bits(family, tmp_path):
     network = tiny.network(family, scale=0.1)
     network.save_pretrained(tmp_path / "whole")
     write_quantised(tmp_path / "whole", tmp_path / "out", "int8", lambda _: None)
-    packed = read_checkpoint(tmp_path / "out").packed
+    packed = ModelFiles.open(tmp_path / "out").weights
     assert packed is not None
     assert {packed.bits(name) for name in packed.shapes if "_proj" in name} == {8}
     assert_close_to(network, load_model(tmp_path / "out", device="cpu", max_batch=1))

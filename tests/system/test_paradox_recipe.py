@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from forerun.align.config import DataConfig
 from forerun.align.texts import read_prompt_split
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 
 RECIPES = ("paradox", "zoo")
 OWN_MODULES = ("corpus", "finetune", "openings", "prompts", "story")
@@ -80,7 +80,7 @@ def test_the_problems_of_humaneval_are_judged_on_by_name(recipe, tmp_path, packe
     assert own == list(PROBLEMS)
     assert len(judged) == len(held_out_prompts()) + 2
     config = DataConfig(prompts=out / "prompts", held_out=out / "held-out.jsonl")
-    sides = read_prompt_split(config, load_tokenizer("zoo:code-11m"))
+    sides = read_prompt_split(config, ModelFiles.find("zoo:code-11m").tokenizer)
     assert {prompt.tag for prompt in sides.held_out} == {"held-out modules", "HumanEval"}
     assert len(sides.training) == 100 + 6
 

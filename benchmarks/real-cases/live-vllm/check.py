@@ -29,7 +29,7 @@ from urllib.request import Request, urlopen
 from forerun.doctor.diagnosis import diagnose
 from forerun.doctor.readers.sources import read_live
 from forerun.models.catalog import held_out_prompts
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "peers"))  # benchmarks are scripts
@@ -69,13 +69,13 @@ def server(arguments: argparse.Namespace, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     speculative = {
         "method": "draft_model",
-        "model": model_folder(arguments.draft),
+        "model": ModelFiles.find(arguments.draft).folder,
         "num_speculative_tokens": arguments.k,
     }
     peers = arguments.environments.resolve()
     command = [
         *(str(peers / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model_folder(arguments.target), "--served-model-name", "target"),
+        *("--model", ModelFiles.find(arguments.target).folder, "--served-model-name", "target"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager"),
         *(

@@ -23,7 +23,6 @@ from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
 from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, changes
 from forerun.models.draft_card import CardFigures, DraftCard, identify
-from forerun.models.load import model_folder
 from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.provenance import Provenance, content_hash, version_of
 
@@ -161,7 +160,7 @@ def card_of(
     return DraftCard(
         target=target,
         target_hash=report.identity["target"],
-        made_for=identify(model_folder(target)),
+        made_for=identify(target),
         data_hash=data,
         objective=report.objective,
         temperature=report.judged[0].after.temperature,

@@ -68,9 +68,9 @@ from forerun.align.workspace import (
 )
 from forerun.engine.engine import Engine
 from forerun.measure.judge import Judge
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.draft_card import write_card
-from forerun.models.load import choose_device, choose_dtype, load_tokenizer, model_folder
+from forerun.models.load import choose_device, choose_dtype
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
@@ -107,7 +107,7 @@ def align(
         check_repo(config.push_to_hub)
     objective = objective or OBJECTIVES[config.objective_name]
     run = Run.open(config, objective, console or Console(stderr=True))
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = ModelFiles.find(config.target).tokenizer
     prompts = read_prompt_split(config.data, tokenizer)
     if run.is_main:
         warn_of_few_prompts(prompts)
@@ -460,7 +460,7 @@ def _stored_dtypes(workspace: Workspace) -> dict[str, str] | None:
 
 
 def _measure_dtypes(config: AlignConfig) -> dict[str, str]:
-    stored = choose_dtype(config.dtype, read_checkpoint(model_folder(config.target)))
+    stored = choose_dtype(config.dtype, ModelFiles.open(config.target))
     computed = choose_faster_dtype(stored, choose_device(config.device).type)
     return {
         "training": choose_precision(config.device),

@@ -25,10 +25,8 @@ from forerun.client.urls import hide_urls
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
-from forerun.models.architecture import Architecture
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.draft_card import CARD_FILE, CardFigures, read_card
-from forerun.models.load import model_folder, read_config
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
 from forerun.theory.intervals import Interval
@@ -264,10 +262,10 @@ def describe_pair(
     sampling: SamplingParams,
     method: Method = "draft_model",
 ) -> Serving:
-    folder = model_folder(target)
-    sizes = _architecture_of(folder)
+    files = ModelFiles.open(target)
+    sizes = files.sizes
     # A head's context and tokens are the target's.
-    draft_sizes = _architecture_of(draft) if method == "draft_model" else sizes
+    draft_sizes = ModelFiles.open(draft).sizes if method == "draft_model" else sizes
     if sizes.vocab_size != draft_sizes.vocab_size:
         raise IncompatibleDraft(
             f"the draft's logits are {draft_sizes.vocab_size} wide, the target's "
@@ -276,7 +274,7 @@ def describe_pair(
         )
     is_local = Path(target).expanduser().is_dir() or target.startswith("zoo:")
     return Serving(
-        target=str(folder.resolve()) if is_local else target,
+        target=str(files.folder.resolve()) if is_local else target,
         draft=draft.resolve(),
         num_speculative_tokens=num_speculative_tokens,
         sampling=sampling,
@@ -356,10 +354,6 @@ def section(
     for note in notes:
         yield f"- {note}"
     yield f"- See {source}."
-
-
-def _architecture_of(folder: Path) -> Architecture:
-    return read_config(read_checkpoint(folder))[1]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:

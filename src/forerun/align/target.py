@@ -17,12 +17,12 @@ from forerun.align.samples import PackedBatch, Sample, list_texts, packed_inputs
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.base import Context, pack
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
-from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
+from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
-from forerun.models.tensor_files import parameter_names, tensor_reader
+from forerun.models.tensor_files import tensor_reader
 
 Part = TypeVar("Part")
 
@@ -223,16 +223,14 @@ def read_head(source: str | Path, dtype: torch.dtype) -> TargetHead:
 
     Where the files use other names than most families, the whole target is loaded for it.
     """
-    checkpoint = read_checkpoint(model_folder(source))
-    settings, architecture = read_config(checkpoint)
-    if MODULE_NAMES[architecture.name].embedding != EMBEDDING:
-        return adopt_target(read_weights(checkpoint, dtype)).head
-    packed = checkpoint.packed
-    names = parameter_names(checkpoint) if packed is None else tuple(packed.shapes)
-    read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
+    files = ModelFiles.open(source)
+    if MODULE_NAMES[files.sizes.name].embedding != EMBEDDING:
+        return adopt_target(read_weights(files, dtype)).head
+    names = files.weights.shapes
+    read = tensor_reader(files.weights, dtype, torch.device("cpu"))
     is_tied = f"{OUTPUT}.weight" not in names
     bias = read(f"{OUTPUT}.bias") if f"{OUTPUT}.bias" in names else None
-    return _head_of(read(f"{EMBEDDING if is_tied else OUTPUT}.weight"), bias, settings)
+    return _head_of(read(f"{EMBEDDING if is_tied else OUTPUT}.weight"), bias, files.settings)
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
@@ -296,15 +294,15 @@ def load_target(
     Args:
         computed: the type of its products; None: `dtype`.
     """
-    checkpoint = read_checkpoint(model_folder(source))
-    read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
+    files = ModelFiles.open(source)
+    _ = files.sizes  # refuses what is not supported before a weight is read
+    chosen_dtype, chosen_device = choose_dtype(dtype, files), choose_device(device)
     scored = computed or chosen_dtype
-    needed = checkpoint.num_parameters * scored.itemsize
+    needed = files.num_parameters * scored.itemsize
     available = available_bytes(chosen_device)
     if needed > available:
         raise NotEnoughMemory(
             f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
             "available; give another --device, or a smaller target"
         )
-    return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device, scored))
+    return adopt_target(read_weights(files, chosen_dtype).to(chosen_device, scored))

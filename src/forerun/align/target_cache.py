@@ -39,8 +39,8 @@ from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
 from forerun.models.base import LanguageModel
-from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
-from forerun.models.load import choose_device, choose_dtype, model_folder
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import readable
 from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import SamplingParams
@@ -104,7 +104,7 @@ class TeacherSource:
     @property
     def state_dtype(self) -> torch.dtype:
         """Type of cached states: that of the target, in whichever type it is scored."""
-        return choose_dtype(self.dtype, read_checkpoint(model_folder(self.target)))
+        return choose_dtype(self.dtype, ModelFiles.open(self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,13 +181,13 @@ class TargetCache:
         sizes: RowSizes,
         layers: tuple[int, ...] = (),
     ) -> None:
-        folder = read_checkpoint(model_folder(source.target)).folder
+        files = ModelFiles.open(source.target)
         identity = {
             "format": FORMAT,
             "kind": kind,
             "target_hash": source.target_hash,
-            "tokenizer_hash": tokenizer_hash(folder),
-            "template_hash": template_hash(folder),
+            "tokenizer_hash": files.tokenizer_hash,
+            "template_hash": files.template_hash,
             "settings": settings,
         }
         self.source = source

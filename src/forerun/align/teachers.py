@@ -37,8 +37,7 @@ from forerun.align.target_cache import (
     learned_places,
 )
 from forerun.errors import InvalidCache
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.load import model_folder, read_config
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import largest, row_chunks
 
@@ -143,7 +142,8 @@ def _cached_states(
 
 def state_sizes(source: TeacherSource, layers: tuple[int, ...] | None = None) -> RowSizes:
     """Return the sizes of hidden states, or of features and hidden states."""
-    settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
+    files = ModelFiles.open(source.target)
+    settings, architecture = files.settings, files.sizes
     width = architecture.hidden_size
     if layers is None:
         width = settings.get("word_embed_proj_dim") or width

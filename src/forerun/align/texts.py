@@ -37,8 +37,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.http_backend import sampling_fields
 from forerun.errors import CacheTooLarge, InvalidRequest, ServerUnavailable
 from forerun.measure.judge import EvaluationPrompt
-from forerun.models.checkpoint import tokenizer_hash
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.terminal_text import printable
@@ -561,7 +560,7 @@ class TrainingTexts:
         origin = ResponseOrigin(
             source="target",
             model=model,
-            tokenizer_hash=tokenizer_hash(model_folder(self.target_name)),
+            tokenizer_hash=ModelFiles.find(self.target_name).tokenizer_hash,
             params=self.params,
         )
         store, prompts = ResponseStore(self.folder, origin), self.prompts.training
@@ -576,7 +575,7 @@ class TrainingTexts:
         return [_without_loop(sample) for sample in store.samples(prompts)]
 
     def _replayed(self) -> list[Sample]:
-        own_hash = tokenizer_hash(model_folder(self.target_name))
+        own_hash = ModelFiles.find(self.target_name).tokenizer_hash
         most, start = self.data.max_prompt_tokens, self.tokenizer.encode("")
         held_out = {prompt.prompt_hash for prompt in self.prompts.held_out}
         found = [

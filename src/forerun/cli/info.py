@@ -40,6 +40,8 @@ class InfoOptions:
     """Tokens per sequence, cut to what the model holds."""
     hub: bool = False
     """Fetch config.json of this name from the Hugging Face hub, and no weights."""
+    profile: Path | None = None
+    """Profile of MODEL made here (`forerun profile --out`): shows what its drafts cost."""
     json: bool = False
     """Print one JSON object."""
 
@@ -48,7 +50,7 @@ def run(options: InfoOptions) -> int:
     """Describe the model; returns 1 if the draft does not fit, else 0."""
     from forerun.cli.info_report import compare, print_fit, print_model
     from forerun.drafters.registry import is_head
-    from forerun.models.load import model_folder
+    from forerun.models.checkpoint import ModelFiles
 
     if options.draft is not None and parse_drafter(options.draft) is not None:
         raise InvalidRequest(
@@ -62,7 +64,7 @@ def run(options: InfoOptions) -> int:
     if options.draft is None and (folder := _folder_without_weights(options)) is not None:
         return _show_config(options, folder)
     target, tokenizer = _describe_for(options, options.model)
-    if options.draft is not None and is_head(model_folder(options.draft)):
+    if options.draft is not None and is_head(ModelFiles.find(options.draft).folder):
         return _show_with_head(target, options)
     content, found = target.to_dict(), None
     if options.draft is not None:
@@ -81,8 +83,8 @@ def run(options: InfoOptions) -> int:
 
 def _folder_without_weights(options: InfoOptions) -> Path | None:
     """Return the folder to describe by its config.json alone; None for one with weights."""
+    from forerun.models.catalog import fetched_config
     from forerun.models.checkpoint import PICKLES
-    from forerun.models.load import fetched_config
 
     if options.hub:
         return fetched_config(options.model)
@@ -107,10 +109,10 @@ def _show_config(options: InfoOptions, folder: Path) -> int:
 def _show_with_head(target: ModelDescription, options: InfoOptions) -> int:
     """Describe a model and its attached drafter; returns 1 if the drafter does not fit, else 0."""
     from forerun.cli.info_report import describe_head, print_head, print_model
-    from forerun.models.load import model_folder
+    from forerun.models.checkpoint import ModelFiles
 
     assert options.draft is not None
-    head = describe_head(model_folder(options.draft), model_folder(options.model))
+    head = describe_head(ModelFiles.find(options.draft), ModelFiles.open(options.model))
     if options.json:
         print(json.dumps(target.to_dict() | {"draft": head.to_dict()}))
     else:
@@ -128,7 +130,8 @@ def _describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, To
         max_context=options.max_context,
         max_step_rows=max(EngineConfig().max_step_rows, options.max_batch * (options.k + 1)),
     )
-    return describe(name, dtype=options.dtype, config=config)
+    profile = options.profile if name == options.model else None
+    return describe(name, dtype=options.dtype, config=config, profile=profile)
 
 
 COMMAND = Command(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +13,19 @@ from rich.table import Table
 
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.vocabulary_map import map_vocabularies
+from forerun.engine.sampling_defaults import sampling_defaults
 from forerun.errors import IncompatibleDraft, InvalidModel
-from forerun.models.checkpoint import (
-    read_checkpoint,
-    read_described,
-    read_object,
-    tokenizer_hash,
-    weights_hash,
-)
+from forerun.measure.profile import Profile, load_profiles
+from forerun.models.catalog import ZOO_DRAFTS, ZOO_HEADS
+from forerun.models.checkpoint import FLOATS, ModelFiles, read_object, weights_hash
 from forerun.models.decoder import read_decoder, unsupported
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
-from forerun.models.load import (
-    choose_dtype,
-    load_model,
-    load_tokenizer,
-    model_files,
-    model_folder,
-    read_config,
-)
-from forerun.models.memory import MemoryEstimate, geometry_of, readable
+from forerun.models.load import STORED_DTYPES, choose_dtype, load_model, model_files
+from forerun.models.memory import MemoryEstimate, geometry_of, readable, weights_bytes
 from forerun.models.mtp_layout import announced, find_module
 from forerun.models.tokenizers import compare_vocabularies
+from forerun.provenance import cpu_model
+from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from forerun.engine.config import EngineConfig
@@ -44,6 +36,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOption:
+    """A draft that fits a target.
+
+    Attributes:
+        needs: memory beside the target, and what is known of it, in words.
+        cost: measured costs in plain steps; None where they have not been measured.
+    """
+
+    name: str
+    needs: str
+    cost: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
     """Architecture, sizes and memory of a model.
 
@@ -51,7 +57,14 @@ class ModelDescription:
         dtype: of weights and KV, as memory was worked out.
         memory: bytes by purpose.
         kv_bytes_per_token: keys and values of one token over all layers.
+        runner: the fastest runner for it on a CPU.
+        slower_because: what the native runner does not support of it; None if it runs the model.
+        has_chat_template: whether conversations can be rendered.
+        sampling_defaults: what the model states for requests that leave it out.
+        file_bytes: size of the files that hold the weights.
+        keeps_blocks: matrices stay in memory in the few bits that they are stored in.
         stored_types: share of the parameters by the type that they are stored as.
+        drafts: what can draft for it, beside other models.
         state_bytes: of the recurrent states of all layers after one token.
         num_tokens: entries of the tokenizer; the logits may be wider.
         card: what it was aligned to; None for a model that is no aligned draft.
@@ -71,6 +84,13 @@ class ModelDescription:
     tokenizer_hash: str
     num_tokens: int
     stored_types: Mapping[str, float]
+    runner: str
+    slower_because: str | None
+    has_chat_template: bool
+    sampling_defaults: Mapping[str, float]
+    file_bytes: int
+    keeps_blocks: bool
+    drafts: tuple[DraftOption, ...] = ()
     state_bytes: int = 0
     card: DraftCard | None = None
     mtp: str | None = None
@@ -116,39 +136,97 @@ class DraftFit(Fit):
     relative_size: float
 
 
-def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescription, Tokenizer]:
-    folder = model_folder(name)
-    checkpoint = read_checkpoint(folder)
-    tokenizer = load_tokenizer(folder)
-    files = model_files(
-        checkpoint,
+def describe(
+    name: str, *, dtype: str, config: EngineConfig, profile: Path | None = None
+) -> tuple[ModelDescription, Tokenizer]:
+    files = ModelFiles.open(name)
+    run = model_files(
+        files,
         dtype=dtype,
         device="cpu",
         max_batch=config.num_slots,
         max_context=config.max_context,
         max_staged_rows=config.max_nodes + 1,
     )
-    architecture, geometry = files.architecture, files.geometry
-    module = find_module(checkpoint)
+    sizes, geometry, tokenizer = files.sizes, run.geometry, files.tokenizer
+    module = find_module(files)
+    runner, objection = choose_runner(sizes, files.settings, geometry.dtype)
     description = ModelDescription(
         name=name,
-        folder=str(folder),
-        architecture=architecture,
-        num_parameters=checkpoint.num_parameters,
+        folder=str(files.folder),
+        architecture=sizes,
+        num_parameters=files.num_parameters,
         dtype=str(geometry.dtype).removeprefix("torch."),
         num_slots=config.num_slots,
         context=geometry.capacity,
-        memory=files.memory,
-        kv_bytes_per_token=architecture.kv_token_elements * geometry.dtype.itemsize,
-        weights_hash=weights_hash(checkpoint.weight_files),
-        tokenizer_hash=tokenizer_hash(folder),
-        stored_types=checkpoint.stored_types,
+        memory=run.memory,
+        kv_bytes_per_token=sizes.kv_token_elements * geometry.dtype.itemsize,
+        weights_hash=files.content_hash,
+        tokenizer_hash=files.tokenizer_hash,
+        stored_types=files.stored_types,
+        runner=runner,
+        slower_because=objection,
+        has_chat_template=tokenizer.has_chat_template,
+        sampling_defaults=sampling_defaults(files),
+        file_bytes=sum(path.stat().st_size for path in files.weight_files),
+        keeps_blocks=run.keeps_blocks and files.weights.is_packed,
         state_bytes=geometry.state_bytes,
         num_tokens=len(tokenizer.vocabulary),
-        card=read_card(folder),
+        card=read_card(files.folder),
         mtp=None if module is None else module.prefix,
     )
-    return description, tokenizer
+    costs = {} if profile is None else read_costs(profile, description)
+    options = list_drafts(description, is_tied=run.is_tied)
+    drafts = [replace(option, cost=costs.get(option.name)) for option in options]
+    return replace(description, drafts=tuple(drafts)), tokenizer
+
+
+def choose_runner(
+    sizes: Architecture, settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[str, str | None]:
+    """Return the fastest runner on a CPU, and why it is not the native one."""
+    objection = unsupported(sizes, settings)
+    if objection is not None:
+        return "eager", objection
+    if dtype != torch.float16:
+        return "native", None
+    return ("eager" if read_decoder(sizes, settings).beyond_graphs else "graphs"), "float16"
+
+
+def list_drafts(model: ModelDescription, *, is_tied: bool) -> Iterator[DraftOption]:
+    """Yield the drafts that fit a model: those without files, of the catalogue, and its own."""
+    for draft in (ZOO_DRAFTS.get(model.name), ZOO_HEADS.get(model.name)):
+        if draft is not None:
+            kind = "an EAGLE-3 head" if draft in ZOO_HEADS.values() else "a draft model"
+            yield DraftOption(name=draft, needs=f"{kind} made for this target")
+    if model.mtp is not None:
+        yield DraftOption(name="mtp", needs=f"the module {model.mtp}* in its files")
+    if model.runner == "native":
+        dtype = STORED_DTYPES[{"bfloat16": "BF16"}.get(model.dtype, "F32")]
+        for bits in ("int4", "int8"):
+            num_bytes = weights_bytes(
+                model.num_parameters, model.architecture, dtype, bits, is_tied=is_tied
+            )
+            remark = ""
+            if num_bytes >= 0.9 * model.memory.weights_bytes:
+                remark = ", and reads about as much as the target itself: it will hardly pay"
+            yield DraftOption(name=f"self:{bits}", needs=f"{readable(num_bytes)}{remark}")
+    yield DraftOption(name="suffix", needs="copies from the text, without a model")
+
+
+def read_costs(path: Path, model: ModelDescription) -> dict[str, str]:
+    """Return measured costs by draft from a profile of this model on this machine, in words."""
+    return {
+        profile.draft: _cost_in_words(profile)
+        for profile in load_profiles(path)
+        if profile.setup.target_hash == model.weights_hash and profile.setup.cpu == cpu_model()
+    }
+
+
+def _cost_in_words(profile: Profile) -> str:
+    table = profile.greedy
+    share = table.draft_token_s() / table.plain_step_s()
+    return f"a drafted token costs {share:.2f} plain steps, a cycle of 4 {table.cycle_cost(4):.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,21 +255,18 @@ class ConfigDescription:
 
 def describe_config(name: str, folder: Path, dtype: str) -> ConfigDescription:
     """Describe a model by its config.json; raises InvalidModel where it is not supported."""
-    checkpoint = read_described(folder)
-    settings, architecture = read_config(checkpoint)
-    objection = unsupported(architecture, settings)
-    if objection and read_object(folder / "config.json").get("quantization_config"):
+    files = ModelFiles.find(folder)
+    settings, architecture, method = files.settings, files.sizes, files.description.quantisation
+    stored = STORED_DTYPES[files.description.dtype]
+    chosen = stored if dtype == "auto" else choose_dtype(dtype, files)
+    runner, objection = choose_runner(architecture, settings, chosen)
+    if method and unsupported(architecture, settings):
         raise InvalidModel(
             f"{folder} has quantised weights, which the native and the graphs runner read, and "
             f"these do not support {objection}: use the bf16 or fp32 weights"
         )
-    chosen = choose_dtype(dtype, checkpoint)
-    runner = "native" if objection is None else "eager"
-    if objection is None and chosen == torch.float16:
-        objection = "float16"
-        runner = "eager" if read_decoder(architecture, settings).beyond_graphs else "graphs"
     geometry = geometry_of(architecture, num_slots=1, capacity=1, max_staged_rows=0, dtype=chosen)
-    count = announced(checkpoint)
+    count = announced(files)
     return ConfigDescription(
         name=name,
         architecture=architecture,
@@ -201,7 +276,11 @@ def describe_config(name: str, folder: Path, dtype: str) -> ConfigDescription:
         kv_bytes_per_token=architecture.kv_token_elements * chosen.itemsize,
         state_bytes=geometry.state_bytes,
         mtp_modules=count if isinstance(count, int) else 0,
-        notice=checkpoint.notice,
+        notice=f"its matrices are quantised ({method.get('quant_method')})"
+        if method
+        else files.notice
+        if files.has_vision
+        else None,
     )
 
 
@@ -211,12 +290,7 @@ def print_config(model: ConfigDescription) -> None:
     rows = _architecture_rows(sizes) | {
         "context": f"{sizes.max_positions:,} tokens"
         + (f": {sizes.position_limit}" if sizes.position_limit else ""),
-        "runner": model.runner
-        + (
-            f"; the native one does not support {model.slower_because}"
-            if model.slower_because
-            else ""
-        ),
+        "runner": _name_runner(model),
         "KV": f"{readable(model.kv_bytes_per_token)} per token in {model.dtype}",
         "drafts": "suffix, recycling, self:N, "
         + ("self:int4, " if model.runner == "native" else "")
@@ -271,14 +345,21 @@ def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[s
 def print_model(model: ModelDescription) -> None:
     """Print a table of a model's properties on stdout."""
     sizes, memory = model.architecture, model.memory
+    num_bits = 8 * memory.weights_bytes / model.num_parameters
+    stated = ", ".join(f"{name} {value:g}" for name, value in model.sampling_defaults.items())
     rows = _architecture_rows(sizes) | {
-        "parameters": f"{model.num_parameters:,} in {model.dtype}",
+        "runner": f"{_name_runner(model)}, on a CPU",
+        "parameters": f"{model.num_parameters:,} in {type_in_words(model)}",
         "context": f"{model.context:,} tokens of {sizes.max_positions:,}"
         + (f": {sizes.position_limit}" if sizes.position_limit else ""),
         "vocabulary": f"{model.num_tokens:,} tokens, logits {sizes.vocab_size:,} wide",
-        "weights": f"{readable(memory.weights_bytes)}, "
-        f"{8 * memory.weights_bytes / model.num_parameters:.3g} bits per parameter; stored as "
+        "file": f"{readable(model.file_bytes)} on disk, "
+        f"{8 * model.file_bytes / model.num_parameters:.3g} bits per weight; stored as "
         + ", ".join(f"{kind} {share:.1%}" for kind, share in model.stored_types.items()),
+        "weights": f"{readable(memory.weights_bytes)} of memory in this type, {num_bits:.3g} bits "
+        "per weight" + (", with the embedding in floating point too" if model.keeps_blocks else ""),
+        "chat": "has a chat template" if model.has_chat_template else "no chat template",
+        "sampling": (stated or "nothing") + " stated by the model, for requests that leave it out",
         "KV": f"{readable(model.kv_bytes_per_token)} per token, "
         f"{readable(model.kv_bytes_per_slot)} per sequence, "
         f"{readable(memory.kv_bytes)} for {model.num_slots}",
@@ -291,11 +372,39 @@ def print_model(model: ModelDescription) -> None:
     }
     if not model.state_bytes:
         del rows["recurrent states"]
-    if model.mtp is not None:
-        rows["draft"] = f"brings an MTP module ({model.mtp}*), which drafts by --draft mtp"
+    if model.drafts:
+        rows["drafts"] = escape("\n".join(draft_lines(model)))
     if model.card is not None:
         rows["aligned"] = escape("\n".join(alignment_lines(model.card)))
     _print_sheet(model.name, rows)
+
+
+def type_in_words(model: ModelDescription) -> str:
+    """Say in which type the parameters are in memory."""
+    kinds = [kind for kind in model.stored_types if kind not in FLOATS]
+    if not kinds:
+        return model.dtype
+    named = " and ".join(kinds)
+    if model.keeps_blocks:
+        return f"{named}, as stored; bf16 after dequantisation with --dtype bfloat16"
+    return f"{model.dtype} after dequantisation of {named}"
+
+
+def draft_lines(model: ModelDescription) -> Iterator[str]:
+    """Yield a line per draft that fits, and how to find out what the others cost."""
+    for option in model.drafts:
+        yield f"{option.name}: {option.needs}{(option.cost and f'; {option.cost}') or ''}"
+    yield "self:N for its first N layers, recycling, and draft models (check one with --draft)"
+    if any(option.cost is None for option in model.drafts):
+        draft = model.drafts[0].name
+        command = "forerun profile --target {model} --draft {draft} --out costs.json"
+        shown = shell_command(command, model=model.name, draft=draft)
+        yield f"to see what one costs here: {shown}, then info --profile costs.json"
+
+
+def _name_runner(model: ModelDescription | ConfigDescription) -> str:
+    reason = model.slower_because
+    return model.runner + (f"; the native one does not support {reason}" if reason else "")
 
 
 def _architecture_rows(sizes: Architecture) -> dict[str, str]:
@@ -397,23 +506,24 @@ class HeadDescription(Fit):
     is_checked: bool = False
 
 
-def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
+def describe_head(files: ModelFiles, target_files: ModelFiles) -> HeadDescription:
     from forerun.drafters.eagle3.head import is_eagle3
     from forerun.engine.loading import check_head_card
 
-    target = load_model(target_folder, max_batch=1, max_context=MAX_CONTEXT)
+    folder = files.folder
+    target = load_model(target_files, max_batch=1, max_context=MAX_CONTEXT)
     is_eagle = is_eagle3(read_object(folder / "config.json"))
     described: dict[str, Any] = {"sizes": {}, "num_parameters": 0, "weights_hash": "not read"}
     try:
         described |= _of_eagle3(folder, target) if is_eagle else _of_medusa(folder, target)
         described["weights_hash"] = weights_hash(folder.glob("*.safetensors"))
-        check_head_card(folder, target_folder)
+        check_head_card(files, target_files)
     except (InvalidModel, IncompatibleDraft) as error:
         described["problems"] = (str(error),)
     return HeadDescription(
         folder=str(folder),
         method="eagle3" if is_eagle else "medusa",
-        warnings=tuple(_head_warnings(folder, target_folder, is_eagle, described)),
+        warnings=tuple(_head_warnings(folder, target_files, is_eagle, described)),
         **described,
     )
 
@@ -441,7 +551,7 @@ def _of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
 
 
 def _head_warnings(
-    folder: Path, target_folder: Path, is_eagle: bool, described: dict[str, Any]
+    folder: Path, target_files: ModelFiles, is_eagle: bool, described: dict[str, Any]
 ) -> Iterator[str]:
     if is_eagle and not described.get("is_checked") and "problems" not in described:
         from forerun.drafters.eagle3.head import origin_of_layers
@@ -453,7 +563,7 @@ def _head_warnings(
     for change in described.get("changes", ()):
         yield f"config.json is wrong: the golden rows show {change}, which is used"
     try:
-        changed = staleness(folder, target_folder)
+        changed = staleness(folder, target_files)
     except InvalidModel as error:
         changed = f"the card is of no use: {error}"
     if changed is not None:

@@ -28,10 +28,9 @@ from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register, running
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
-from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.load import model_folder
-from forerun.models.mtp_layout import LAYOUTS, FoundModule, Layout, announced, find_module
-from forerun.models.tensor_files import check_tensors, parameter_names, tensor_reader
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.mtp_layout import FoundModule, Layout, open_module
+from forerun.models.tensor_files import check_tensors, tensor_reader
 
 logger = logging.getLogger("forerun.loading")
 
@@ -115,36 +114,23 @@ def load_mtp(argument: str, target: LanguageModel) -> MTPDrafter:
         InvalidModel: the folder has no module, or its tensors do not fit the configuration.
         IncompatibleDraft: the module belongs to a target of other sizes.
     """
-    if not argument:
-        raise InvalidModel(
-            'the drafter "mtp" is read from the files of the target: give the target by its folder '
-            'or name, or name the folder in the draft, as in "mtp:path/to/model"'
-        )
-    checkpoint = read_checkpoint(model_folder(argument))
-    found = find_module(checkpoint)
-    if found is None:
-        count = announced(checkpoint)
-        although = f", although its config.json announces {count}" if count else ""
-        raise InvalidModel(
-            f"{checkpoint.folder} brings no multi-token-prediction (MTP) module{although}: it has "
-            f"no tensors like those of {', '.join(LAYOUTS)}; choose another draft"
-        )
+    files, found = open_module(argument)
     if found.num_modules > 1:
         logger.warning(
             "%s brings %d MTP modules: the first one drafts, applied to its own output",
-            checkpoint.folder,
+            files.folder,
             found.num_modules,
         )
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
-    module, architecture = _empty_module(checkpoint, found.layout, dtype)
+    module, architecture = _empty_module(files, found.layout, dtype)
     if architecture.hidden_size != target.hidden_size:
         raise IncompatibleDraft(
-            f"the MTP module in {checkpoint.folder} has the width {architecture.hidden_size}, this "
+            f"the MTP module in {files.folder} has the width {architecture.hidden_size}, this "
             f"target has {target.hidden_size}: a module drafts for its own target alone"
         )
-    tensors = _tensors(checkpoint, found, dtype)
+    tensors = _tensors(files, found, dtype)
     expected = module.state_dict()
-    check_tensors(expected, tensors, f"{checkpoint.folder} ({found.prefix}*)", advice=ADVICE)
+    check_tensors(expected, tensors, f"{files.folder} ({found.prefix}*)", advice=ADVICE)
     module.load_state_dict(tensors)
     module.to(target.device).eval().requires_grad_(False)
     model = MTPModel(module, architecture, target)
@@ -168,12 +154,12 @@ everything, with experts where the family has them, without embedding and head."
 
 
 def _empty_module(
-    checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype
+    files: ModelFiles, layout: Layout, dtype: torch.dtype
 ) -> tuple[MTPModule, Architecture]:
     """Build a module by the configuration of its target, with weights that are not set yet."""
     try:
         whole = transformers.AutoConfig.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
+            files.folder, local_files_only=True, trust_remote_code=False
         )
         config: Any = copy.deepcopy(whole.get_text_config())
         for name, value in ONE_LAYER.items():
@@ -190,19 +176,19 @@ def _empty_module(
             module = MTPModule(decoder, hidden_first=layout.hidden_first).to(dtype)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidModel(
-            f"the configuration in {checkpoint.folder} describes no layer of an MTP module: {error}"
+            f"the configuration in {files.folder} describes no layer of an MTP module: {error}"
         ) from error
     architecture = read_architecture(type(network).__name__, config.to_dict())
     return module, replace(architecture, recurrent=None, attention_layers=None)
 
 
-def _tensors(checkpoint: Checkpoint, found: FoundModule, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors(files: ModelFiles, found: FoundModule, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read the tensors of a module by the names that `MTPModule` has for them."""
-    read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
+    read = tensor_reader(files.weights, dtype, torch.device("cpu"))
     layout = found.layout
     tensors: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
-    for name in parameter_names(checkpoint):
+    for name in files.weights.names:
         rest = name.removeprefix(found.prefix)
         is_later = bool(layout.layer) and re.match(r"layers\.[1-9]", rest) is not None
         if rest == name or rest in layout.ignored or is_later:

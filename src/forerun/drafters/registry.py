@@ -38,6 +38,7 @@ from forerun.errors import DrafterError, InvalidRequest
 from forerun.models.architecture import QUANTISED
 from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
 from forerun.models.checkpoint import read_object
+from forerun.models.mtp_layout import open_module
 from forerun.sampling.proposal import Proposal
 
 logger = logging.getLogger("forerun.drafting")
@@ -224,8 +225,7 @@ def suffix(argument: str, target: LanguageModel) -> Drafter:
 
 def recycling(argument: str, target: LanguageModel) -> Drafter:
     """Build `recycling`, which drafts from the target's own most likely tokens."""
-    if argument:
-        raise InvalidRequest(f"recycling:{argument}: this drafter takes no argument")
+    _refuse_argument(argument)
     return RecyclingDrafter()
 
 
@@ -279,9 +279,35 @@ DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = Mappin
 """Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 
 
+def check_named(wanted: NamedDrafter, num_target_layers: int | None) -> None:
+    """Refuse an argument that the drafter cannot have, before a target is loaded.
+
+    Args:
+        num_target_layers: None where it is not known.
+
+    Raises:
+        InvalidModel: the model of `mtp:MODEL` is missing or has no such module.
+        InvalidRequest: the argument is of no use.
+    """
+    argument = wanted.argument
+    if wanted.name == "suffix":
+        _whole_number(f"suffix:{argument}", argument)
+    elif wanted.name == "recycling":
+        _refuse_argument(argument)
+    elif wanted.name == "self" and argument not in QUANTISED and num_target_layers is not None:
+        parse_num_layers(argument, num_target_layers)
+    elif wanted.name == "mtp":
+        open_module(argument)
+
+
 def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
     """Build a drafter by its name for a loaded target."""
     return DRAFTERS[wanted.name](wanted.argument, target)
+
+
+def _refuse_argument(argument: str) -> None:
+    if argument:
+        raise InvalidRequest(f"recycling:{argument}: this drafter takes no argument")
 
 
 def _whole_number(text: str, argument: str) -> int:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -19,15 +19,9 @@ from forerun.engine.loading import Source
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
-from forerun.models.checkpoint import Checkpoint, read_checkpoint, read_named, read_object
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import unsupported
-from forerun.models.load import (
-    ModelFiles,
-    choose_device,
-    load_tokenizer,
-    model_files,
-    model_folder,
-)
+from forerun.models.load import ModelRun, choose_device, model_files
 from forerun.models.memory import available_bytes, readable, weights_bytes
 from forerun.models.mtp_layout import find_module
 from forerun.models.tokenizers import compare_vocabularies
@@ -69,9 +63,9 @@ class CachedModel:
     is_foreign: bool
 
 
-@cache
+@lru_cache(maxsize=8)
 def auto_drafts(
-    target: str,
+    target: str | Path | ModelFiles,
     device: str = AUTO,
     runner: Runner = "auto",
     dtype: str = AUTO,
@@ -91,37 +85,37 @@ def auto_drafts(
     Raises:
         InvalidModel: there is no such target.
     """
-    files = _files(read_checkpoint(model_folder(target)), device, dtype, weights)
-    room = available_bytes(files.device) - files.memory.total_bytes
+    files = ModelFiles.open(target)
+    run = _run_of(files, device, dtype, weights)
+    room = available_bytes(run.device) - run.memory.total_bytes
     found: tuple[str, ...] = ()
-    if target.startswith(PREFIX):
-        found = (ZOO_DRAFTS[target],) if target in ZOO_DRAFTS else ()
-    elif find_module(files.checkpoint) is not None:
-        logger.info("the draft is the MTP module of %s", target)
-        found = (f"{MTP}:{target}",)
-    elif (best := next(fitting_models(target, device), None)) is not None:
+    if files.name.startswith(PREFIX):
+        found = (ZOO_DRAFTS[files.name],) if files.name in ZOO_DRAFTS else ()
+    elif find_module(files) is not None:
+        logger.info("the draft is the MTP module of %s", files.name)
+        found = (f"{MTP}:{files.name}",)
+    elif (best := next(fitting_models(files, device), None)) is not None:
         logger.info("the draft is %s of the local Hugging Face cache", best.name)
         found = (str(best.folder),)
         room -= best.needed_bytes
     else:
-        logger.info("the local Hugging Face cache has no draft model for %s", target)
-    if _copy_bytes(files, runner, room):
+        logger.info("the local Hugging Face cache has no draft model for %s", files.name)
+    if _copy_bytes(run, runner, room):
         found += (IN_FEWER_BITS,)
     return (*found, COPIER)
 
 
-def _copy_bytes(files: ModelFiles, runner: Runner, room: int) -> int:
+def _copy_bytes(run: ModelRun, runner: Runner, room: int) -> int:
     """Return the bytes of a target's copy in 4 bits if it may pay and fits, else 0."""
-    if files.device.type != "cpu" or runner not in ("auto", "native"):
+    if run.device.type != "cpu" or runner not in ("auto", "native"):
         return 0
-    num_parameters, dtype = files.checkpoint.num_parameters, files.geometry.dtype
-    read_bytes, whole_bytes = files.memory.weights_bytes, num_parameters * dtype.itemsize
+    num_parameters, dtype = run.files.num_parameters, run.geometry.dtype
+    read_bytes, whole_bytes = run.memory.weights_bytes, num_parameters * dtype.itemsize
     if dtype == torch.float16 or read_bytes < max(LEAST_READ_BYTES, LEAST_SHARE * whole_bytes):
         return 0
-    if unsupported(files.architecture, files.settings) is not None:
+    if unsupported(run.architecture, run.files.settings) is not None:
         return 0
-    is_tied = bool(files.settings.get("tie_word_embeddings"))
-    copied = weights_bytes(num_parameters, files.architecture, dtype, "int4", is_tied=is_tied)
+    copied = weights_bytes(num_parameters, run.architecture, dtype, "int4", is_tied=run.is_tied)
     if copied > room:
         logger.info("a copy of the target in 4 bits needs %s: too much", readable(copied))
     return copied if copied <= room else 0
@@ -134,44 +128,45 @@ def with_auto(
 
     Returns the drafts, and those of them that "auto" stands for.
     """
-    if isinstance(target, str | Path):
-        drafts = [f"{MTP}:{target}" if draft == MTP else draft for draft in drafts]
+    if isinstance(target, str | Path | ModelFiles):
+        name = target.name if isinstance(target, ModelFiles) else target
+        drafts = [f"{MTP}:{name}" if draft == MTP else draft for draft in drafts]
     if AUTO not in drafts:
         return [*drafts], []
-    if not isinstance(target, str | Path):
+    if not isinstance(target, str | Path | ModelFiles):
         raise InvalidRequest(
             'draft="auto" needs a target by its folder or name; name a draft for a loaded model'
         )
-    names = auto_drafts(str(target), device, config.runner, dtype, config.weights)
+    names = auto_drafts(target, device, config.runner, dtype, config.weights)
     at = drafts.index(AUTO)
     others = [draft for draft in drafts if draft != AUTO]
     found: list[Source] = [name for name in names if name not in others]
     return [*others[:at], *found, *others[at:]], found
 
 
-def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
+def fitting_models(target: str | Path | ModelFiles, device: str = AUTO) -> Iterator[CachedModel]:
     """Yield the models of the local Hugging Face cache that can draft for a target, the best first.
 
     Models with the target's tokenizer come before others, and those of a usual size before others.
     """
-    own = read_checkpoint(model_folder(target))
-    tokenizer = load_tokenizer(target)
-    room = available_bytes(choose_device(device)) - _files(own, device).memory.total_bytes
+    own = ModelFiles.open(target)
+    room = available_bytes(choose_device(device)) - _run_of(own, device).memory.total_bytes
     usual = math.log(USUAL_SHARE * own.num_parameters)
     models = [
-        (name, checkpoint)
-        for name, checkpoint in _cached_models()
-        if checkpoint.num_parameters <= MOST_SHARE * own.num_parameters
+        (name, files)
+        for name, files in _cached_models()
+        if files.num_parameters <= MOST_SHARE * own.num_parameters
     ]
     models.sort(key=lambda model: abs(math.log(model[1].num_parameters) - usual))
     found: list[CachedModel] = []
-    for name, checkpoint in models[:MOST_READ]:
+    for name, files in models[:MOST_READ]:
         try:
-            needed = _files(checkpoint, device).memory.total_bytes
-            draft = load_tokenizer(checkpoint.folder)
-            is_foreign = not compare_vocabularies(tokenizer, draft).identical
+            needed = _run_of(files, device).memory.total_bytes
+            is_foreign = not compare_vocabularies(own.tokenizer, files.tokenizer).identical
             if is_foreign:
-                map_vocabularies(tokenizer, draft)  # refuses tokenizers that cannot be matched
+                map_vocabularies(
+                    own.tokenizer, files.tokenizer
+                )  # refuses tokenizers that cannot be matched
         except (ForerunError, OSError) as error:
             logger.info("%s of the local Hugging Face cache cannot draft: %s", name, error)
             continue
@@ -181,8 +176,8 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
         found.append(
             CachedModel(
                 name=name,
-                folder=checkpoint.folder,
-                num_parameters=checkpoint.num_parameters,
+                folder=files.folder,
+                num_parameters=files.num_parameters,
                 needed_bytes=needed,
                 is_foreign=is_foreign,
             )
@@ -190,16 +185,16 @@ def fitting_models(target: str, device: str = AUTO) -> Iterator[CachedModel]:
     yield from sorted(found, key=lambda model: model.is_foreign)
 
 
-def _files(
-    checkpoint: Checkpoint,
+def _run_of(
+    files: ModelFiles,
     device: str,
     dtype: str = AUTO,
     weights: WeightFormat = "auto",
     config: EngineConfig = DEFAULT,
-) -> ModelFiles:
+) -> ModelRun:
     """Describe a model with the KV of a batch and a context."""
     return model_files(
-        checkpoint,
+        files,
         dtype=dtype,
         device=device,
         max_batch=config.num_slots,
@@ -209,7 +204,7 @@ def _files(
     )
 
 
-def _cached_models() -> Iterator[tuple[str, Checkpoint]]:
+def _cached_models() -> Iterator[tuple[str, ModelFiles]]:
     """Yield the supported language models of the local Hugging Face cache that are complete."""
     # Imported when needed: it costs a third of a second of every start.
     from huggingface_hub import scan_cache_dir
@@ -225,8 +220,9 @@ def _cached_models() -> Iterator[tuple[str, Checkpoint]]:
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         folder = Path(newest.snapshot_path)
         try:
-            config = read_object(folder / "config.json")
-            if find_checkpoint(config) is None and read_named(folder)[1] in SUPPORTED:
-                yield repository.repo_id, read_checkpoint(folder)
+            files = ModelFiles.find(folder)
+            is_known = not files.has_vision and files.architecture in SUPPORTED
+            if find_checkpoint(files.config) is None and is_known:
+                yield repository.repo_id, ModelFiles.open(files)
         except (ForerunError, OSError) as error:
             logger.debug("%s of the local Hugging Face cache is left out: %s", folder, error)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from functools import wraps
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -54,6 +55,7 @@ from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
 from forerun.errors import EngineBusy, EngineStopped, InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
@@ -287,21 +289,20 @@ class Engine:
             raise InvalidRequest(_without_target(settings))
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
+        if isinstance(target, str | Path):
+            target = ModelFiles.open(target)
         asked = [] if draft in (None, NONE) else as_sources(draft)
         drafts, found = with_auto(asked, target, device, dtype, config)
         check_choice(drafts, config, controller)
-        for name in drafts:
-            check_draft(name, target)
-        model, own_tokenizer, ends = load_target(
-            target, tokenizer, dtype=dtype, device=device, config=config
-        )
-        engine = cls(target=model, tokenizer=own_tokenizer, config=config, eos_token_ids=ends)
-        engine.intake.defaults = sampling_defaults(target)
+        defaults = sampling_defaults(target)
+        # What "auto" stands for has been checked, and is left out if it cannot be loaded.
+        drafts = [name if name in found else check_draft(name, target) for name in drafts]
+        model, own, ends = load_target(target, tokenizer, dtype=dtype, device=device, config=config)
+        engine = cls(target=model, tokenizer=own, config=config, eos_token_ids=ends)
+        engine.intake.defaults = defaults
         if draft in (None, NONE):
             return engine
-        drafter = load_drafters(
-            drafts, model, own_tokenizer, dtype=dtype, config=config, optional=found
-        )
+        drafter = load_drafters(drafts, model, own, dtype=dtype, config=config, optional=found)
         return engine.with_draft(drafter, controller=controller, costs=costs)
 
     @_explains_unknown_arguments

@@ -19,10 +19,9 @@ from forerun.drafters.foreign import TextDraft, foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,
     build_drafter,
+    check_named,
     find_checkpoint,
-    is_head,
     named_by_method,
-    parse_num_layers,
     tree_methods,
 )
 from forerun.engine.config import EngineConfig
@@ -35,15 +34,9 @@ from forerun.errors import (
 )
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
-from forerun.models.load import (
-    load_model,
-    load_tokenizer,
-    model_folder,
-    read_config,
-    share_loaded,
-)
+from forerun.models.load import load_model, share_loaded
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 from forerun.terminal_text import shell_command
 
@@ -53,8 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("forerun.loading")
 
 Loaded = tuple[LanguageModel, Tokenizer]
-Source: TypeAlias = "str | Path | PreTrainedModel"
-"""A folder, a name on the hub or of the zoo, or a model that transformers has loaded."""
+Source: TypeAlias = "str | Path | ModelFiles | PreTrainedModel"
+"""What `ModelFiles.open` takes, or a model that transformers has loaded."""
 
 
 def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
@@ -74,7 +67,7 @@ def _is_source(value: object) -> TypeGuard[Source]:
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(value, transformers.PreTrainedModel):
         return True
-    return isinstance(value, str | Path)
+    return isinstance(value, str | Path | ModelFiles)
 
 
 def load_target(
@@ -86,13 +79,14 @@ def load_target(
             f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
             "of transformers"
         )
-    if isinstance(source, str | Path):
+    if isinstance(source, str | Path | ModelFiles):
+        files = ModelFiles.open(source)
         model, own = load_pair_member(
-            source, dtype=dtype, device=device, config=config, weights=config.weights
+            files, dtype=dtype, device=device, config=config, weights=config.weights
         )
         if tokenizer is not None:
             own = _as_tokenizer(tokenizer)
-        return model, own, eos_token_ids(source, own)
+        return model, own, files.eos_token_ids(own)
     if tokenizer is None:
         raise InvalidRequest(
             "a target that is already loaded needs its tokenizer: "
@@ -128,7 +122,7 @@ def _as_tokenizer(tokenizer: object) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
-        return load_tokenizer(tokenizer)
+        return ModelFiles.find(tokenizer).tokenizer
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
         raise InvalidRequest(
@@ -151,7 +145,7 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
 
 
 def load_pair_member(
-    name: str | Path,
+    source: str | Path | ModelFiles,
     *,
     dtype: str,
     device: str,
@@ -159,8 +153,9 @@ def load_pair_member(
     weights: WeightFormat = "auto",
 ) -> Loaded:
     """Load a model with its tokenizer and a KV store for the configured batch and staged rows."""
+    files = ModelFiles.open(source)
     model = load_model(
-        name,
+        files,
         dtype=dtype,
         device=device,
         max_batch=config.num_slots,
@@ -170,8 +165,8 @@ def load_pair_member(
         num_threads=config.num_threads,
         weights=weights,
     )
-    check_room(name, model, config)
-    return model, load_tokenizer(name)
+    check_room(files.name, model, config)
+    return model, files.tokenizer
 
 
 def load_drafter(
@@ -194,14 +189,12 @@ def load_drafter(
     named = parse_drafter(draft) if isinstance(draft, str) else None
     if named is not None:
         return build_drafter(named, target)
-    if isinstance(draft, str | Path):
-        folder = model_folder(draft)
-        settings = folder / "config.json"
-        load = find_checkpoint(read_object(settings)) if settings.is_file() else None
-        if load is not None:
-            return load(folder, target)
+    if isinstance(draft, str | Path | ModelFiles):
+        files = ModelFiles.find(draft)
+        if (load := find_checkpoint(files.config)) is not None:
+            return load(files.folder, target)
         loaded = load_pair_member(
-            draft,
+            files,
             dtype=dtype,
             device=str(target.device),
             config=config,
@@ -260,33 +253,6 @@ def check_choice(
             'between them, and "fixed" takes the first; use EngineConfig(controller="auto"), '
             "or a tree, which the best nodes of all make up"
         )
-
-
-def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
-    found = {tokenizer.eos_token_id}
-    folder = model_folder(name)
-    if (gguf := read_checkpoint(folder).gguf) is not None:
-        from forerun.models.gguf_tokenizer import ENDS
-
-        added = tokenizer.added.items()
-        found |= {token for token, (text, is_special) in added if is_special and text in ENDS}
-        return frozenset(token for token in found if token is not None) | gguf.eos_token_ids
-    for file in ("generation_config.json", "config.json"):
-        path = folder / file
-        if path.exists():
-            listed = read_object(path).get("eos_token_id")
-            ids = listed if isinstance(listed, list) else [listed]
-            if not all(token is None or _is_token_id(token) for token in ids):
-                raise InvalidModel(
-                    f"{path} has eos_token_id={listed!r:.60}; it must be a token id or a list"
-                )
-            found |= set(ids)
-    return frozenset(token for token in found if token is not None)
-
-
-def _is_token_id(token: object) -> bool:
-    return type(token) is int and -1 <= token < 1 << 31  # some files have -1 for none
 
 
 def _reads_as_much(draft: LanguageModel, target: LanguageModel) -> bool:
@@ -380,8 +346,8 @@ def tree_method(drafter: Drafter, tree: Tree) -> str:
     return "+".join(methods)
 
 
-def check_draft(draft: Source, target: Source) -> None:
-    """Compare the target's files with the draft's name or card, before any weights are read.
+def check_draft(draft: Source, target: Source) -> Source:
+    """Check a draft's name and files before any weights are read, and return it with its files.
 
     The text is exact whatever the draft, so a draft model of a target that has changed is only
     warned of. A head on hidden states is refused for other weights unless it has golden rows, which
@@ -389,53 +355,59 @@ def check_draft(draft: Source, target: Source) -> None:
     without a model have no card; a target that is already loaded has no files to compare.
 
     Raises:
-        InvalidModel: there is no such model.
+        InvalidModel: there is no such model, or its files cannot be used.
         IncompatibleDraft: a head was trained for other weights.
-        InvalidRequest: a self-draft of more layers than the target has.
+        InvalidRequest: a drafter's argument cannot be honoured.
     """
-    if not isinstance(draft, str | Path) or not isinstance(target, str | Path):
-        return
-    target_folder = model_folder(target)
+    files = ModelFiles.open(target) if isinstance(target, str | Path | ModelFiles) else None
     if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
-        if named.name == "self" and named.argument not in QUANTISED:
-            parse_num_layers(
-                named.argument, read_config(read_checkpoint(target_folder))[1].num_layers
-            )
-        return
-    folder = model_folder(draft)
+        check_named(named, None if files is None else files.sizes.num_layers)
+        return draft
+    if not isinstance(draft, str | Path | ModelFiles):
+        return draft
+    found = ModelFiles.find(draft)
+    if find_checkpoint(found.config) is None:
+        _ = ModelFiles.open(found).sizes
+    if files is None:
+        return found
+    folder = found.folder
     try:
-        if _is_unproven_head(folder) and read_card(folder) is None:
+        if _is_unproven_head(found) and read_card(folder) is None:
             logger.warning(
                 "the head in %s has neither golden rows nor a card: whether it was trained for "
                 "this target, and on the layers that it reads, cannot be checked",
                 folder,
             )
-        check_head_card(folder, target_folder)
-        changed = staleness(folder, target_folder)
+        check_head_card(found, files)
+        changed = staleness(folder, files)
     except InvalidModel as error:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:
         logger.warning("%s", changed)
+    return found
 
 
-def check_head_card(folder: Path, target: Path) -> None:
+def check_head_card(head: ModelFiles, target: ModelFiles) -> None:
     """Refuse a head without golden rows if its card names other weights than the target's.
 
     Raises:
         InvalidModel: the card or the target cannot be read.
         IncompatibleDraft: the weights are others.
     """
-    card = read_card(folder) if _is_unproven_head(folder) else None
+    folder = head.folder
+    card = read_card(folder) if _is_unproven_head(head) else None
     if card is not None and "weights" in changes_of_target(card, target):
+        at = target.folder
         raise IncompatibleDraft(
-            f"the head in {folder} was trained for {card.target}, and the weights in {target} are "
+            f"the head in {folder} was trained for {card.target}, and the weights in {at} are "
             f"not those (hash {identify(target).weights}, its card has {card.made_for.weights}): "
             "use a head that was trained for this target, or train this one further: "
             + shell_command(
-                "forerun align --refresh {head} --target {target}", head=folder, target=target
+                "forerun align --refresh {head} --target {target}", head=folder, target=at
             )
         )
 
 
-def _is_unproven_head(folder: Path) -> bool:
-    return not (folder / GOLDEN_FILE).is_file() and is_head(folder)
+def _is_unproven_head(draft: ModelFiles) -> bool:
+    is_head = find_checkpoint(draft.config) is not None
+    return is_head and not (draft.folder / GOLDEN_FILE).is_file()

@@ -8,59 +8,52 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.checkpoint import read_checkpoint, read_object
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import MIN_TEMPERATURE, RANGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GGUF_NAMES = MappingProxyType(
-    {
-        "temperature": "general.sampling.temp",
-        "top_p": "general.sampling.top_p",
-        "top_k": "general.sampling.top_k",
-        "min_p": "general.sampling.min_p",
-        "repetition_penalty": "general.sampling.penalty_repeat",
-    }
-)
-"""Keys of the metadata of GGUF files."""
 
 
-def sampling_defaults(source: str | Path | PreTrainedModel) -> dict[str, float]:
+def sampling_defaults(source: str | Path | ModelFiles | PreTrainedModel) -> dict[str, float]:
     """Return the sampling parameters that a model states in generation_config.json or in its GGUF.
 
     Raises InvalidModel where a value is of another type or out of range.
     """
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | Path | ModelFiles):
         found = getattr(source, "generation_config", None)
         stated = {} if found is None else found.to_diff_dict()  # what differs from the library's
         return parse_defaults(stated, "generation_config of the loaded model")
-    folder = model_folder(source)
-    if (gguf := read_checkpoint(folder).gguf) is not None:
-        stated = {name: gguf.metadata.get(key) for name, key in GGUF_NAMES.items()}
-        return parse_defaults(stated, str(folder), GGUF_NAMES)
-    path = folder / "generation_config.json"
-    return parse_defaults(read_object(path), str(path)) if path.exists() else {}
+    files = ModelFiles.open(source)
+    where = str(files.generation_path)
+    return parse_defaults(files.generation_config, where, files.generation_names)
 
 
 def parse_defaults(
     stated: Mapping[str, object], where: str, keys: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Return the stated fields that are sampling parameters; null and `do_sample` are ignored.
+    """Return the stated fields that are sampling parameters; null is ignored.
 
-    A temperature too small to divide by is greedy.
+    A temperature too small to divide by is greedy, and so is `do_sample: false`, as in
+    transformers (vLLM ignores it); a file without `do_sample` samples, as in vLLM. Whole numbers
+    may be written as 50.0.
 
     Args:
         where: name of the file, for errors.
         keys: what the file calls the fields, for errors; by default as they are called here.
     """
     found: dict[str, float] = {}
+    samples = stated.get("do_sample")
+    if samples is not None and type(samples) is not bool:
+        raise InvalidModel(f"{where} has do_sample={samples!r:.60}; it must be true or false")
     for limits in RANGES:
         value = stated.get(limits.name)
         if limits.name not in NAMES or value is None:
             continue
+        if limits.integer and isinstance(value, float) and value.is_integer():
+            value = int(value)
         try:
             limits.check(value)
         except InvalidRequest:
@@ -71,4 +64,4 @@ def parse_defaults(
         assert isinstance(value, int | float)
         is_tiny = limits.name == "temperature" and value < MIN_TEMPERATURE
         found[limits.name] = 0.0 if is_tiny else value
-    return found
+    return found if samples is not False else found | {"temperature": 0.0}

@@ -31,8 +31,7 @@ from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.errors import InvalidRequest
 from forerun.models.base import Context, LanguageModel, ModelOutput, pack
-from forerun.models.checkpoint import read_object
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
@@ -479,7 +478,7 @@ def probs_of_rows(
 
 def head_in(draft: str | Path, target: LanguageModel) -> Eagle3Head | None:
     """Read the EAGLE-3 head of a folder, in fp32; None if it holds another kind of draft."""
-    folder = model_folder(draft)
+    folder = ModelFiles.find(draft).folder
     if not is_eagle3(read_object(folder / "config.json")):
         return None
     return read_eagle3_head(folder, num_target_layers=target.num_layers).to(target.device)

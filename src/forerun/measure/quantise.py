@@ -13,9 +13,9 @@ import torch
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import Context, LanguageModel, pack
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import ModelFiles, read_object, weight_files
 from forerun.models.decoder import VARIANTS, unsupported
-from forerun.models.load import load_model, load_tokenizer, model_folder, read_config
+from forerun.models.load import load_model
 from forerun.models.quantised_folder import (
     EMBEDDING,
     GROUP,
@@ -24,7 +24,8 @@ from forerun.models.quantised_folder import (
     quantise_matrix,
     stored_tensors,
 )
-from forerun.models.tensor_files import parameter_names, tensor_reader, write_files
+from forerun.models.tensor_files import tensor_reader, write_files
+from forerun.models.tokenizers import Tokenizer
 
 MAX_TOKENS = 500
 SETTINGS_FILES = (
@@ -71,20 +72,22 @@ def quantise_model(
         raise InvalidRequest(f"weights {weights!r} are not quantised; use {', '.join(QUANTISED)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidRequest(f"{out} exists already; give --out a folder that is new or empty")
-    folder = model_folder(source)
-    write_quantised(folder, out, weights, lambda share: report("quantising", 0.4 * share))
+    whole = ModelFiles.open(source)
+    write_quantised(whole, out, weights, lambda share: report("quantising", 0.4 * share))
     found = []
-    for place, (name, what) in enumerate(((folder, "bf16"), (out, weights))):
+    for place, (files, what) in enumerate(((whole, "bf16"), (ModelFiles.open(out), weights))):
         report(f"measuring {what}", 0.4 + 0.3 * place)
         dtype = "bf16" if what == "bf16" else "auto"
-        model = load_model(name, dtype=dtype, device="cpu", max_batch=1, max_context=MAX_TOKENS + 1)
-        found.append(bits_per_byte(model, name, texts))
+        model = load_model(
+            files, dtype=dtype, device="cpu", max_batch=1, max_context=MAX_TOKENS + 1
+        )
+        found.append(bits_per_byte(model, files.tokenizer, texts))
     report("done", 1.0)
     return QuantisedModel(
         folder=str(out),
         weights=weights,
-        num_bytes=sum(path.stat().st_size for path in read_checkpoint(out).weight_files),
-        num_bytes_before=sum(path.stat().st_size for path in read_checkpoint(folder).weight_files),
+        num_bytes=sum(path.stat().st_size for path in weight_files(out)),
+        num_bytes_before=sum(path.stat().st_size for path in whole.weight_files),
         bits_per_byte=found[0][0],
         quantised_bits_per_byte=found[1][0],
         num_sample_bytes=found[0][1],
@@ -92,14 +95,18 @@ def quantise_model(
 
 
 def write_quantised(
-    folder: Path, out: Path, weights: WeightFormat, report: Callable[[float], None]
+    source: str | Path | ModelFiles,
+    out: Path,
+    weights: WeightFormat,
+    report: Callable[[float], None],
 ) -> None:
     """Write the folder; embeddings, norms and matrices without whole groups stay as stored."""
-    checkpoint = read_checkpoint(folder)
-    if checkpoint.packed is not None:
+    files = ModelFiles.open(source)
+    folder = files.folder
+    if files.weights.is_packed:
         raise InvalidModel(f"{folder} is quantised already; give the model in bf16 or fp32")
-    settings, architecture = read_config(checkpoint)
-    if objection := unsupported(architecture, settings):
+    architecture = files.sizes
+    if objection := unsupported(architecture, files.settings):
         raise InvalidModel(f"only models of the native runner are quantised, not {objection}")
     variant = VARIANTS[architecture.name]
     if variant.experts is not None:
@@ -108,10 +115,10 @@ def write_quantised(
             f"while they are read (--weights {weights})"
         )
     body, head = QUANTISED[weights]
-    stored = parameter_names(checkpoint)
+    stored = files.weights.names
     names = dict.fromkeys((*stored, QUANTISED_HEAD))
     parts = tuple(f"{part}.weight" for parts in variant.parts for part in parts)
-    read = tensor_reader(checkpoint, None, torch.device("cpu"))
+    read = tensor_reader(files.weights, None, torch.device("cpu"))
     tensors = {}
     for place, name in enumerate(names):
         tensor = read(name if name in stored else EMBEDDING)
@@ -133,10 +140,9 @@ def write_quantised(
 
 
 def bits_per_byte(
-    model: LanguageModel, source: str | Path, texts: Sequence[str]
+    model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]
 ) -> tuple[float, int]:
     """Return the bits per byte of the beginnings of texts, and the bytes they have."""
-    tokenizer = load_tokenizer(source)
     nats, num_bytes = 0.0, 0
     for text in texts:
         ids = tokenizer.encode(text)[: min(MAX_TOKENS, model.max_context)]

@@ -40,7 +40,7 @@ from forerun.measure.bench.report import MIN_BLOCKS, ArmSummary, rows_of
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
 from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
-from forerun.models.load import model_folder
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts, first_repeat
 from forerun.theory.record import StepRecord
@@ -310,7 +310,7 @@ def _missing(drafts: Sequence[str]) -> dict[str, str]:
     for draft in drafts:
         try:
             if parse_drafter(draft) is None:
-                model_folder(draft)
+                ModelFiles.find(draft)
         except ForerunError as error:
             reasons[draft] = str(error)
     return reasons

@@ -59,9 +59,8 @@ from forerun.models.base import (
     WrappedModel,
     pack,
 )
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import KVPrefix
-from forerun.models.load import model_folder, read_config
 from forerun.models.memory import available_bytes
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash, cpu_model, num_cores
@@ -349,7 +348,7 @@ def load_pair(
     if draft is not None:
         draft = str(with_auto([draft], target, device, dtype, engine)[0][0])  # "mtp" of the target
         check_draft(draft, target)
-        if parse_drafter(draft) is None and not is_head(model_folder(draft)):
+        if parse_drafter(draft) is None and not is_head(ModelFiles.find(draft).folder):
             names.append(draft)
     config = held(names, config)
     batches = config.batches
@@ -374,8 +373,7 @@ def load_pair(
 
 def held(names: Sequence[str], config: ProfileConfig) -> ProfileConfig:
     """Return the settings without contexts and prompt sizes that exceed either model's context."""
-    checkpoints = [read_checkpoint(model_folder(name)) for name in names]
-    most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
+    most = min(ModelFiles.open(name).sizes.max_positions for name in names)
     contexts = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
     if not contexts:
         raise InvalidRequest(
@@ -416,15 +414,15 @@ def facts_of(
     if model is not None and isinstance(stored, StoredModel):
         dtype, element_bytes = str(stored.dtype).removeprefix("torch."), stored.dtype.itemsize
         kv_bytes = stored.architecture.kv_token_elements * element_bytes
-        folder = model_folder(name) if has_files else None
+        folder = ModelFiles.find(name).folder if has_files else None
         if isinstance(model, QuantisableModel) and (folder is None or folder.is_file()):
             pass_bytes = model.bytes_read
         else:
             num_read = model.num_parameters
             if folder is not None and not is_head(folder):
-                settings, architecture = read_config(read_checkpoint(folder))
-                is_tied = settings["tie_word_embeddings"]
-                num_read -= 0 if is_tied else model.vocab_size * architecture.hidden_size
+                files = ModelFiles.open(folder)
+                is_tied = files.settings["tie_word_embeddings"]
+                num_read -= 0 if is_tied else model.vocab_size * files.sizes.hidden_size
             pass_bytes = num_read * element_bytes
     return ModelFacts(
         name=name,

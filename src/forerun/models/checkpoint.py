@@ -1,49 +1,54 @@
-"""Checks of a model folder that read no weights but headers, and hashes of its files."""
+"""`ModelFiles`: a model that is found, checked and open; and hashes of its files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any, NamedTuple
 
-import msgspec
+from torch import Tensor
 
-from forerun.bounded_read import ReadLimits, check_regular, parse_json, read_bytes, read_json
-from forerun.cache import HASH_LENGTH, hash_of
+from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
+from forerun.cache import HASH_LENGTH, cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.architecture import SUPPORTED, text_class, unsupported_class
+from forerun.models.architecture import (
+    SUPPORTED,
+    Architecture,
+    check_layer_count,
+    read_architecture,
+    text_class,
+    unsupported_class,
+)
+from forerun.models.catalog import model_folder
+from forerun.models.decoder import StoredWeights
+from forerun.models.gguf.file import GGUFFile, open_gguf
+from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens, split_rule
+from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
+from forerun.models.stored_tensors import ITEM_BYTES, FloatWeights, parse_header
+from forerun.models.tokenizers import (
+    FROM_TRANSFORMERS,
+    Tokenizer,
+    TokenizerDefinition,
+    library_versions,
+    read_tokenizer,
+    render_template,
+)
 from forerun.terminal_text import printable, shell_command
 
-if TYPE_CHECKING:
-    from forerun.models.gguf_file import GGUFFile
-    from forerun.models.quantised_folder import QuantisedFolder
-
-GGUF = ".gguf"
 SAMPLE_BYTES = 4096
 """Bytes from the middle of every tensor that its sample hash covers."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
-"""Element types that are supported, in safetensors' spelling."""
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
+"""Weights of Medusa heads in the reference's form."""
 FLOATS = frozenset(ITEM_BYTES)
-MAX_HEADER_BYTES = 32 << 20
-"""Most bytes of a safetensors header; those of the largest published models have a few MB."""
-MAX_TENSORS = 1 << 16
-"""Most tensors of one safetensors file; those of the largest published models have some thousand.
-More would take longer to describe than a user waits."""
-HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 JSON_LIMITS = ReadLimits(max_bytes=32 << 20)
 """Limits of config.json and of the index of the weights."""
-FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
-    {"local_files_only": True, "trust_remote_code": False}
-)
-"""Options for transformers' `from_pretrained`, which then fetches and runs nothing."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 CONVERT_PICKLE = (
     'python -c "import sys, torch, safetensors.torch as s; s.save_file({{k: v.contiguous() for k, '
@@ -51,174 +56,403 @@ CONVERT_PICKLE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A model folder, or a GGUF file, that is present and complete.
+class Description(NamedTuple):
+    """What config.json says of a model.
 
     Attributes:
-        stored_dtype: most common element type, in safetensors' spelling ("BF16"); of GGUF files
-            with blocks of fewer bits the one that the rest is computed in.
-        packed: what reads its tensors where some are blocks of integers: the GGUF file, or a folder
-            with quantised matrices; None where all are in floating point.
-        notice: message for the user on tensors that are dequantised or not read; None without.
-        zero_biases: stored biases of zeros, which the model need not have.
-        has_vision: the model is the text part of one that reads images too.
+        architecture: class of the model in transformers, of the text part where there are others.
+        quantisation: settings of quantised weights; empty without.
     """
 
-    folder: Path
     architecture: str
-    weight_files: tuple[Path, ...]
-    num_parameters: int
-    stored_dtype: str
-    stored_types: Mapping[str, float] = field(default_factory=dict)
-    gguf: GGUFFile | None = None
-    packed: GGUFFile | QuantisedFolder | None = None
-    notice: str | None = None
-    zero_biases: frozenset[str] = frozenset()
-    has_vision: bool = False
+    has_vision: bool
+    dtype: str
+    quantisation: Mapping[str, Any]
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Check a model folder or a GGUF file; reads configuration and headers only.
+class ModelFiles:
+    """A model on disk: what its files say before a weight is read. Every file is read once.
 
-    Raises:
-        InvalidModel: a file is missing, unreadable or truncated, or the folder needs what is not
-            supported: remote code, adapters, pickled or quantised weights.
+    `ModelFiles.open` is the only place that knows what a source can be. Everything else passes the
+    opened model on, so that no name is looked up and no file is checked again. This class is of
+    folders; of a GGUF file it is `GGUFModel`.
+
+    Attributes:
+        name: the source as the user gave it.
+        folder: the model folder, or the GGUF file.
     """
-    if folder.suffix.lower() == GGUF and folder.is_file():
-        return _read_gguf(folder)
-    if not folder.is_dir():
-        raise InvalidModel(f"there is no model folder {folder}")
-    if (folder / "adapter_config.json").exists():
-        raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
-    described, method = _read_description(folder)
-    files = weight_files(folder)
-    elements: Counter[str] = Counter()
-    for file in files:
-        elements += count_elements(file)
-    if method:
-        return _with_quantised(described, files, elements, method)
-    if not elements or not elements.keys() <= FLOATS:
-        found = ", ".join(sorted(elements)) or "nothing"
-        raise InvalidModel(
-            f"weights in {folder} are {found}; supported are {', '.join(sorted(FLOATS))}"
+
+    generation_names: Mapping[str, str] = MappingProxyType({})
+    """What the files call sampling parameters, for messages; by default as they are called here."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+
+    @classmethod
+    def find(cls, source: str | Path | ModelFiles) -> ModelFiles:
+        """Find a model or a head, without a check of its files; `source` as for `open`."""
+        if isinstance(source, ModelFiles):
+            return source
+        folder = model_folder(source)
+        if not folder.is_file():
+            return ModelFiles(str(source), folder)
+        return GGUFModel(str(source), folder)
+
+    @classmethod
+    def open(cls, source: str | Path | ModelFiles) -> ModelFiles:
+        """Find and check a model; reads configuration and headers only, and fetches what is needed.
+
+        Args:
+            source: a folder, also with quantised weights, a GGUF file, a name on the Hugging Face
+                hub, a model of the zoo such as "zoo:smollm2-135m", or a model that is open.
+
+        Raises:
+            InvalidModel: there is none, a file is missing, unreadable or truncated, or the model
+                needs what is not supported: remote code, adapters, pickled weights.
+        """
+        files = cls.find(source)
+        files.check()
+        return files
+
+    def check(self) -> None:
+        """Refuse adapters, heads, code of its own, and weights that are missing or damaged."""
+        if (self.folder / "adapter_config.json").exists():
+            raise InvalidModel(
+                f"{self.folder} holds an adapter (LoRA); merge it into its base model first"
+            )
+        self.check_tensors()
+
+    def check_tensors(self) -> None:
+        """Refuse weights that are damaged, or none."""
+        if not self.weights.type_counts:
+            raise InvalidModel(f"{self.folder} holds no tensors")
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The contents of config.json; empty of a GGUF file."""
+        return read_object(self.folder / "config.json")
+
+    @cached_property
+    def description(self) -> Description:
+        """What the configuration says of the model (InvalidModel)."""
+        settings, where = self.config, self.folder / "config.json"
+        architectures = settings.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            raise InvalidModel(f"{where} names no architecture (architectures)")
+        architecture = str(architectures[0])
+        _refuse_own_code(self.folder, settings, architecture)
+        _refuse_heads(self.folder, settings, architecture)
+        method = settings.get("quantization_config") or {}
+        text = None if method else text_class(architecture, settings)
+        inner = settings["text_config"] if text else settings
+        named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
+        known = {"bfloat16": "BF16", "float16": "F16"}
+        dtype = known.get(str(next(filter(None, named), None)), "F32")
+        if not isinstance(method, dict):
+            raise InvalidModel(
+                f"{where} has quantization_config={method!r:.60}; it must be an object"
+            )
+        if method and method.get("quant_method") != METHOD:
+            read_scheme(where, method)
+        dtype = _computed_in({dtype}) if method else dtype
+        return Description(text or architecture, text is not None, dtype, method)
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model in transformers, of the text part where there are others."""
+        return self.description.architecture
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the model is the text part of one that reads images too."""
+        return self.description.has_vision
+
+    @property
+    def notice(self) -> str | None:
+        """Message for the user on tensors that are dequantised or not read; None without."""
+        if self.has_vision:
+            name = self.architecture
+            return f"{self.folder} reads images too: its text part is served, as {name}"
+        return self.weights.notice
+
+    @cached_property
+    def weight_files(self) -> tuple[Path, ...]:
+        """The files that hold the weights (InvalidModel)."""
+        return weight_files(self.folder)
+
+    @cached_property
+    def weights(self) -> StoredWeights:
+        """The stored tensors, read one by one: of safetensors, of GGUF, or in few bits."""
+        if method := self.description.quantisation:
+            return open_quantised(self.folder / "config.json", self.weight_files, method)
+        weights = FloatWeights(self.weight_files)
+        kinds = weights.type_counts.keys()
+        if not kinds or not kinds <= FLOATS:
+            raise InvalidModel(
+                f"weights in {self.folder} are {', '.join(sorted(kinds)) or 'nothing'}; supported "
+                f"are {', '.join(sorted(FLOATS))}"
+            )
+        return weights
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weights.type_counts.total()
+
+    @property
+    def stored_types(self) -> Mapping[str, float]:
+        """Shares of the parameters by the type in which they are stored."""
+        counts = self.weights.type_counts
+        return {kind: number / counts.total() for kind, number in counts.most_common()}
+
+    @cached_property
+    def stored_dtype(self) -> str:
+        """Most common element type, in safetensors' spelling ("BF16").
+
+        Where matrices have fewer bits it is the one that the rest is computed in.
+        """
+        if self.description.quantisation:
+            counts = FloatWeights(self.weight_files).type_counts
+            return _computed_in([kind for kind, _ in counts.most_common()])
+        return self.weights.type_counts.most_common(1)[0][0]
+
+    @property
+    def described_dtype(self) -> str:
+        """The element type that config.json names, in safetensors' spelling."""
+        return self.description.dtype
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration with its defaults, in the form of transformers' `config.to_dict()`."""
+        settings = read_settings(self)
+        if self.description.quantisation:  # which has been checked
+            settings.pop("quantization_config", None)
+        return settings
+
+    @cached_property
+    def sizes(self) -> Architecture:
+        """The sizes of the model; raises InvalidModel where it is not supported."""
+        return check_sizes(self.architecture, self.settings, f"the configuration in {self.folder}")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer with its chat template (InvalidModel)."""
+        return read_tokenizer(self.folder)
+
+    @property
+    def generation_path(self) -> Path:
+        """The file that states sampling parameters, which need not exist."""
+        return self.folder / "generation_config.json"
+
+    @cached_property
+    def generation_config(self) -> Mapping[str, Any]:
+        """What the files state on generation, by transformers' names; empty without."""
+        return read_object(self.generation_path) if self.generation_path.exists() else {}
+
+    def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Collect the end-of-text ids from generation settings, configuration and tokenizer."""
+        found = {tokenizer.eos_token_id}
+        config = self.folder / "config.json"
+        for path, values in ((self.generation_path, self.generation_config), (config, self.config)):
+            listed = values.get("eos_token_id")
+            ids = listed if isinstance(listed, list) else [listed]
+            if not all(token is None or _is_token_id(token) for token in ids):
+                raise InvalidModel(
+                    f"{path} has eos_token_id={listed!r:.60}; it must be a token id or a list"
+                )
+            found |= set(ids)
+        return frozenset(token for token in found if token is not None)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Hash of all bytes of the weight files, of a head too."""
+        medusa = self.folder / MEDUSA_WEIGHTS
+        return weights_hash([medusa] if medusa.is_file() else self.weight_files)
+
+    @cached_property
+    def sample_hash(self) -> str:
+        """Hash of the headers and of 4 KiB from the middle of every tensor.
+
+        For a warning at every start, where reading hundreds of gigabytes twice is too much.
+        Training moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
+        """
+        return weights_sample_hash(self.weight_files)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Hash of tokenizer.json, or of a GGUF file's header (InvalidModel)."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidModel(f"{path} is missing; is {self.folder} a model folder?")
+        return combined([path])
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Hash of the files with chat templates, of nothing without one (InvalidModel)."""
+        parts, folder = [], self.folder
+        files = [folder / "chat_template.jinja", folder / "chat_template.json"]
+        for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+            if path.is_file():
+                parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
+        settings = folder / "tokenizer_config.json"
+        if settings.is_file():
+            template = read_object(settings).get("chat_template")
+            parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
+        return hash_of(b"".join(parts))
+
+    @property
+    def settings_key(self) -> bytes:
+        """The bytes on which `settings` depend."""
+        check_layer_count(self.config)
+        return json.dumps(self.config).encode()
+
+    def transformers_config(self) -> Any:
+        """Return transformers' configuration object; raises whatever transformers raises."""
+        from transformers import AutoConfig  # takes seconds
+
+        return text_config(AutoConfig.from_pretrained(self.folder, **FROM_TRANSFORMERS))
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return all parameters, dequantised; None where transformers reads the files itself."""
+        return None
+
+
+class GGUFModel(ModelFiles):
+    """A model in one GGUF file."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    generation_names = MappingProxyType(
+        {
+            "temperature": "general.sampling.temp",
+            "top_p": "general.sampling.top_p",
+            "top_k": "general.sampling.top_k",
+            "min_p": "general.sampling.min_p",
+            "repetition_penalty": "general.sampling.penalty_repeat",
+        }
+    )
+
+    @cached_property
+    def weights(self) -> GGUFFile:
+        """The checked file."""
+        return open_gguf(self.folder)
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return (self.folder,)
+
+    def check(self) -> None:
+        """Refuse a file without tensors, or with a tokenizer whose rule is unknown."""
+        if self.weights.metadata.get("tokenizer.ggml.model") == "gpt2":
+            split_rule(self.weights)
+        self.check_tensors()
+
+    @cached_property
+    def description(self) -> Description:
+        return Description(self.weights.architecture, False, "BF16", {})
+
+    @property
+    def stored_dtype(self) -> str:
+        """Most common element type; bf16 for files with blocks of fewer bits."""
+        counts = self.weights.type_counts
+        return counts.most_common(1)[0][0] if counts.keys() <= FLOATS else "BF16"
+
+    @property
+    def settings_key(self) -> bytes:
+        return json.dumps(self.weights.settings, sort_keys=True).encode()
+
+    def transformers_config(self) -> Any:
+        """Return transformers' configuration object; raises whatever transformers raises."""
+        return self.weights.config()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters, dequantised."""
+        return {name: self.weights.read(name) for name in self.weights.tensors}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer and the chat template in the metadata (InvalidModel)."""
+        file = self.weights
+        template = file.metadata.get("tokenizer.chat_template")
+        key = hash_of(library_versions() + file.header_hash.encode())
+        kept = cached_json(
+            cache_folder(),
+            f"tokenizer-of-gguf-{version('forerun')}-{key}",
+            lambda: {"content": build_tokenizer(file).to_str(), "special": special_tokens(file)},
         )
-    return replace(
-        described,
-        weight_files=files,
-        num_parameters=elements.total(),
-        stored_dtype=elements.most_common(1)[0][0],
-        stored_types=_shares(elements),
-    )
+        definition = TokenizerDefinition(
+            content=kept["content"],
+            eos_token_id=file.token_id("eos"),
+            splits_special_tokens=False,
+            chat_template=template if isinstance(template, str) and template else None,
+        )
+        return Tokenizer(
+            definition,
+            lambda other: render_template(other or str(definition.chat_template), kept["special"]),
+        )
+
+    @property
+    def generation_path(self) -> Path:
+        return self.folder
+
+    @cached_property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The sampling parameters in the metadata, by their names here."""
+        metadata = self.weights.metadata
+        return {name: metadata.get(key) for name, key in self.generation_names.items()}
+
+    def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Collect the end-of-text ids that the metadata name, and the tokens known to end texts."""
+        added = tokenizer.added.items()
+        known = {token for token, (text, is_special) in added if is_special and text in ENDS}
+        stated = tokenizer.eos_token_id
+        known |= set() if stated is None else {stated}
+        return self.weights.eos_token_ids | known
+
+    @cached_property
+    def sample_hash(self) -> str:
+        return hash_of(self.weights.sample(SAMPLE_BYTES))[:HASH_LENGTH]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.weights.header_hash
+
+    @property
+    def template_hash(self) -> str:
+        """Hash of nothing: the template is a part of the header, which `tokenizer_hash` covers."""
+        return hash_of(b"")
 
 
-def read_described(folder: Path) -> Checkpoint:
-    """Return the model that config.json describes, without files and number of parameters.
-
-    Raises:
-        InvalidModel: as for `read_checkpoint`, except for faults of the weight files.
-    """
-    return _read_description(folder)[0]
+def _is_token_id(token: object) -> bool:
+    return type(token) is int and -1 <= token < 1 << 31  # some files have -1 for none
 
 
-def _read_description(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
-    """Return the model that config.json describes, and its quantisation settings, empty if none."""
-    settings, architecture = read_named(folder)
-    method = settings.get("quantization_config") or {}
-    text = None if method else text_class(architecture, settings)
-    inner = settings["text_config"] if text else settings
-    named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
-    dtype = {"bfloat16": "BF16", "float16": "F16"}.get(str(next(filter(None, named), None)), "F32")
-    described = Checkpoint(
-        folder=folder,
-        architecture=text or architecture,
-        weight_files=(),
-        num_parameters=0,
-        stored_dtype=dtype,
-        notice=text and f"{folder} reads images too: its text part is served, as {text}",
-        has_vision=text is not None,
-    )
-    if not method:
-        return described, {}
-    from forerun.models.quantised_folder import METHOD, read_scheme
+def read_settings(files: ModelFiles, folder: Path | None = None) -> dict[str, Any]:
+    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`."""
+    key = hash_of(files.settings_key + b"\0" + version("transformers").encode())
+    return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(files))
 
-    where = folder / "config.json"
-    if not isinstance(method, dict):
-        raise InvalidModel(f"{where} has quantization_config={method!r:.60}; it must be an object")
-    if (name := method.get("quant_method")) != METHOD:
-        read_scheme(where, method)
-    notice = f"its matrices are quantised ({name})"
-    return replace(described, stored_dtype=_computed_in({dtype}), notice=notice), method
+
+def understood(files: ModelFiles) -> dict[str, Any]:
+    """Read the configuration with transformers and convert it to JSON types."""
+    try:
+        config = files.transformers_config()
+    except Exception as error:
+        raise InvalidModel(f"the configuration in {files.folder} is refused: {error}") from error
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return settings
+
+
+def check_sizes(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
+    """Read the sizes of a configuration, turning any malformed value into InvalidModel."""
+    try:
+        return read_architecture(name, settings)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
 
 
 def _computed_in(stored: Collection[str]) -> str:
     """Return the first stored type that quantised models compute in: any but fp16, or else bf16."""
     return next((kind for kind in stored if kind in FLOATS and kind != "F16"), "BF16")
-
-
-def read_named(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the contents of config.json and its model class; refuses heads and own code."""
-    settings = read_object(folder / "config.json")
-    architectures = settings.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
-    _refuse_own_code(folder, settings, str(architectures[0]))
-    _refuse_heads(folder, settings, str(architectures[0]))
-    return settings, str(architectures[0])
-
-
-def _read_gguf(path: Path) -> Checkpoint:
-    from forerun.models.gguf_file import open_gguf
-    from forerun.models.gguf_tokenizer import split_rule
-
-    gguf = open_gguf(path)
-    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
-        split_rule(gguf)  # refuses an unknown one before weights are read
-    counts = gguf.type_counts
-    if not counts:
-        raise InvalidModel(f"{path} holds no tensors")
-    return Checkpoint(
-        folder=path,
-        architecture=gguf.architecture,
-        weight_files=(path,),
-        num_parameters=counts.total(),
-        stored_dtype=counts.most_common(1)[0][0] if counts.keys() <= FLOATS else "BF16",
-        stored_types=_shares(counts),
-        gguf=gguf,
-        packed=gguf,
-        notice=gguf.notice,
-    )
-
-
-def _with_quantised(
-    described: Checkpoint,
-    files: tuple[Path, ...],
-    elements: Counter[str],
-    settings: Mapping[str, Any],
-) -> Checkpoint:
-    """Return the checkpoint of a folder with quantised matrices."""
-    from forerun.models.quantised_folder import open_quantised
-
-    packed = open_quantised(described.folder / "config.json", files, settings)
-    counts: Counter[str] = Counter()
-    for name, shape in packed.shapes.items():
-        counts[packed.stored_type(name)] += math.prod(shape)
-    if not counts:
-        raise InvalidModel(f"{described.folder} holds no tensors")
-    return replace(
-        described,
-        weight_files=files,
-        num_parameters=counts.total(),
-        stored_dtype=_computed_in([kind for kind, _ in elements.most_common()]),
-        stored_types=_shares(counts),
-        packed=packed,
-        notice=packed.notice,
-        zero_biases=packed.zero_biases,
-    )
-
-
-def _shares(counts: Counter[str]) -> dict[str, float]:
-    return {kind: number / counts.total() for kind, number in counts.most_common()}
 
 
 HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
@@ -236,7 +470,7 @@ def _refuse_heads(folder: Path, settings: Mapping[str, Any], architecture: str) 
         )
 
 
-def _refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
+def _refuse_own_code(folder: Path, settings: Mapping[str, Any], architecture: str) -> None:
     """Refuse models that need their own Python code, which is never run.
 
     Some still name the code they came with before transformers had their class, Phi-3 for one;
@@ -315,104 +549,16 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class _TensorEntry(msgspec.Struct):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: Annotated[list[_Size], msgspec.Meta(max_length=8)]
-    data_offsets: tuple[_Size, _Size]
-
-
-def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Counter[str]:
-    """Count the elements per data type in a safetensors file, from its header."""
-    size_bytes = path.stat().st_size
-    header, header_bytes = _read_header(path, size_bytes, max_header_bytes)
-    header.pop("__metadata__", None)
-    if len(header) > MAX_TENSORS:
-        raise InvalidModel(
-            f"{path} has {len(header)} tensors; at most {MAX_TENSORS} of one file are read"
-        )
-    elements: Counter[str] = Counter()
-    ranges = []
-    for name, entry in header.items():
-        start, end, num_elements = _tensor_range(path, name, entry)
-        elements[entry["dtype"]] += num_elements
-        ranges.append((start, end, name))
-    declared_bytes = header_bytes
-    for start, end, name in sorted(ranges):
-        if header_bytes + start != declared_bytes:
-            raise malformed(path, f"tensor {name!r} overlaps another or leaves a gap before it")
-        declared_bytes = header_bytes + end
-    if size_bytes != declared_bytes:
-        raise InvalidModel(
-            f"{path} has {size_bytes} bytes, its header declares {declared_bytes}: "
-            "the file is incomplete or damaged; fetch it again"
-        )
-    return elements
-
-
-def _tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
-    """First byte, byte after the last and number of elements of a tensor in a header."""
-    try:
-        tensor = msgspec.convert(entry, _TensorEntry)
-    except msgspec.ValidationError as error:
-        raise malformed(path, f"tensor {name!r} is {entry!r:.80} ({error})") from error
-    (start, end), dtype, num_elements = tensor.data_offsets, tensor.dtype, math.prod(tensor.shape)
-    expected = num_elements * ITEM_BYTES.get(dtype, 0)
-    if end < start or (dtype in ITEM_BYTES and end - start != expected):
-        raise malformed(path, f"tensor {name!r} has {end - start} bytes for {num_elements} {dtype}")
-    return start, end, num_elements
-
-
-def malformed(path: Path, reason: str) -> InvalidModel:
-    """The error for a safetensors header that contradicts itself."""
-    return InvalidModel(f"{path} has a malformed safetensors header: {reason}")
-
-
-def _read_header(
-    path: Path, size_bytes: int, max_bytes: int = MAX_HEADER_BYTES
-) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > size_bytes - 8:
-                raise InvalidModel(
-                    f"{path} has {size_bytes} bytes, its header alone declares {8 + length}: "
-                    "the file is truncated or no safetensors file; fetch it again"
-                )
-            if length > max_bytes:
-                raise malformed(path, f"it has {length} bytes; at most {max_bytes} are read")
-            header = parse_json(file.read(length), "its header", HEADER_LIMITS)
-    except (OSError, ValueError) as error:
-        raise InvalidModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise malformed(path, "it is no JSON object")
-    return header, 8 + length
-
-
 def weights_hash(weight_files: Iterable[Path]) -> str:
     """SHA-256 of safetensors files in the order of their names: its first 16 hexadecimal digits."""
     return combined(sorted(weight_files))
 
 
 def weights_sample_hash(weight_files: Iterable[Path]) -> str:
-    """Hash of the headers and of 4 KiB from the middle of every tensor.
-
-    For a warning at every start, where reading hundreds of gigabytes twice is too much. Training
-    moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
-    """
+    """Hash the headers and samples of the tensors in safetensors files."""
     total = hashlib.sha256()
     for path in sorted(weight_files):
-        if path.suffix.lower() == GGUF:
-            from forerun.models.gguf_file import open_gguf
-
-            total.update(open_gguf(path).sample(SAMPLE_BYTES))
-            continue
-        header, data_starts = _read_header(path, path.stat().st_size)
+        header, data_starts = parse_header(path, path.stat().st_size)
         header.pop("__metadata__", None)
         total.update(json.dumps(header, sort_keys=True).encode())
         with path.open("rb") as file:
@@ -422,40 +568,6 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
                 file.seek(data_starts + start + (end - start - length) // 2)
                 total.update(file.read(length))
     return total.hexdigest()[:HASH_LENGTH]
-
-
-def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of the tokenizer in a folder, or of a GGUF file's header: its first 16 digits.
-
-    Raises:
-        InvalidModel: the folder has no tokenizer.json.
-    """
-    if folder.is_file():
-        from forerun.models.gguf_file import open_gguf
-
-        return open_gguf(folder).header_hash
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise InvalidModel(f"{path} is missing; is {folder} a model folder?")
-    return combined([path])
-
-
-def template_hash(folder: Path) -> str:
-    """SHA-256 of a folder's chat template, of nothing without one: its first 16 hexadecimal digits.
-
-    Raises:
-        InvalidModel: the tokenizer's settings cannot be read.
-    """
-    parts = []
-    files = [folder / "chat_template.jinja", folder / "chat_template.json"]
-    for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
-        if path.is_file():
-            parts.append(path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path)).digest())
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        template = read_object(settings).get("chat_template")
-        parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
-    return hash_of(b"".join(parts))
 
 
 def combined(files: Iterable[Path]) -> str:

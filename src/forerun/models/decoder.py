@@ -7,11 +7,13 @@ not depend on the family, and fused where the input is the same: query, key and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Float16, Int8
@@ -68,13 +70,49 @@ class QuantisedMatrix(NamedTuple):
         )
 
 
-@runtime_checkable
-class StoredBlocks(Protocol):
-    """Matrices that are stored in groups of a few bits."""
+class StoredWeights(ABC):
+    """The tensors of a model by their names in transformers: safetensors, GGUF or packed integers.
 
+    Attributes:
+        is_packed: whether matrices may be stored in groups of a few bits.
+        notice: message for the user on tensors that are dequantised; None without.
+        zero_biases: stored biases of zeros, which the model need not have.
+        rope_factors: divisors of the rotation of every pair of a head, fp32; None without scaling.
+        type_counts: number of parameters by the type in which they are stored.
+        names: of all tensors, also of parts beside the language model.
+        shapes: of the parameters of the language model.
+    """
+
+    is_packed: bool
+
+    @property
+    @abstractmethod
+    def notice(self) -> str | None: ...
+    @property
+    @abstractmethod
+    def zero_biases(self) -> frozenset[str]: ...
+    @property
+    @abstractmethod
+    def rope_factors(self) -> Tensor | None: ...
+    @property
+    @abstractmethod
+    def type_counts(self) -> Counter[str]: ...
+    @property
+    @abstractmethod
+    def names(self) -> Collection[str]: ...
+    @property
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Return a parameter in floating point, dequantised."""
+
+    @abstractmethod
     def groups(self, name: str) -> BlockFormat | None:
-        """Return the format of a matrix, by its name in transformers; None for others."""
+        """Return the format of a matrix in few bits, by its name in transformers; else None."""
 
+    @abstractmethod
     def quantised(self, name: str) -> QuantisedMatrix:
         """Return a matrix that has `groups`."""
 
@@ -98,7 +136,7 @@ def fused_with(name: str) -> tuple[str, ...]:
     return (name,) if fused is None else tuple(f"{prefix}.{part}.weight" for part in fused)
 
 
-def join_formats(stored: StoredBlocks, names: Sequence[str]) -> BlockFormat | None:
+def join_formats(stored: StoredWeights, names: Sequence[str]) -> BlockFormat | None:
     """Return the format that holds all parts of a matrix; None where one is in floating point."""
     found = [stored.groups(name) for name in names]
     formats = [groups for groups in found if groups is not None]

@@ -18,11 +18,8 @@ import msgspec
 from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import (
-    read_checkpoint,
+    ModelFiles,
     read_object,
-    template_hash,
-    tokenizer_hash,
-    weights_sample_hash,
 )
 from forerun.terminal_text import shell_command
 from forerun.theory.intervals import Interval
@@ -92,12 +89,11 @@ class DraftCard:
         return {"format": FORMAT, **asdict(self)}
 
 
-def identify(folder: Path) -> TargetIdentity:
-    """The identity of the model in a folder; raises InvalidModel where a file cannot be used."""
+def identify(model: str | Path | ModelFiles) -> TargetIdentity:
+    """The identity of a model; raises InvalidModel where a file cannot be used."""
+    files = ModelFiles.open(model)
     return TargetIdentity(
-        weights=weights_sample_hash(read_checkpoint(folder).weight_files),
-        tokenizer=tokenizer_hash(folder),
-        template=template_hash(folder),
+        weights=files.sample_hash, tokenizer=files.tokenizer_hash, template=files.template_hash
     )
 
 
@@ -128,7 +124,7 @@ def read_card(folder: Path) -> DraftCard | None:
         raise InvalidModel(f"{path} is damaged ({error}); align again") from error
 
 
-def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
+def changes_of_target(card: DraftCard, target: Path | ModelFiles) -> tuple[str, ...]:
     """Return which parts of a target differ from the target that the draft was aligned to.
 
     They are named "weights", "tokenizer" and "chat template".
@@ -139,7 +135,7 @@ def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
     return card.made_for.differences(identify(target))
 
 
-def staleness(draft: Path, target: Path) -> str | None:
+def staleness(draft: Path, target: Path | ModelFiles) -> str | None:
     """Describe how a target differs from the one that a draft was aligned to.
 
     None where it does not, or where the draft has no card.
@@ -150,16 +146,17 @@ def staleness(draft: Path, target: Path) -> str | None:
     card = read_card(draft)
     if card is None:
         return None
-    changed = changes_of_target(card, target)
+    files = ModelFiles.open(target)
+    changed = changes_of_target(card, files)
     if not changed:
         return None
     command = shell_command(
         "forerun align --refresh {draft} --target {target} --prompts PROMPTS.jsonl --out aligned",
         draft=draft,
-        target=target,
+        target=files.folder,
     )
     return (
-        f"the draft {draft} was aligned to {card.target}; {target} has other {', '.join(changed)}: "
-        "the text stays exact, but fewer tokens may be accepted; to align the draft to this "
-        f"target: {command}"
+        f"the draft {draft} was aligned to {card.target}; {files.folder} has other "
+        f"{', '.join(changed)}: the text stays exact, but fewer tokens may be accepted; to "
+        f"align the draft to this target: {command}"
     )

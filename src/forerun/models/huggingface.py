@@ -17,7 +17,7 @@ import torch
 import transformers
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -25,11 +25,11 @@ from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import LAYER_COUNTS, SUPPORTED, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
-from forerun.models.checkpoint import FROM_TRANSFORMERS, Checkpoint, text_config
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
-from forerun.models.tensor_files import TEXT_NAMES, text_only
+from forerun.models.stored_tensors import TEXT_NAMES, text_only
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -397,27 +397,23 @@ def sharing(model: ModuleT) -> ModuleT:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def read_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
+def read_class(files: ModelFiles) -> tuple[Any, Any]:
     """Return the class of a checkpoint in transformers and its configuration; reads no weights.
 
     Raises InvalidModel where transformers refuses the configuration.
     """
     try:
         with quiet_transformers():
-            if checkpoint.gguf is not None:
-                config = checkpoint.gguf.config()
-            else:
-                found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
-                config = text_config(found)
+            config = files.transformers_config()
     except Exception as error:
-        raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
+        raise InvalidModel(f"{files.folder} cannot be loaded: {error}") from error
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
-    return getattr(transformers, checkpoint.architecture), config  # Mistral 4 is not among them
+    return getattr(transformers, files.architecture), config  # Mistral 4 is not among them
 
 
-def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The transformers model, with every parameter from the checkpoint.
+def read_weights(files: ModelFiles, dtype: torch.dtype) -> Any:
+    """The transformers model, with every parameter from the files.
 
     transformers fills what is missing or misshapen with random numbers and reports it; here that
     is an error.
@@ -425,23 +421,23 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     Raises:
         InvalidModel: parameters are missing, unknown or have the wrong shape.
     """
-    model_class, config = read_class(checkpoint)
-    gguf = checkpoint.gguf
-    if gguf is not None and gguf.rope_factors is not None:
+    model_class, config = read_class(files)
+    if files.weights.rope_factors is not None:
         raise InvalidModel(
-            f"{checkpoint.folder} scales its rotations pair by pair, which transformers' modules "
+            f"{files.folder} scales its rotations pair by pair, which transformers' modules "
             "cannot be given; use the model in its original form, a folder with *.safetensors"
         )
     try:
         with quiet_transformers():
             with torch.device("meta"):
                 described = model_class._from_config(copy.deepcopy(config), dtype=dtype)
-            _check_count(checkpoint, sum(each.numel() for each in described.parameters()))
+            _check_count(files, sum(each.numel() for each in described.parameters()))
+            tensors = files.state_dict()
             model, info = model_class.from_pretrained(
-                checkpoint.folder if gguf is None else None,
+                files.folder if tensors is None else None,
                 config=config,
-                state_dict=gguf and {name: gguf.read(name) for name in gguf.tensors},
-                key_mapping=dict(TEXT_NAMES) if checkpoint.has_vision else None,
+                state_dict=tensors,
+                key_mapping=dict(TEXT_NAMES) if files.has_vision else None,
                 dtype=dtype,
                 use_safetensors=True,
                 local_files_only=True,
@@ -451,26 +447,26 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     except InvalidModel:
         raise
     except Exception as error:
-        raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
+        raise InvalidModel(f"{files.folder} cannot be loaded: {error}") from error
     for problem in ("missing", "unexpected", "mismatched"):
         names = sorted(text_only(str(name) for name in info[f"{problem}_keys"]))
         if names:
             raise InvalidModel(
-                f"the weights in {checkpoint.folder} do not fit its configuration: "
+                f"the weights in {files.folder} do not fit its configuration: "
                 f"{len(names)} {problem}, the first {names[0]}"
             )
     return model
 
 
-def _check_count(checkpoint: Checkpoint, num_described: int) -> None:
+def _check_count(files: ModelFiles, num_described: int) -> None:
     """Refuse a configuration of far more parameters than stored before memory is taken for them.
 
     Weights that lack less are read, so that the error can name what is missing.
     """
-    if num_described > 2 * checkpoint.num_parameters:
+    if num_described > 2 * files.num_parameters:
         raise InvalidModel(
-            f"the weights in {checkpoint.folder} do not fit its configuration: it describes "
-            f"{num_described} parameters, and {checkpoint.num_parameters} are stored"
+            f"the weights in {files.folder} do not fit its configuration: it describes "
+            f"{num_described} parameters, and {files.num_parameters} are stored"
         )
 
 

@@ -9,25 +9,18 @@ and the version that read it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from forerun.bounded_read import first_line
-from forerun.cache import cache_folder, cached_json, hash_of
-from forerun.client.urls import hide_urls
 from forerun.errors import InvalidModel, InvalidRequest, RunnerUnavailable
 from forerun.models.architecture import (
     QUANTISED,
@@ -35,21 +28,12 @@ from forerun.models.architecture import (
     Architecture,
     Runner,
     WeightFormat,
-    check_layer_count,
-    read_architecture,
 )
 from forerun.models.base import LanguageModel, RowBatch, Span
-from forerun.models.catalog import PREFIX, ZOO, zoo_path
-from forerun.models.checkpoint import (
-    FROM_TRANSFORMERS,
-    GGUF,
-    Checkpoint,
-    read_checkpoint,
-    read_object,
-    text_config,
-)
+from forerun.models.checkpoint import ModelFiles, check_sizes
 from forerun.models.decoder import (
     Decoder,
+    StoredWeights,
     fused_with,
     join_formats,
     parameter_shapes,
@@ -58,42 +42,9 @@ from forerun.models.decoder import (
 )
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
-from forerun.models.tokenizers import Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from forerun.models.gguf_file import GGUFFile
-    from forerun.models.quantised_folder import QuantisedFolder
-
-
-def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
-    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`."""
-    if checkpoint.gguf is None:
-        check_layer_count(read_object(checkpoint.folder / "config.json"))
-        content = (checkpoint.folder / "config.json").read_bytes()
-    else:
-        content = json.dumps(checkpoint.gguf.settings, sort_keys=True).encode()
-    key = hash_of(content + b"\0" + version("transformers").encode())
-    return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint))
-
-
-def understood(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the configuration with transformers and convert it to JSON types."""
-    from transformers import AutoConfig
-
-    try:
-        if (gguf := checkpoint.gguf) is not None:
-            config = gguf.config()
-        else:
-            found = AutoConfig.from_pretrained(checkpoint.folder, **FROM_TRANSFORMERS)
-            config = text_config(found)
-    except Exception as error:
-        raise InvalidModel(
-            f"the configuration in {checkpoint.folder} is refused: {error}"
-        ) from error
-    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return settings
 
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -115,21 +66,9 @@ logger = logging.getLogger("forerun.runner")
 LARGE_BYTES = 1 << 30
 """Bytes of weights from which on loading is announced, because it takes seconds."""
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# The last are the golden rows of EAGLE-3 heads.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "golden.rows")
-# Second copies of the weights, and subfolders with formats of other systems.
-IGNORED_HUB_FILES = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.model", "*/*.txt")
-LOOKUP_NAMES = frozenset(
-    {"ngram", "[ngram]", "n-gram", "lookup", "prompt-lookup", "prompt_lookup", "pld"}
-)
-"""Names that other systems give to drafting by copying from the text."""
-KNOWN_NAMES = ("suffix", "recycling", "self", "mtp", "auto")
-"""Names of drafts that are no models, suggested when a name is mistyped."""
-
 
 def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run)
-    source: str | Path,
+    source: str | Path | ModelFiles,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -164,8 +103,9 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
     """
     if weights not in WEIGHT_FORMATS:
         raise InvalidRequest(f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}")
-    files = model_files(
-        read_checkpoint(model_folder(source)),
+    files = ModelFiles.open(source)
+    run = model_files(
+        files,
         dtype=dtype,
         device=device,
         max_batch=max_batch,
@@ -174,12 +114,12 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
         num_threads=num_threads,
         weights=weights,
     )
-    _warn_of_limit(max_context, files.architecture)
-    return _prepare(runner, files, str(source))
+    _warn_of_limit(max_context, files.sizes)
+    return _prepare(runner, run, files.name)
 
 
 def model_files(  # noqa: PLR0913 (as `load_model`)
-    checkpoint: Checkpoint,
+    files: ModelFiles,
     *,
     dtype: str,
     device: str,
@@ -188,24 +128,21 @@ def model_files(  # noqa: PLR0913 (as `load_model`)
     max_staged_rows: int,
     num_threads: int | None = None,
     weights: WeightFormat = "auto",
-) -> ModelFiles:
-    """Return what is known of a model before its weights are read; arguments as of `load_model`.
+) -> ModelRun:
+    """Return how a model is to run, before its weights are read; arguments as of `load_model`.
 
     Raises:
         InvalidModel: the configuration is refused.
         InvalidRequest: an argument cannot be honoured.
     """
-    settings, architecture = read_config(checkpoint)
-    return ModelFiles(
-        checkpoint=checkpoint,
-        settings=settings,
-        architecture=architecture,
+    return ModelRun(
+        files=files,
         geometry=geometry_of(
-            architecture,
+            files.sizes,
             num_slots=max_batch,
-            capacity=_choose_context(max_context, architecture),
+            capacity=_choose_context(max_context, files.sizes),
             max_staged_rows=max_staged_rows,
-            dtype=choose_dtype("bf16" if weights == "bf16" else dtype, checkpoint),
+            dtype=choose_dtype("bf16" if weights == "bf16" else dtype, files),
         ),
         device=choose_device(device),
         num_threads=num_threads,
@@ -214,26 +151,26 @@ def model_files(  # noqa: PLR0913 (as `load_model`)
     )
 
 
-def _prepare(runner: Runner, files: ModelFiles, name: str) -> LanguageModel:
+def _prepare(runner: Runner, run: ModelRun, name: str) -> LanguageModel:
     """Check the memory and load the weights; says how long it takes if they are large."""
-    needed = files.memory
-    check_fits(name, needed, files.geometry, files.device)
+    needed = run.memory
+    check_fits(name, needed, run.geometry, run.device)
     num_bytes = needed.weights_bytes
-    is_packed = files.checkpoint.packed is not None
-    if (files.keeps_blocks or not is_packed) and (notice := files.checkpoint.notice):
+    is_packed = run.files.weights.is_packed
+    if (run.keeps_blocks or not is_packed) and (notice := run.files.notice):
         preparation.info("%s", notice)
     if num_bytes < LARGE_BYTES:
-        return run_by(runner, files)
+        return run_by(runner, run)
     preparation.info("preparing %.1f GB of weights of %s ...", num_bytes / 1e9, name)
     start_s = time.monotonic()
-    model = run_by(runner, files)
+    model = run_by(runner, run)
     preparation.info("prepared them in %.1f s", time.monotonic() - start_s)
     return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelFiles:
-    """Properties of a model that are known before its weights are read.
+class ModelRun:
+    """A model and how it is to run, before its weights are read.
 
     Attributes:
         num_threads: for runners with threads of their own; None: as many as torch has.
@@ -241,9 +178,7 @@ class ModelFiles:
         keeps_blocks: whether the native runner packs blocks of a GGUF file as they are stored.
     """
 
-    checkpoint: Checkpoint
-    settings: Mapping[str, Any]
-    architecture: Architecture
+    files: ModelFiles
     geometry: KVGeometry
     device: torch.device
     num_threads: int | None = None
@@ -251,45 +186,53 @@ class ModelFiles:
     keeps_blocks: bool = False
 
     @property
+    def architecture(self) -> Architecture:
+        return self.files.sizes
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding, by the configuration."""
+        return bool(self.files.settings.get("tie_word_embeddings"))
+
+    @property
     def memory(self) -> MemoryEstimate:
-        packed = self.checkpoint.packed
-        is_tied = bool(self.settings.get("tie_word_embeddings"))
+        weights, is_tied = self.files.weights, self.is_tied
         needed = estimate(
-            self.checkpoint.num_parameters,
+            self.files.num_parameters,
             self.architecture,
             self.geometry,
             self.weights,
             is_tied=is_tied,
         )
-        if packed is not None and self.keeps_blocks:
-            kept = kept_bytes(packed, self.geometry.dtype.itemsize, is_tied=is_tied)
+        if weights.is_packed and self.keeps_blocks:
+            kept = kept_bytes(weights, self.geometry.dtype.itemsize, is_tied=is_tied)
             return replace(needed, weights_bytes=kept)
         return needed
 
     def read_decoder(self) -> Decoder:
         """Check the weight files and return the sizes and constants of the model."""
+        files, weights = self.files, self.files.weights
         num_positions = self.geometry.capacity + self.geometry.max_staged_rows
         try:
-            if objection := unsupported(self.architecture, self.settings):
+            if objection := unsupported(files.sizes, files.settings):
                 raise RunnerUnavailable(f"only the eager runner supports {objection}")
-            decoder = read_decoder(self.architecture, self.settings).within(num_positions)
+            decoder = read_decoder(files.sizes, files.settings).within(num_positions)
         except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidModel(
-                f"the configuration in {self.checkpoint.folder} cannot be used: "
+                f"the configuration in {files.folder} cannot be used: "
                 f"{type(error).__name__} {error}"
             ) from error
-        gguf = self.checkpoint.gguf
-        if gguf is not None and (factors := gguf.rope_factors) is not None:
+        if (factors := weights.rope_factors) is not None:
             if factors.shape != decoder.inv_freq.shape or not bool((factors > 0).all()):
-                raise InvalidModel(f"{gguf.path} has factors of the rotation of a wrong form")
+                raise InvalidModel(f"{files.folder} has factors of the rotation of a wrong form")
             decoder = replace(decoder, inv_freq=decoder.inv_freq / factors)
-        if decoder.tied and has_own_head(self.checkpoint, self.geometry.dtype):
+        if decoder.tied and has_own_head(weights, self.geometry.dtype):
             decoder = replace(decoder, tied=False)
-        check_parameters(self.checkpoint, parameter_shapes(decoder))
+        check_parameters(weights, parameter_shapes(decoder), files.folder)
         return decoder
 
 
-def kept_bytes(packed: GGUFFile | QuantisedFolder, element_bytes: int, *, is_tied: bool) -> int:
+def kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
     """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():
@@ -302,29 +245,29 @@ def kept_bytes(packed: GGUFFile | QuantisedFolder, element_bytes: int, *, is_tie
     return total
 
 
-def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
+def run_by(runner: Runner, run: ModelRun) -> LanguageModel:
     """Load the model with the requested runner; "auto" is the fastest available one."""
-    if files.weights in QUANTISED and runner not in ("auto", "native"):
+    if run.weights in QUANTISED and runner not in ("auto", "native"):
         raise InvalidRequest(
-            f"weights in {files.weights} need the native runner, not {runner}; leave one out"
+            f"weights in {run.weights} need the native runner, not {runner}; leave one out"
         )
-    wanted = "native" if files.weights in QUANTISED else runner
-    model = LOADERS[wanted](files) if wanted != "auto" else _run_by_fastest(files)
-    if files.device.type == "cpu":  # elsewhere a first pass may take seconds to prepare
-        try_out(model, f"the weights in {files.checkpoint.folder}")
+    wanted = "native" if run.weights in QUANTISED else runner
+    model = LOADERS[wanted](run) if wanted != "auto" else _run_by_fastest(run)
+    if run.device.type == "cpu":  # elsewhere a first pass may take seconds to prepare
+        try_out(model, f"the weights in {run.files.folder}")
     return model
 
 
-def _run_by_fastest(files: ModelFiles) -> LanguageModel:
+def _run_by_fastest(run: ModelRun) -> LanguageModel:
     reasons: list[str] = []
-    for name in PREFERRED[files.device.type]:
+    for name in PREFERRED[run.device.type]:
         try:
-            return LOADERS[name](files)
+            return LOADERS[name](run)
         except RunnerUnavailable as error:
             if str(error) not in reasons:  # both fast runners give the same reason
                 reasons.append(str(error))
-                logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
-    return _eager(files)
+                logger.warning("%s runs slower than it could: %s", run.files.folder, error)
+    return _eager(run)
 
 
 def try_out(model: LanguageModel, name: str) -> None:
@@ -346,51 +289,52 @@ def try_out(model: LanguageModel, name: str) -> None:
         )
 
 
-def _native(files: ModelFiles) -> LanguageModel:
-    if files.device.type != "cpu":
-        raise RunnerUnavailable(f"the native runner runs on the CPU, not on {files.device}")
+def _native(run: ModelRun) -> LanguageModel:
+    if run.device.type != "cpu":
+        raise RunnerUnavailable(f"the native runner runs on the CPU, not on {run.device}")
     from forerun.models.runner.native import build_native_model
     from forerun.native.library import load_kernels
 
-    decoder = files.read_decoder()
-    kernels = load_kernels(files.num_threads or _usual_threads())
+    decoder = run.read_decoder()
+    kernels = load_kernels(run.num_threads or _usual_threads())
     # The kernels keep every core busy; what torch does between passes is too little to share, and
     # its idle threads would spin on the cores the kernels need next.
     torch.set_num_threads(1)
-    read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
-    kept = files.checkpoint.packed if files.keeps_blocks else None
-    return build_native_model(decoder, read, files.geometry, kernels, files.weights, kept)
+    read = tensor_reader(run.files.weights, run.geometry.dtype, run.device)
+    packed = run.files.weights
+    kept = packed if run.keeps_blocks and packed.is_packed else None
+    return build_native_model(decoder, read, run.geometry, kernels, run.weights, kept)
 
 
-def _graphs(files: ModelFiles) -> LanguageModel:
+def _graphs(run: ModelRun) -> LanguageModel:
     from forerun.models.runner.graphs.model import build_torch_model
 
-    decoder = files.read_decoder()
+    decoder = run.read_decoder()
     if objection := decoder.beyond_graphs:
         raise RunnerUnavailable(f"the graphs runner does not support {objection}")
-    read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
-    return build_torch_model(decoder, read, files.geometry, files.device)
+    read = tensor_reader(run.files.weights, run.geometry.dtype, run.device)
+    return build_torch_model(decoder, read, run.geometry, run.device)
 
 
-def _eager(files: ModelFiles) -> LanguageModel:
-    if files.checkpoint.packed is not None:
+def _eager(run: ModelRun) -> LanguageModel:
+    if run.files.weights.is_packed:
         raise RunnerUnavailable(
-            f"{files.checkpoint.folder} has quantised weights or is a GGUF file, which only the "
+            f"{run.files.folder} has quantised weights or is a GGUF file, which only the "
             "native and the graphs runner read; give a folder with bf16 or fp32 weights"
         )
     from forerun.models.huggingface import adapt, check_passes, read_class, read_weights
 
-    check_passes(*read_class(files.checkpoint))
+    check_passes(*read_class(run.files))
     return adapt(
-        read_weights(files.checkpoint, files.geometry.dtype).to(files.device),
-        num_slots=files.geometry.num_slots,
-        max_context=files.geometry.capacity,
-        max_staged_rows=files.geometry.max_staged_rows,
+        read_weights(run.files, run.geometry.dtype).to(run.device),
+        num_slots=run.geometry.num_slots,
+        max_context=run.geometry.capacity,
+        max_staged_rows=run.geometry.max_staged_rows,
     )
 
 
 # Imported when chosen: the eager one alone costs seconds of start-up.
-LOADERS: Mapping[str, Callable[[ModelFiles], LanguageModel]] = MappingProxyType(
+LOADERS: Mapping[str, Callable[[ModelRun], LanguageModel]] = MappingProxyType(
     {"native": _native, "graphs": _graphs, "eager": _eager}
 )
 PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -432,7 +376,7 @@ def share_loaded(
     if not isinstance(model, PreTrainedModel):
         raise InvalidModel(f"{type(model).__name__} is no transformers model")
     name = type(model).__name__
-    architecture = _checked_architecture(name, model.config.to_dict(), f"the loaded {name}")
+    architecture = check_sizes(name, model.config.to_dict(), f"the loaded {name}")
     _warn_of_limit(max_context, architecture)
     geometry = geometry_of(
         architecture,
@@ -454,123 +398,14 @@ def share_loaded(
     return adapted
 
 
-def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model; `source` as for `load_model`.
-
-    Raises:
-        InvalidModel: there is none, or it is of an unsupported kind.
-    """
-    return read_tokenizer(model_folder(source))
-
-
-def model_folder(source: str | Path) -> Path:
-    """The local folder or GGUF file of a model, fetched from the Hugging Face hub if need be.
-
-    Raises InvalidModel where there is none.
-    """
-    name = str(source)
-    if name.startswith(PREFIX):
-        return zoo_path(name)
-    folder = Path(source).expanduser()
-    if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == GGUF):
-        return folder
-    if folder.is_file():
-        raise InvalidModel(
-            f"{folder} is a file, not a model folder; give the folder with config.json and "
-            f"*.safetensors, or a *{GGUF} file"
-        )
-    if folder.suffix.lower() == GGUF:
-        raise InvalidModel(f"there is no file {folder}; check the path")
-    if name.lower() == "none":
-        raise InvalidModel(
-            f"there is no model {name!r}; to decode without a draft, give no draft (None)"
-        )
-    if name.lower() == "auto":
-        raise InvalidModel(
-            '"auto" stands for drafts that are found for a target: give it as a draft to '
-            "Engine.load, forerun generate, bench or serve"
-        )
-    if name.lower() in LOOKUP_NAMES:
-        raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
-    if not HUB_NAME.fullmatch(name):
-        raise InvalidModel(
-            f"there is no model folder {folder}, and no model of the Hugging Face hub has such a "
-            "name: check it"
-        )
-    return fetched(name)
-
-
-def fetched(name: str) -> Path:
-    """The local copy of a model of the Hugging Face hub, fetched if it is not there yet."""
-    # Imported when needed: it costs a third of a second of every start.
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(
-            snapshot_download(
-                name, allow_patterns=list(HUB_FILES), ignore_patterns=list(IGNORED_HUB_FILES)
-            )
-        )
-    except Exception as error:
-        near = get_close_matches(name, (*KNOWN_NAMES, *(PREFIX + known for known in ZOO)), n=2)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        reason = hide_urls(first_line(error))
-        raise InvalidModel(
-            f"{name!r} is neither a folder nor a model that can be fetched from the Hugging Face "
-            f"hub.{hint} The hub's client says: {reason}"
-        ) from error
-    if not any(folder.glob("*.safetensors")):
-        raise InvalidModel(
-            f"{name!r} has no safetensors weights in its main folder; pickled weights (*.bin) and "
-            "GGUF files are not fetched: give the path of a GGUF file, or use a revision or a copy "
-            "converted to safetensors"
-        )
-    return folder
-
-
-def fetched_config(name: str) -> Path:
-    """The folder of a model's config.json, fetched from the Hugging Face hub without weights."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except Exception as error:
-        reason = hide_urls(first_line(error))
-        raise InvalidModel(
-            f"config.json of {name!r} cannot be fetched from the Hugging Face hub: {reason}"
-        ) from error
-
-
-def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
-    """Read the configuration with its defaults and the sizes of the model.
-
-    Raises:
-        InvalidModel: transformers refuses it, or the model is not supported.
-    """
-    settings = read_settings(checkpoint)
-    # What reads the matrices, or `read_described`, has checked this setting.
-    if checkpoint.packed is not None or not checkpoint.weight_files:
-        settings = {key: settings[key] for key in settings if key != "quantization_config"}
-    where = f"the configuration in {checkpoint.folder}"
-    return settings, _checked_architecture(checkpoint.architecture, settings, where)
-
-
-def _checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
-    """Read the sizes of a configuration, turning any malformed value into InvalidModel."""
-    try:
-        return read_architecture(name, settings)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
-
-
-def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+def choose_dtype(dtype: str, files: ModelFiles) -> torch.dtype:
     """Return the requested dtype; "auto" is the dtype of most stored elements.
 
     Raises:
         InvalidRequest: there is no such dtype.
     """
     if dtype == "auto":
-        return STORED_DTYPES[checkpoint.stored_dtype]
+        return STORED_DTYPES[files.stored_dtype]
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

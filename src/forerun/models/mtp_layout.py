@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import Checkpoint, read_object
-from forerun.models.tensor_files import parameter_names
+from forerun.models.checkpoint import ModelFiles
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Settings that announce how many modules the checkpoint has; some families have none."""
@@ -90,30 +89,54 @@ class FoundModule:
         return LAYOUTS[self.family]
 
 
-def find_module(checkpoint: Checkpoint) -> FoundModule | None:
+def find_module(files: ModelFiles) -> FoundModule | None:
     """Return the first MTP module of a checkpoint; None where it has none.
 
     Raises InvalidModel where its configuration says that it has none.
     """
-    if checkpoint.packed is not None or checkpoint.gguf is not None:
+    if files.weights.is_packed:
         return None
-    found = _found(parameter_names(checkpoint), _settings(checkpoint).get("num_hidden_layers"))
-    if found is not None and announced(checkpoint) == 0:
+    found = _found(tuple(files.weights.names), _settings(files).get("num_hidden_layers"))
+    if found is not None and announced(files) == 0:
         raise InvalidModel(
-            f"{checkpoint.folder} holds an MTP module ({found.prefix}*), but its config.json says "
+            f"{files.folder} holds an MTP module ({found.prefix}*), but its config.json says "
             "that there are 0: correct the number, or choose another draft"
         )
     return found
 
 
-def announced(checkpoint: Checkpoint) -> object:
+def open_module(source: str) -> tuple[ModelFiles, FoundModule]:
+    """Open a model by its name and return it with its first MTP module.
+
+    Raises:
+        InvalidModel: there is no such model, or it has no module.
+    """
+    if not source:
+        raise InvalidModel(
+            'the drafter "mtp" is read from the files of the target: give the target by its folder '
+            'or name, or name the folder in the draft, as in "mtp:path/to/model"'
+        )
+    files = ModelFiles.open(source)
+    found = find_module(files)
+    if found is None:
+        count = announced(files)
+        although = f", although its config.json announces {count}" if count else ""
+        raise InvalidModel(
+            f"{files.folder} brings no multi-token-prediction (MTP) module{although}: it has no "
+            f"tensors like those of {', '.join(LAYOUTS)}; choose another draft (suffix, "
+            "recycling, self:int4, self:N or a model)"
+        )
+    return files, found
+
+
+def announced(files: ModelFiles) -> object:
     """Return the number of MTP modules in config.json; None where it names none."""
-    settings = _settings(checkpoint)
+    settings = _settings(files)
     return next((settings[name] for name in COUNTS if settings.get(name) is not None), None)
 
 
-def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    settings = read_object(checkpoint.folder / "config.json")
+def _settings(files: ModelFiles) -> Mapping[str, Any]:
+    settings = dict(files.config)
     text = settings.get("text_config")
     return settings | text if isinstance(text, dict) else settings
 

@@ -8,6 +8,8 @@ the model that was quantised.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidModel
 from forerun.models.decoder import BlockFormat, QuantisedMatrix
-from forerun.models.stored_tensors import read_header, read_stored
+from forerun.models.stored_tensors import FloatWeights, read_header, read_stored
 
 METHOD = "forerun"
 """Value of quant_method in the quantization_config of config.json."""
@@ -33,16 +35,12 @@ NUM_TRIED = 9
 """Number of scales tried per group of 4 bits, from that of the largest weight down."""
 
 
-class QuantisedFolder:
+class QuantisedFolder(FloatWeights):
     """The tensors of a quantised folder; their headers have been checked."""
 
+    is_packed = True
     notice: str | None = None
     """Message for the user on matrices that are dequantised while read; None if none is."""
-    zero_biases: frozenset[str] = frozenset()
-    """Names of stored biases that are zero; some writers add them to models without biases."""
-
-    def __init__(self, files: tuple[Path, ...]) -> None:
-        self.files = files
 
     @cached_property
     def _stored(self) -> Mapping[str, tuple[Path, tuple[int, ...], str]]:
@@ -69,6 +67,14 @@ class QuantisedFolder:
                 self._check_float(name)
             found[name] = shape
         return found
+
+    @cached_property
+    def type_counts(self) -> Counter[str]:
+        """Number of parameters by `stored_type`."""
+        counts: Counter[str] = Counter()
+        for name, shape in self.shapes.items():
+            counts[self.stored_type(name)] += math.prod(shape)
+        return counts
 
     def _check_float(self, name: str) -> None:
         path, _, dtype = self._stored[name]

@@ -1,14 +1,12 @@
-"""Reading of single parameters from safetensors files."""
+"""Checks of the tensors of a model or a draft, and writing of safetensors files."""
 
 from __future__ import annotations
 
 import errno
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -18,19 +16,8 @@ from torch import Tensor
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import check_regular
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.checkpoint import Checkpoint, count_elements
-from forerun.models.decoder import ReadTensor
-from forerun.models.stored_tensors import read_header, read_stored
-
-# Constants some checkpoints carry along, which every implementation computes itself.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-
-HEAD = "lm_head.weight"
-PREFIX = "model."
-TEXT_NAMES = MappingProxyType(
-    {r"^language_model\.(model\.|lm_head)": r"\1", r"^model\.language_model\.": PREFIX}
-)
-"""Patterns of the names of the text part in a model that reads images too, and its own names."""
+from forerun.models.decoder import ReadTensor, StoredWeights
+from forerun.models.stored_tensors import HEAD, count_elements
 
 
 @contextmanager
@@ -53,28 +40,14 @@ def write_files(
         save_file(plain, scratch, metadata={"format": "pt"})
 
 
-def parameter_names(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the stored parameters in the whole model."""
-    return tuple(_full_name(name) for path in checkpoint.weight_files for name in read_header(path))
-
-
 def tensor_reader(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
+    weights: StoredWeights, dtype: torch.dtype | None, device: torch.device
 ) -> ReadTensor:
     """Return a function that reads one parameter by name, converted and moved to a device.
 
-    Without a dtype it is the stored one. The file is mapped only while it is read from, so what has
-    been read does not stay in memory.
+    Without a dtype it is the stored one.
     """
-    if (packed := checkpoint.packed) is not None:
-        return lambda name: packed.read(name).to(device=device, dtype=dtype)
-    files = {
-        _full_name(name): (path, name)
-        for path in checkpoint.weight_files
-        for name in read_header(path)
-    }
-
-    return lambda name: read_stored(*files[name]).to(device=device, dtype=dtype)
+    return lambda name: weights.read(name).to(device=device, dtype=dtype)
 
 
 MAX_HEADER_BYTES = 1 << 20
@@ -98,50 +71,24 @@ def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Te
         raise InvalidModel(f"{path} cannot be read: {error}") from error
 
 
-def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_parameters(
+    weights: StoredWeights, expected: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
     """Refuse files whose parameters are not exactly those of the model."""
-    if checkpoint.packed is not None:
-        found = dict(checkpoint.packed.shapes)
-    else:
-        found = {
-            _full_name(name): shape
-            for path in checkpoint.weight_files
-            for name, (shape, _) in read_header(path).items()
-            if not name.endswith(IGNORED_SUFFIXES)
-        }
-        found = {name: found[name] for name in text_only(found)}
+    found = weights.shapes
     tied_head = {HEAD} if HEAD not in expected else set()
     misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
     problems = {
         "missing": expected.keys() - found.keys(),
-        "unexpected": found.keys() - expected.keys() - tied_head - checkpoint.zero_biases,
+        "unexpected": found.keys() - expected.keys() - tied_head - weights.zero_biases,
         "mismatched": misshapen,
     }
     for problem, names in problems.items():
         if names:
             raise InvalidModel(
-                f"the weights in {checkpoint.folder} do not fit its configuration: "
+                f"the weights in {folder} do not fit its configuration: "
                 f"{len(names)} {problem}, the first {min(names)}"
             )
-
-
-NOT_TEXT = (
-    *("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision."),
-    *("audio_tower.", "embed_audio."),
-)
-"""Prefixes of the names of tensors that process images and sound."""
-
-
-def text_only(names: Iterable[str]) -> list[str]:
-    """Return the names of tensors of the language model, without its multi-token prediction.
-
-    Such a module is called `mtp`, or it is a further layer with a projection of its own.
-    """
-    given, projection = [*names], "eh_proj.weight"
-    owners = [name.removesuffix(projection) for name in given if name.endswith(f".{projection}")]
-    others = ("mtp.", "mtp_layers.", *NOT_TEXT)
-    modules = (*others, *(PREFIX + name for name in others), *owners)
-    return [name for name in given if not name.startswith(modules)]
 
 
 def check_tensors(
@@ -172,21 +119,12 @@ def check_tensors(
             )
 
 
-def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
+def has_own_head(weights: StoredWeights, dtype: torch.dtype) -> bool:
     """Whether the files contain a head that is stored separately from the embedding.
 
     transformers then takes it, even where the configuration says that the two are tied.
     """
-    if checkpoint.packed is not None:
-        return HEAD in checkpoint.packed.shapes
-    if not any(HEAD in read_header(path) for path in checkpoint.weight_files):
-        return False
-    read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
+    if weights.is_packed or HEAD not in weights.names:
+        return HEAD in weights.names
+    read = tensor_reader(weights, dtype, torch.device("cpu"))
     return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
-
-
-def _full_name(name: str) -> str:
-    """The name of a parameter in the whole model, of which text may be a part."""
-    for pattern, replacement in TEXT_NAMES.items():
-        name = re.sub(pattern, replacement, name)
-    return name if name.startswith((PREFIX, HEAD)) else PREFIX + name

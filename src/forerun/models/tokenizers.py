@@ -33,8 +33,11 @@ from forerun.errors import (
     UnreadableInput,
 )
 from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
-from forerun.models.checkpoint import FROM_TRANSFORMERS, tokenizer_hash
 
+FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
+    {"local_files_only": True, "trust_remote_code": False}
+)
+"""Options for transformers' `from_pretrained`, which then fetches and runs nothing."""
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -476,14 +479,14 @@ MAX_CHARACTERS = 1 << 14
 """Of a token."""
 MAX_ADDED_CHARACTERS = 1 << 20
 """Of all added tokens together, each of whose characters takes the library about 100 bytes."""
+OTHER_FILES = frozenset({"generation_config.json", "model.safetensors.index.json"})
+"""Files that say nothing of a tokenizer."""
 SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
 """Suffixes of the files that may determine a tokenizer."""
 
 
 def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     """Read the tokenizer of a model folder, or its serialised copy in the cache."""
-    if folder.is_file():
-        return _read_gguf(folder, cache or cache_folder())
     kept = cached_json(
         cache or cache_folder(),
         f"tokenizer-and-template-{key_of(folder)}",
@@ -491,30 +494,6 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     )
     return Tokenizer(
         TokenizerDefinition(**kept), lambda template: _renderer(by_transformers(folder), template)
-    )
-
-
-def _read_gguf(path: Path, cache: Path) -> Tokenizer:
-    """Read the tokenizer and the chat template of a GGUF file."""
-    from forerun.models.gguf_file import open_gguf
-    from forerun.models.gguf_tokenizer import build_tokenizer, special_tokens
-
-    file = open_gguf(path)
-    template = file.metadata.get("tokenizer.chat_template")
-    kept = cached_json(
-        cache,
-        f"tokenizer-of-gguf-{version('forerun')}-{key_of(path)}",
-        lambda: {"content": build_tokenizer(file).to_str(), "special": special_tokens(file)},
-    )
-    definition = TokenizerDefinition(
-        content=kept["content"],
-        eos_token_id=file.token_id("eos"),
-        splits_special_tokens=False,
-        chat_template=template if isinstance(template, str) and template else None,
-    )
-    return Tokenizer(
-        definition,
-        lambda own: _renderer_of(own or str(definition.chat_template), kept["special"]),
     )
 
 
@@ -548,10 +527,10 @@ def _read_template(backend: Any) -> str | None:
 def _renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
     special = {name: str(token) for name, token in backend.special_tokens_map.items()}
-    return _renderer_of(template or str(_read_template(backend)), special)
+    return render_template(template or str(_read_template(backend)), special)
 
 
-def _renderer_of(template: str, special: Mapping[str, str]) -> Renderer:
+def render_template(template: str, special: Mapping[str, str]) -> Renderer:
     """Return a function that renders a chat template, which may name special tokens."""
     # Two, so that short conversations do not wait for long ones.
     short, long = TemplateProcess(), TemplateProcess()
@@ -653,14 +632,16 @@ def check_tokens(folder: Path) -> None:
             )
 
 
+def library_versions() -> bytes:
+    """Return the versions of the libraries that determine how a tokenizer behaves."""
+    return "\0".join(version(name) for name in ("transformers", "tokenizers")).encode()
+
+
 def key_of(folder: Path) -> str:
     """Hash the files and library versions that determine how a tokenizer behaves."""
-    versions = [version(name) for name in ("transformers", "tokenizers")]
-    parts = ["\0".join(versions).encode()]
-    if folder.is_file():
-        return hash_of(b"".join(parts) + tokenizer_hash(folder).encode())
+    parts = [library_versions()]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
-        if path.suffix in SUFFIXES and path.is_file():
+        if path.suffix in SUFFIXES and path.name not in OTHER_FILES and path.is_file():
             parts.append(
                 path.name.encode() + b"\0" + hashlib.sha256(read_bytes(path, LIMITS)).digest()
             )

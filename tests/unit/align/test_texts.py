@@ -19,7 +19,7 @@ from forerun.align.samples import is_held_out, prompt_hash
 from forerun.align.texts import TrainingTexts, read_prompt_split
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.models.checkpoint import tokenizer_hash
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.trace.files import open_trace
@@ -114,7 +114,10 @@ def test_responses_may_be_drawn_warmer_than_deployed(engine, target, prompts):
 
 def traced(path: Path, target: Path, prompts: Iterable[Sequence[int]]) -> Path:
     """A trace in which every prompt was answered in one step, whose last token was the target's."""
-    hashes = {"target_hash": content_hash(str(target)), "tokenizer_hash": tokenizer_hash(target)}
+    hashes = {
+        "target_hash": content_hash(str(target)),
+        "tokenizer_hash": ModelFiles.find(target).tokenizer_hash,
+    }
     with open_trace(path) as trace:
         trace.add(changed(HEADER, **hashes))
         for number, prompt_ids in enumerate(prompts):

@@ -24,7 +24,7 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import ForerunError, InvalidModel, InvalidRequest
 from forerun.measure.quantise import write_quantised
 from forerun.models.catalog import zoo_path
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 
 TARGET = str(zoo_path("zoo:code-40m"))
 
@@ -79,7 +79,7 @@ def test_a_target_in_few_bits_does_not_draft_for_itself(tmp_path, monkeypatch):
 
 
 def test_a_copy_in_4_bits_is_counted_before_anything_is_loaded(monkeypatch, caplog):
-    needed = found_drafts._files(read_checkpoint(Path(TARGET)), "cpu").memory.total_bytes
+    needed = found_drafts._run_of(ModelFiles.open(Path(TARGET)), "cpu").memory.total_bytes
     caplog.set_level("INFO", "forerun.loading")
     monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (30 << 20))
     assert auto_drafts(TARGET) == (IN_FEWER_BITS, COPIER)
@@ -131,7 +131,7 @@ def test_a_model_with_another_tokenizer_comes_after_one_with_the_same(cache):
 def test_a_draft_has_at_most_a_share_of_the_targets_parameters(cache, monkeypatch):
     add(cache, "org/small", "code-2m-for-40m")
     (model,) = fitting_models(TARGET)
-    share = model.num_parameters / read_checkpoint(Path(TARGET)).num_parameters
+    share = model.num_parameters / ModelFiles.open(Path(TARGET)).num_parameters
     monkeypatch.setattr(found_drafts, "MOST_SHARE", share * (1 + 1e-9))
     assert [*fitting_models(TARGET)] == [model]
     monkeypatch.setattr(found_drafts, "MOST_SHARE", share * (1 - 1e-6))
@@ -146,7 +146,7 @@ def test_a_model_as_large_as_the_target_is_no_draft(cache):
 def test_the_draft_leaves_less_room_for_a_copy_of_the_target(cache, monkeypatch):
     good = add(cache, "org/small", "code-2m-for-40m")
     (model,) = fitting_models(TARGET)
-    needed = found_drafts._files(read_checkpoint(Path(TARGET)), "cpu").memory.total_bytes
+    needed = found_drafts._run_of(ModelFiles.open(Path(TARGET)), "cpu").memory.total_bytes
     room = needed + model.needed_bytes
     for more, copies in ((30 << 20, (IN_FEWER_BITS,)), (29 << 20, ())):
         monkeypatch.setattr(found_drafts, "available_bytes", lambda _, more=more: room + more)

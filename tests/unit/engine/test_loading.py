@@ -19,7 +19,6 @@ from forerun.drafters.medusa import MedusaConfig, MedusaHeads, load_medusa, writ
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.loading import eos_token_ids
 from forerun.errors import (
     IncompatibleDraft,
     InvalidModel,
@@ -28,6 +27,7 @@ from forerun.errors import (
     UnsupportedFeatures,
 )
 from forerun.models import memory
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import CARD_FILE, TargetIdentity, identify, write_card
 from forerun.sampling.config import SamplingParams
 
@@ -143,7 +143,7 @@ def test_every_end_of_text_any_file_names_counts(folder, file, listed, expected)
     path = folder("ends")
     settings = json.loads((path / file).read_text())
     (path / file).write_text(json.dumps(settings | {"eos_token_id": listed}))
-    assert eos_token_ids(path, tiny.tokenizer()) == expected
+    assert ModelFiles.open(path).eos_token_ids(tiny.tokenizer()) == expected
 
 
 @pytest.mark.parametrize("listed", [[[1]], {"a": 1}, "x", 1.5, True, [10**30]])
@@ -151,7 +151,7 @@ def test_an_end_of_text_that_is_no_token_is_refused(folder, listed):
     path = folder("ends")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     with pytest.raises(InvalidModel, match="must be a token id or a list"):
-        eos_token_ids(path, tiny.tokenizer())
+        ModelFiles.open(path).eos_token_ids(tiny.tokenizer())
 
 
 def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, draft, caplog):

@@ -9,9 +9,10 @@ import pytest
 from tests import tiny
 
 from forerun.engine.engine import Engine
-from forerun.engine.sampling_defaults import GGUF_NAMES, parse_defaults
+from forerun.engine.sampling_defaults import parse_defaults
 from forerun.engine.thread import EngineThread
 from forerun.errors import InvalidModel
+from forerun.models.checkpoint import GGUFModel
 from forerun.sampling.config import SamplingParams
 
 STATED = {"temperature": 0.3, "top_k": 7}
@@ -31,7 +32,7 @@ def engine_of(folder, content: str) -> Engine:
 
 
 def test_a_request_without_parameters_takes_what_the_model_states(folder, monkeypatch):
-    engine = engine_of(folder, json.dumps(STATED | {"do_sample": False, "top_p": None}))
+    engine = engine_of(folder, json.dumps(STATED | {"do_sample": True, "top_p": None}))
     seen: list[SamplingParams] = []
     check = engine.intake.check
 
@@ -71,9 +72,28 @@ def test_a_value_that_cannot_be_used_is_refused_with_its_file(folder, name, valu
         engine_of(folder, json.dumps({name: value}))
 
 
+def test_a_file_that_says_not_to_sample_is_greedy():
+    stated = {"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1}
+    assert parse_defaults(stated, "file") == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert parse_defaults(stated | {"do_sample": None}, "file")["temperature"] == 0.7
+    with pytest.raises(InvalidModel, match="file has do_sample='no'; it must be true or false"):
+        parse_defaults({"do_sample": "no"}, "file")
+
+
+def test_whole_numbers_may_be_floats():
+    (value,) = parse_defaults({"top_k": 50.0}, "file").values()
+    assert value == 50 and type(value) is int
+
+
+def test_they_are_read_before_the_weights(folder, monkeypatch):
+    monkeypatch.delattr("forerun.engine.loading.load_model")
+    with pytest.raises(InvalidModel, match=r"top_k=1\.5"):
+        engine_of(folder, json.dumps({"top_k": 1.5}))
+
+
 def test_values_that_json_cannot_write_are_refused_too():
     with pytest.raises(InvalidModel, match=r"a\.gguf has general\.sampling\.temp=nan; it must be"):
-        parse_defaults({"temperature": math.nan}, "a.gguf", GGUF_NAMES)
+        parse_defaults({"temperature": math.nan}, "a.gguf", GGUFModel.generation_names)
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():

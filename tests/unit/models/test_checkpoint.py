@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint, template_hash
+from forerun.models.checkpoint import INDEX, WEIGHTS, ModelFiles
+from forerun.models.stored_tensors import count_elements
 
 
 def test_good_folder(folder):
-    checkpoint = read_checkpoint(folder)
+    checkpoint = ModelFiles.open(folder)
     assert checkpoint.architecture == "LlamaForCausalLM"
     assert [file.name for file in checkpoint.weight_files] == [WEIGHTS]
     assert checkpoint.stored_dtype == "F32"
@@ -33,16 +34,16 @@ def test_sharded_folder(folder):
     save_file({"x": torch.zeros(7)}, folder / "b.safetensors")
     index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "a.safetensors"}}
     (folder / INDEX).write_text(json.dumps(index))
-    checkpoint = read_checkpoint(folder)
+    checkpoint = ModelFiles.open(folder)
     assert [file.name for file in checkpoint.weight_files] == ["a.safetensors", "b.safetensors"]
     (folder / "b.safetensors").unlink()
     with pytest.raises(InvalidModel, match=r"lacks its weights: b\.safetensors"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_missing_folder(tmp_path):
     with pytest.raises(InvalidModel, match=r"no model folder .*absent"):
-        read_checkpoint(tmp_path / "absent")
+        ModelFiles.open(tmp_path / "absent")
 
 
 def test_truncated_weights(folder):
@@ -53,7 +54,7 @@ def test_truncated_weights(folder):
         f"model.safetensors has {len(content) - 100} bytes, its header declares {len(content)}"
     )
     with pytest.raises(InvalidModel, match=message):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300])
@@ -61,7 +62,7 @@ def test_weights_cut_inside_the_header(folder, kept):
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(InvalidModel, match=r"model\.safetensors"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +78,20 @@ def test_weights_cut_inside_the_header(folder, kept):
 def test_files_that_are_no_safetensors(folder, content):
     (folder / WEIGHTS).write_bytes(content)
     with pytest.raises(InvalidModel, match=r"model\.safetensors"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_unreadable_weights(folder):
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).mkdir()
     with pytest.raises(InvalidModel, match="lacks its weights"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_pickled_weights_only(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidModel, match=r"only pickled weights \(pytorch_model\.bin\)"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("name", ["$(touch PWNED).bin", "`touch PWNED`.bin", "';touch PWNED;'.bin"])
@@ -98,7 +99,7 @@ def test_advice_on_pickled_weights_runs_nothing_of_their_names(folder, name):
     """A `python` that writes down its arguments stands for the real one."""
     (folder / WEIGHTS).rename(folder / name)
     with pytest.raises(InvalidModel) as caught:
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
     python = folder / "python"
     python.write_text("#!/bin/sh\nprintf '%s' \"$3\" > argument\n")
     python.chmod(0o700)
@@ -111,7 +112,7 @@ def test_advice_on_pickled_weights_runs_nothing_of_their_names(folder, name):
 def test_a_name_of_pickled_weights_adds_no_line(folder):
     (folder / WEIGHTS).rename(folder / "a\nrm -r b.bin")
     with pytest.raises(InvalidModel) as caught:
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
     assert "\nrm" not in str(caught.value)
     assert "in place of NAME write another name" in str(caught.value)
 
@@ -131,7 +132,7 @@ def test_heads_of_other_architectures_are_refused_by_name(folder, changes):
     save_file({"d2t": torch.zeros(4, dtype=torch.int64)}, folder / WEIGHTS)
     named = f"a head of the architecture {settings['architectures'][0]}"
     with pytest.raises(InvalidModel, match=named):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize(
@@ -140,38 +141,38 @@ def test_heads_of_other_architectures_are_refused_by_name(folder, changes):
 def test_headers_of_many_or_nested_values_are_refused(folder, header):
     (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(InvalidModel, match=r"cannot be read: its header|tensor .a. is"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_deeply_nested_tokenizer_settings_are_refused(folder):
     (folder / "tokenizer_config.json").write_text('{"chat_template": ' + "[" * 100_000)
     with pytest.raises(InvalidModel, match=r"tokenizer_config\.json cannot be read"):
-        template_hash(folder)
+        _ = ModelFiles.find(folder).template_hash
 
 
 def test_no_weights(folder):
     (folder / WEIGHTS).unlink()
     with pytest.raises(InvalidModel, match=r"lacks its weights: model\.safetensors"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_weights_of_an_unsupported_type(folder):
     save_file({"a": torch.zeros(4, dtype=torch.int8)}, folder / WEIGHTS)
     with pytest.raises(InvalidModel, match="are I8; supported are BF16, F16, F32, F64"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_missing_configuration(folder):
     (folder / "config.json").unlink()
     with pytest.raises(InvalidModel, match=r"config\.json is missing; is .* a model folder"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x00"])
 def test_damaged_configuration(folder, content):
     (folder / "config.json").write_text(content)
     with pytest.raises(InvalidModel, match=r"config\.json (cannot be read|holds no JSON object)"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +187,19 @@ def test_damaged_configuration(folder, content):
 def test_remote_code(folder, configure, architecture, auto_map):
     configure(architectures=[architecture], auto_map=auto_map)
     with pytest.raises(InvalidModel, match="remote code is never run"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_nameless_architecture(folder, configure):
     configure(architectures=None)
     with pytest.raises(InvalidModel, match="names no architecture"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_adapter(folder):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(InvalidModel, match=r"adapter \(LoRA\); merge it"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def write_header(path, header: object, num_data_bytes: int = 0) -> None:
@@ -213,7 +214,7 @@ def test_a_huge_header_is_not_read(folder):
         file.truncate(11 * 10**9)  # sparse: takes no room on the disk
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InvalidModel, match="it has 10000000000 bytes; at most"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
@@ -244,22 +245,22 @@ GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 def test_tensors_that_contradict_themselves(folder, entry, message):
     write_header(folder / WEIGHTS, {"x": entry}, 24)
     with pytest.raises(InvalidModel, match=message):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
     write_header(folder / WEIGHTS, {"x": GOOD}, 24)
-    read_checkpoint(folder)
+    ModelFiles.open(folder)
 
 
 def test_tensors_that_overlap(folder):
     write_header(folder / WEIGHTS, {"x": GOOD, "y": GOOD}, 24)
     with pytest.raises(InvalidModel, match="overlaps another"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("weight_map", [None, [], "a", 3, {"x": None}, {"x": ["a"]}, {"x": {}}])
 def test_an_index_of_a_wrong_type(folder, weight_map):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InvalidModel, match=r"weight_map|as a weight file"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", "..", ""])
@@ -267,25 +268,25 @@ def test_an_index_names_files_of_its_folder_only(folder, name):
     (folder.parent / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes())
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(InvalidModel, match="only files of the same folder are read"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_deeply_nested_and_huge_configurations(folder):
     path = folder / "config.json"
     path.write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(InvalidModel, match="cannot be read"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
     with path.open("wb") as file:
         file.truncate(10**10)
     with pytest.raises(InvalidModel, match="larger than 33554432 bytes"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", 3, {"a": 1}])
 def test_architectures_of_a_wrong_type(folder, configure, architectures):
     configure(architectures=architectures)
     with pytest.raises(InvalidModel, match="names no architecture"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 @pytest.mark.parametrize("architecture", ["Eagle3DeepseekV2ForCausalLM", "EagleLlamaForCausalLM"])
@@ -293,7 +294,7 @@ def test_heads_of_another_architecture_are_named(folder, architecture):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
     with pytest.raises(InvalidModel, match=f"a head of the architecture {architecture}"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 def test_a_file_of_very_many_tensors_is_refused(tmp_path):

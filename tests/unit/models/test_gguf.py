@@ -33,11 +33,11 @@ from forerun.errors import InvalidModel, NotEnoughMemory
 from forerun.models import memory
 from forerun.models.base import LanguageModel
 from forerun.models.catalog import held_out_prompts, zoo_path
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import QuantisedMatrix
 from forerun.models.draft_card import identify
-from forerun.models.gguf_file import TYPES, GGUFFile
-from forerun.models.load import kept_bytes, load_model, load_tokenizer
+from forerun.models.gguf.file import TYPES, GGUFFile
+from forerun.models.load import kept_bytes, load_model
 from forerun.sampling.config import SamplingParams
 
 HEADS = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
@@ -301,7 +301,7 @@ def test_blocks_are_packed_as_they_are_and_their_memory_is_counted(folder, tmp_p
     bits = KEPT[kind]
     embedding = 8192 * 256
     assert model.bytes_read == (model.num_parameters - embedding - 5 * 256) * bits / 8
-    expected = kept_bytes(read_checkpoint(path).packed, 2, is_tied=False)
+    expected = kept_bytes(ModelFiles.open(path).weights, 2, is_tied=False)
     assert abs(model.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
 
 
@@ -321,7 +321,10 @@ def zoo_file(request, tmp_path_factory) -> Path:
 
 
 def test_the_tokenizer_of_the_file_is_the_one_of_the_folder(zoo_file):
-    ours, theirs = load_tokenizer(zoo_file), load_tokenizer("zoo:code-2m-for-40m")
+    ours, theirs = (
+        ModelFiles.find(zoo_file).tokenizer,
+        ModelFiles.find("zoo:code-2m-for-40m").tokenizer,
+    )
     texts = [prompt.text for prompt in held_out_prompts()[:8]] + ["é 🙂  \n\tx<|endoftext|>"]
     assert [ours.encode(text) for text in texts] == [theirs.encode(text) for text in texts]
     assert ours.vocabulary == theirs.vocabulary
@@ -354,7 +357,7 @@ def test_the_draft_of_a_folder_may_be_a_file(zoo_file):
 def test_logits_of_a_trained_model_are_within_a_hundredth(tmp_path, kind):
     """Unlike the random model's, its roundings do not grow from layer to layer."""
     path = write_gguf(tmp_path / "trained.gguf", zoo_path("zoo:code-40m"), all_of(kind))
-    ids = load_tokenizer("zoo:code-40m").encode(held_out_prompts()[0].text)[:48]
+    ids = ModelFiles.find("zoo:code-40m").tokenizer.encode(held_out_prompts()[0].text)[:48]
     options = {"device": "cpu", "max_batch": 1, "max_context": 64, "num_threads": 1}
     expected = tiny.logits_of(load_model(path, dtype="float32", **options), ids)
     found = tiny.logits_of(load_model(path, **options), ids)

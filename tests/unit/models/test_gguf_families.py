@@ -19,9 +19,9 @@ from tests.gguf_files import add_byte_tokenizer, interleaved
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.gguf_families import FAMILIES, TensorFacts, transformers_settings
-from forerun.models.gguf_file import GGUFFile
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.gguf.families import FAMILIES, TensorFacts, transformers_settings
+from forerun.models.gguf.file import GGUFFile
 from forerun.models.huggingface import read_weights
 from forerun.models.load import load_model
 
@@ -248,7 +248,7 @@ def test_transformers_modules_are_given_the_weights_of_a_file(name, tmp_path):
     """As a target that is only trained for."""
     path, expected = write_family(tmp_path, name)
     with torch.no_grad():
-        found = read_weights(read_checkpoint(path), torch.float32)(torch.tensor([IDS])).logits[0]
+        found = read_weights(ModelFiles.open(path), torch.float32)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
 

@@ -12,13 +12,11 @@ from gguf import GGMLQuantizationType
 from tests.gguf_files import all_of, write_gguf, write_tiny_folder
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from forerun.engine.loading import eos_token_ids
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.gguf_file import GGUFFile
-from forerun.models.gguf_splits import SPLIT_RULES
-from forerun.models.gguf_tokenizer import MAX_WORK, build_tokenizer, special_tokens
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
+from forerun.models.gguf.file import GGUFFile
+from forerun.models.gguf.splits import SPLIT_RULES
+from forerun.models.gguf.tokenizer import MAX_WORK, build_tokenizer, special_tokens
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "gguf_splits.json").read_text())
 NAMES = [(index, name) for index, names in enumerate(RECORDED["groups"]) for name in names.split()]
@@ -112,7 +110,7 @@ def test_the_first_part_of_a_merge_may_be_a_space(tmp_path):
 
 def test_an_unknown_rule_is_refused_with_what_chooses_another(tmp_path):
     path = write(tmp_path / "x.gguf", ["a"], merges=["a a"], model="gpt2", pre="smolm")
-    for read in (load_tokenizer, read_checkpoint):
+    for read in (lambda path: ModelFiles.find(path).tokenizer, ModelFiles.open):
         with pytest.raises(InvalidModel, match=r"'smolm'.*smollm.*new-metadata --pre-tokenizer"):
             read(path)
 
@@ -179,7 +177,7 @@ def test_tokens_that_are_too_long_to_find_merges_for_are_refused(tmp_path):
 def test_a_tokenizer_that_cannot_be_built_is_refused(settings, said, tmp_path):
     path = write(tmp_path / "x.gguf", ["a"], **settings)
     with pytest.raises(InvalidModel, match=said):
-        load_tokenizer(path)
+        _ = ModelFiles.find(path).tokenizer
 
 
 def test_special_tokens_outside_of_the_vocabulary_are_none(tmp_path):
@@ -224,7 +222,7 @@ def test_the_template_and_the_ends_of_the_file_are_used(tmp_path):
             "{{ eos_token }}{% endfor %}"
         },
     )
-    tokenizer = load_tokenizer(path)
+    tokenizer = ModelFiles.find(path).tokenizer
     assert tokenizer.eos_token_id == 3
     assert GGUFFile(path).eos_token_ids == {3, 4, 5}
     text = tokenizer.render_chat([{"role": "user", "content": "ab"}])
@@ -242,6 +240,8 @@ def test_control_tokens_that_end_a_turn_by_their_name_end_texts(tmp_path, monkey
     turns = write(
         tmp_path / "t.gguf", tokens, merges=None, types=[3, 1, 3], model="gpt2", pre="gpt-2"
     )
-    tokenizer = load_tokenizer(turns)
-    assert eos_token_ids(path, tokenizer) == {0}  # once named in the file, once by its name
+    tokenizer = ModelFiles.find(turns).tokenizer
+    assert ModelFiles.open(path).eos_token_ids(tokenizer) == {
+        0
+    }  # once named in the file, once by its name
     assert tokenizer.eos_token_id is None

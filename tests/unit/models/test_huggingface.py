@@ -18,7 +18,7 @@ from transformers import (
 
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.base import Context, pack
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import adapt, read_weights
 from forerun.theory.tree import TokenTree
 
@@ -114,4 +114,4 @@ def test_a_configuration_of_more_than_is_stored_takes_no_memory(tmp_path, monkey
     (tmp_path / "config.json").write_text(json.dumps(settings))
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", None)
     with pytest.raises(InvalidModel, match=r"describes \d+ parameters, and \d+ are stored"):
-        read_weights(read_checkpoint(tmp_path), torch.float32)
+        read_weights(ModelFiles.open(tmp_path), torch.float32)

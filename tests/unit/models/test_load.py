@@ -20,17 +20,12 @@ from forerun.errors import (
     NotEnoughMemory,
     RunnerUnavailable,
 )
-from forerun.models import load, memory
+from forerun.models import checkpoint, load, memory
 from forerun.models.base import Context, pack
-from forerun.models.checkpoint import WEIGHTS
+from forerun.models.catalog import KNOWN_NAMES, model_folder
+from forerun.models.checkpoint import WEIGHTS, ModelFiles
 from forerun.models.huggingface import HuggingFaceModel
-from forerun.models.load import (
-    KNOWN_NAMES,
-    load_model,
-    load_tokenizer,
-    model_folder,
-    share_loaded,
-)
+from forerun.models.load import load_model, share_loaded
 
 
 def logits_of(model, ids):
@@ -175,8 +170,16 @@ def test_a_mistyped_name_gets_the_nearest_known_one(monkeypatch):
         raise OSError("no network\nand a page of advice")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    with pytest.raises(InvalidModel, match=r"Did you mean suffix\?.*says: no network$"):
-        model_folder("sufix")
+    with pytest.raises(InvalidModel, match=r"Did you mean zoo:code-11m.*says: no network$"):
+        model_folder("code-11m")
+
+
+@pytest.mark.parametrize("name", ["sufix", "Suffix", "recylcing", "selv:int4", "sufix:3", "mpt"])
+def test_names_near_those_of_drafters_are_not_asked_of_the_hub(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
+    with pytest.raises(InvalidModel, match=r"no draft .*did you mean .*self:int4") as caught:
+        model_folder(name)
+    assert "\n" not in str(caught.value)
 
 
 def test_name_is_fetched_without_pickles(tmp_path, monkeypatch):
@@ -256,7 +259,7 @@ def test_mutated_configurations_end_in_errors_of_ours(folder, share, least):
 
 def test_too_many_layers_are_refused_before_transformers_is_asked(folder, configure, monkeypatch):
     configure(num_hidden_layers=30_000_000)
-    monkeypatch.setattr(load, "understood", lambda _: pytest.fail("transformers was asked"))
+    monkeypatch.setattr(checkpoint, "understood", lambda _: pytest.fail("transformers was asked"))
     with pytest.raises(InvalidModel, match="num_hidden_layers=30000000; it must be from 1 to 4096"):
         load_model(folder)
 
@@ -338,7 +341,7 @@ def test_what_is_no_transformers_model_is_refused():
 
 
 def test_tokenizer(folder):
-    tokenizer = load_tokenizer(folder)
+    tokenizer = ModelFiles.find(folder).tokenizer
     assert tokenizer.decode(tokenizer.encode("def add")) == "def add"
     assert tokenizer.eos_token_id == 0
 
@@ -347,4 +350,4 @@ def test_missing_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(InvalidModel, match=r"tokenizer in .* cannot be loaded"):
-        load_tokenizer(folder)
+        _ = ModelFiles.find(folder).tokenizer

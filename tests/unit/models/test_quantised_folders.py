@@ -16,7 +16,7 @@ from tests import tiny
 
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.load import kept_bytes, load_model
 from forerun.sampling.config import SamplingParams
 
@@ -182,17 +182,17 @@ def logits_of(model):
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_those_of_the_published_formula(form, write, caplog):
     folder, plain = write(form)
-    found, expected = read_checkpoint(folder), load_file(plain / "model.safetensors")
-    assert found.packed is not None
-    assert found.num_parameters - read_checkpoint(plain).num_parameters == sum(
-        found.packed.shapes[name][0] for name in found.zero_biases
+    found, expected = ModelFiles.open(folder), load_file(plain / "model.safetensors")
+    assert found.weights.is_packed
+    assert found.num_parameters - ModelFiles.open(plain).num_parameters == sum(
+        found.weights.shapes[name][0] for name in found.weights.zero_biases
     )
     for name, weights in expected.items():
-        assert torch.equal(found.packed.read(name).float(), weights)
+        assert torch.equal(found.weights.read(name).float(), weights)
         if name.startswith("model.layers") and weights.dim() == 2:
-            assert (found.packed.bits(name) is not None) == (form in KEPT)
-        if found.packed.bits(name) is not None:
-            values, scales, _ = found.packed.quantised(name)
+            assert (found.weights.bits(name) is not None) == (form in KEPT)
+        if found.weights.bits(name) is not None:
+            values, scales, _ = found.weights.quantised(name)
             groups = values.reshape(*scales.shape, 32).float()
             assert torch.equal((groups * scales.float()[..., None]).flatten(1), weights)
     caplog.set_level(logging.INFO)
@@ -202,7 +202,7 @@ def test_weights_are_those_of_the_published_formula(form, write, caplog):
     assert "dequantised" not in caplog.text  # it was asked for
     model = load_model(folder, device="cpu", max_batch=1)
     assert caplog.text.count("dequantised while they are read") == (form in DEQUANTISED)
-    needed = kept_bytes(found.packed, model.dtype.itemsize, is_tied=False)
+    needed = kept_bytes(found.weights, model.dtype.itemsize, is_tied=False)
     assert abs(model.weights.num_bytes - needed) <= 2 << 20  # whole huge pages
     whole_types = ", ".join(found.stored_types)
     assert ("kept packed" if form in KEPT else "dequantised while read") in whole_types
@@ -227,14 +227,14 @@ def test_they_are_targets_and_drafts(form, write):
 
 def test_a_folder_that_has_not_changed_is_checked_once(write):
     folder, _ = write("pack")
-    found = read_checkpoint(folder)
-    assert read_checkpoint(folder).packed is found.packed
+    found = ModelFiles.open(folder)
+    assert ModelFiles.open(folder).weights is found.weights
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors[f"{UP}.weight_scale"][0] = 0.0
     save_file(tensors, path)
     with pytest.raises(InvalidModel, match=r"holds 0\.0"):
-        read_checkpoint(folder)
+        ModelFiles.open(folder)
 
 
 UP = "model.layers.1.mlp.up_proj"

@@ -9,20 +9,19 @@ import pytest
 from transformers import AutoConfig
 
 from forerun.errors import InvalidModel
-from forerun.models import load
-from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.load import read_settings
+from forerun.models import checkpoint as checkpoints
+from forerun.models.checkpoint import ModelFiles, read_settings
 
 
 @pytest.fixture
-def checkpoint(folder: Path) -> Checkpoint:
-    return read_checkpoint(folder)
+def checkpoint(folder: Path) -> ModelFiles:
+    return ModelFiles.open(folder)
 
 
 @pytest.fixture
 def never(monkeypatch) -> None:
     """From here on nothing is understood anew."""
-    monkeypatch.setattr(load, "understood", lambda _: pytest.fail("understood again"))
+    monkeypatch.setattr(checkpoints, "understood", lambda _: pytest.fail("understood again"))
 
 
 def understood_by_transformers(folder: Path) -> dict[str, object]:
@@ -41,20 +40,21 @@ def test_kept_settings_are_those_of_transformers(checkpoint, tmp_path, request):
 def test_the_same_file_elsewhere_is_the_same(checkpoint, intact_folder, tmp_path, request):
     expected = read_settings(checkpoint, tmp_path / "cache")
     request.getfixturevalue("never")
-    assert read_settings(read_checkpoint(intact_folder), tmp_path / "cache") == expected
+    assert read_settings(ModelFiles.open(intact_folder), tmp_path / "cache") == expected
 
 
 def test_another_configuration_is_understood_anew(checkpoint, configure, tmp_path):
     read_settings(checkpoint, tmp_path / "cache")
     configure(rms_norm_eps=0.25)
-    assert read_settings(checkpoint, tmp_path / "cache")["rms_norm_eps"] == 0.25
+    changed = ModelFiles.open(checkpoint.folder)
+    assert read_settings(changed, tmp_path / "cache")["rms_norm_eps"] == 0.25
 
 
 def test_another_version_of_transformers_understands_anew(checkpoint, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     read_settings(checkpoint, cache)
-    monkeypatch.setattr(load, "version", lambda name: f"{name} 99")
-    monkeypatch.setattr(load, "understood", lambda _: {"new": True})
+    monkeypatch.setattr(checkpoints, "version", lambda name: f"{name} 99")
+    monkeypatch.setattr(checkpoints, "understood", lambda _: {"new": True})
     assert read_settings(checkpoint, cache) == {"new": True}
     monkeypatch.undo()
     assert read_settings(checkpoint, cache) == understood_by_transformers(checkpoint.folder)

@@ -9,7 +9,7 @@ import pytest
 
 from forerun.errors import InvalidModel
 from forerun.models import catalog
-from forerun.models.load import model_folder
+from forerun.models.catalog import model_folder
 
 ROOT = Path(__file__).parents[3]
 ZOO = "forerun/models/zoo"

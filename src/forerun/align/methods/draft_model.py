@@ -21,9 +21,8 @@ from forerun.align.samples import PackedBatch, Sample
 from forerun.align.teachers import TeacherRows
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import check_trainable, read_architecture
-from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
-from forerun.models.load import load_tokenizer, model_folder, read_config
 from forerun.models.tensor_files import writing_tensors
 from forerun.models.tokenizers import check_vocabularies
 
@@ -101,7 +100,10 @@ class DraftModelMethod(Method):
         config = self.config
         if config.draft is not None:
             try:
-                check_vocabularies(load_tokenizer(config.target), load_tokenizer(config.draft))
+                check_vocabularies(
+                    ModelFiles.find(config.target).tokenizer,
+                    ModelFiles.find(config.draft).tokenizer,
+                )
             except IncompatibleDraft as error:
                 raise IncompatibleDraft(
                     f"{config.draft}: {error}, or one made from nothing (init)"
@@ -125,19 +127,19 @@ class DraftModelMethod(Method):
                 parameters[name.removeprefix("model.")].copy_(tensor)
         with quiet_transformers(), writing_tensors():
             whole.to(torch.bfloat16).save_pretrained(folder)
-        target = model_folder(self.config.target)
+        target = ModelFiles.find(self.config.target).folder
         for name in TARGET_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, folder / name)
 
 
 def base_model(config: MethodConfig) -> Any:
-    target = read_object(model_folder(config.target) / "config.json")
+    target = read_object(ModelFiles.find(config.target).folder / "config.json")
     if config.draft is None:
         return _fresh_model(config, target)
-    checkpoint = read_checkpoint(model_folder(config.draft))
-    check_trainable(read_config(checkpoint)[1])  # refuses what the engine could not serve, too
-    model = read_weights(checkpoint, torch.float32)
+    files = ModelFiles.open(config.draft)
+    check_trainable(files.sizes)  # refuses what the engine could not serve, too
+    model = read_weights(files, torch.float32)
     model.set_attn_implementation(ATTENTION)
     if model.config.vocab_size != target["vocab_size"]:
         # The tokens are equal, but the target's distribution has its own number of padding ids.

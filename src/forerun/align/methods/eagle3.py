@@ -34,9 +34,8 @@ from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_featu
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head, write_golden
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import MODULE_NAMES, read_weights
-from forerun.models.load import model_folder, read_config
 
 
 class Eagle3Method(HeadMethod):
@@ -48,14 +47,14 @@ class Eagle3Method(HeadMethod):
 
     def load(self) -> None:
         """Read the head to begin with, if one is named, and refuse that of another target."""
-        draft, target = self.config.draft, read_checkpoint(model_folder(self.config.target))
-        if draft is not None:
-            self._known = _read_known(model_folder(draft), read_config(target)[1])
+        if (draft := self.config.draft) is not None:
+            sizes = ModelFiles.open(self.config.target).sizes
+            self._known = _read_known(ModelFiles.find(draft).folder, sizes)
 
     def start(self, samples: Sequence[Sample]) -> None:
         """Take the head that was loaded, or create one, in the vocabulary of the texts."""
         attached, head = self.config.attached, self._known
-        target = read_parts(model_folder(self.config.target))
+        target = read_parts(self.config.target)
         if head is None:
             head = _create_head(attached, target, samples, self.config.seed)
         elif attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
@@ -71,7 +70,7 @@ class Eagle3Method(HeadMethod):
             head,
             folder,
             target=self.config.target,
-            target_architecture=read_checkpoint(model_folder(self.config.target)).architecture,
+            target_architecture=ModelFiles.open(self.config.target).architecture,
             num_speculative_tokens=self.config.num_speculative_tokens,
         )
         if (text := self._golden) is not None:
@@ -115,10 +114,10 @@ def _golden_text(
     return GoldenText(tokens=torch.tensor(text.token_ids), features=states)
 
 
-def read_parts(folder: Path) -> TargetParts:
-    checkpoint = read_checkpoint(folder)
-    settings, architecture = read_config(checkpoint)
-    network = read_weights(checkpoint, torch.float32)
+def read_parts(source: str | Path) -> TargetParts:
+    files = ModelFiles.open(source)
+    settings, architecture = files.settings, files.sizes
+    network = read_weights(files, torch.float32)
     model = adopt_target(network)
     norm = network.get_submodule(MODULE_NAMES[architecture.name].norm)
     return TargetParts(

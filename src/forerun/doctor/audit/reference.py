@@ -181,17 +181,19 @@ class ReferenceModel:
 def load_reference(name: str, draft: str | None, *, max_context: int) -> ReferenceModel:
     """Load the reference, and the draft if it is known, by name or folder."""
     from forerun.engine.config import EngineConfig
-    from forerun.engine.loading import eos_token_ids, load_pair_member
+    from forerun.engine.loading import load_pair_member
+    from forerun.models.checkpoint import ModelFiles
 
     config = EngineConfig(max_batch=1, max_context=max_context)
-    model, tokenizer = load_pair_member(name, dtype="auto", device="auto", config=config)
+    files = ModelFiles.open(name)
+    model, tokenizer = load_pair_member(files, dtype="auto", device="auto", config=config)
     drafting = None
     if draft is not None:
         drafting = load_pair_member(draft, dtype="auto", device="auto", config=config)[0]
     return ReferenceModel(
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(name, tokenizer),
+        eos_token_ids=files.eos_token_ids(tokenizer),
         draft=drafting,
     )
 

@@ -49,9 +49,8 @@ from forerun.measure.judge import draft_model_of, evenly_spaced
 from forerun.measure.profile import ProfileCell, ProfileConfig, Quantity
 from forerun.measure.rigs import PassRig, Stopwatch, measure, prefixes
 from forerun.models.base import LanguageModel, LayeredModel
-from forerun.models.checkpoint import read_checkpoint, template_hash
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import DraftCard, identify, read_card
-from forerun.models.load import load_tokenizer, model_folder, read_config
 from forerun.models.tokenizers import check_vocabularies
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
@@ -65,7 +64,8 @@ def add_files(evidence: Evidence, target: Path, draft: Path, *, is_foreign: bool
     Raises:
         InvalidModel: files are missing or damaged.
     """
-    positions = read_config(read_checkpoint(draft))[1].max_positions
+    files = ModelFiles.open(draft)
+    positions = files.sizes.max_positions
     evidence.add("draft_max_context", positions, f"{draft.name}: positions of the configuration")
     if is_foreign:
         words = "the drafter matches the tokens of both vocabularies"
@@ -75,9 +75,9 @@ def add_files(evidence: Evidence, target: Path, draft: Path, *, is_foreign: bool
     card = read_card(draft)
     if card is not None:
         _add_card(evidence, card, target, is_foreign=is_foreign)
-    elif template_hash(draft) == template_hash(target):
+    elif files.template_hash == ModelFiles.find(target).template_hash:
         evidence.add("template_differs", False, "both folders have one chat template")
-    add_weights(evidence, read_checkpoint(draft).weight_files)
+    add_weights(evidence, files.weight_files)
 
 
 def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:
@@ -91,7 +91,7 @@ def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:
 def _add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
     """Add whether both tokenizers map every id to the same text."""
     try:
-        check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
+        check_vocabularies(ModelFiles.find(target).tokenizer, ModelFiles.find(draft).tokenizer)
     except IncompatibleDraft as error:
         evidence.add("vocabularies_differ", True, str(error))
     else:
@@ -540,8 +540,8 @@ class PairNames:
 
     @property
     def folders(self) -> tuple[Path | None, Path | None]:
-        draft = None if parse_drafter(self.draft) else model_folder(self.draft)
-        return model_folder(self.target), draft
+        draft = None if parse_drafter(self.draft) else ModelFiles.find(self.draft).folder
+        return ModelFiles.find(self.target).folder, draft
 
 
 def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:

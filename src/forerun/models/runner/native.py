@@ -29,7 +29,7 @@ from forerun.models.decoder import (
     Decoder,
     QuantisedMatrix,
     ReadTensor,
-    StoredBlocks,
+    StoredWeights,
     join_formats,
     parameter_shapes,
     read_ends,
@@ -266,7 +266,7 @@ EMBEDDING = "model.embed_tokens.weight"
 class _Blocks:
     """The matrices that are packed as they are stored, by their places among all matrices."""
 
-    def __init__(self, decoder: Decoder, stored: StoredBlocks | None) -> None:
+    def __init__(self, decoder: Decoder, stored: StoredWeights | None) -> None:
         self.stored = stored
         self.names = matrix_names(decoder)
         self.groups = [None if stored is None else join_formats(stored, n) for n in self.names]
@@ -308,7 +308,7 @@ def build_native_model(
     geometry: KVGeometry,
     kernels: Kernels,
     stored_as: WeightFormat = "auto",
-    stored: StoredBlocks | None = None,
+    stored: StoredWeights | None = None,
 ) -> NativeModel:
     """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model."""
     blocks = _Blocks(decoder, stored)

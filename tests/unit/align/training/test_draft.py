@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.errors import IncompatibleDraft, InvalidModel
-from forerun.models.load import load_tokenizer
+from forerun.models.checkpoint import ModelFiles
 
 
 def weights_of(draft: DraftModelMethod) -> dict[str, torch.Tensor]:
@@ -45,7 +45,10 @@ def test_it_is_trained_in_fp32_and_saved_in_bf16(tmp_path: Path) -> None:
     assert {f"model.{name}" for name in saved} == weights.keys()
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, weights[f"model.{name}"].bfloat16())
-    assert load_tokenizer(out).vocabulary == load_tokenizer(tmp_path / "target").vocabulary
+    assert (
+        ModelFiles.find(out).tokenizer.vocabulary
+        == ModelFiles.find(tmp_path / "target").tokenizer.vocabulary
+    )
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16
     assert not list(tmp_path.glob("trained.*.tmp"))

@@ -297,20 +297,13 @@ def test_the_kernels_are_of_the_cpu(save):
 
 
 def run_on_meta(folder: Path) -> LanguageModel:
-    from forerun.models.checkpoint import read_checkpoint
-    from forerun.models.load import ModelFiles, read_config, run_by
+    from forerun.models.checkpoint import ModelFiles
+    from forerun.models.load import ModelRun, run_by
     from forerun.models.memory import geometry_of
 
-    checkpoint = read_checkpoint(folder)
-    settings, architecture = read_config(checkpoint)
+    files = ModelFiles.open(folder)
     geometry = geometry_of(
-        architecture, num_slots=1, capacity=8, max_staged_rows=1, dtype=torch.float32
+        files.sizes, num_slots=1, capacity=8, max_staged_rows=1, dtype=torch.float32
     )
-    files = ModelFiles(
-        checkpoint=checkpoint,
-        settings=settings,
-        architecture=architecture,
-        geometry=geometry,
-        device=torch.device("meta"),
-    )
-    return run_by("native", files)
+    run = ModelRun(files=files, geometry=geometry, device=torch.device("meta"))
+    return run_by("native", run)

@@ -12,7 +12,7 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -27,9 +27,15 @@ from torch import Tensor
 from forerun.cache import hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import MAX_LAYERS, checked_size
-from forerun.models.decoder import BlockFormat, QuantisedMatrix, fused_with, join_formats
-from forerun.models.gguf_blocks import FORMATS, ROUNDED, unpack_integers
-from forerun.models.gguf_families import (
+from forerun.models.decoder import (
+    BlockFormat,
+    QuantisedMatrix,
+    StoredWeights,
+    fused_with,
+    join_formats,
+)
+from forerun.models.gguf.blocks import FORMATS, ROUNDED, unpack_integers
+from forerun.models.gguf.families import (
     END_NAMES,
     FAMILIES,
     SINGLE_EXPERT_NAMES,
@@ -192,12 +198,15 @@ class _Header:
         return list(self.numbers(f"{array.length}{SCALARS[array.kind]}"))
 
 
-class GGUFFile:
+class GGUFFile(StoredWeights):
     """A checked GGUF file of a supported architecture; its tensors have transformers' names.
 
     Raises:
         InvalidModel: it is truncated, malformed, or needs what is not supported.
     """
+
+    is_packed = True
+    zero_biases = frozenset()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -372,6 +381,10 @@ class GGUFFile:
             if tensor.name not in NOT_PARAMETERS
             for name, part in self._parts(tensor)
         }
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.tensors
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from forerun.errors import InvalidModel
-from forerun.models.gguf_file import GGUFFile
-from forerun.models.gguf_splits import SPLIT_RULES, SplitRule
+from forerun.models.gguf.file import GGUFFile
+from forerun.models.gguf.splits import SPLIT_RULES, SplitRule
 
 SPACE = "\u2581"
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
