@@ -358,7 +358,7 @@ def print_model(model: ModelDescription) -> None:
         + ", ".join(f"{kind} {share:.1%}" for kind, share in model.stored_types.items()),
         "weights": f"{readable(memory.weights_bytes)} of memory in this type, {num_bits:.3g} bits "
         "per weight"
-        + (", the embedding in bf16 beside its packed copy" if model.keeps_blocks else ""),
+        + (f", the embedding in {model.dtype} beside its packed copy" if model.keeps_blocks else ""),
         "chat": "has a chat template" if model.has_chat_template else "no chat template",
         "sampling": f"the model states {stated or 'nothing'}, for requests that leave it out",
         "KV": f"{readable(model.kv_bytes_per_token)} per token, "
