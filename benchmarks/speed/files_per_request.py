@@ -1,13 +1,11 @@
-"""Counts the source files that run between `generate` and the text of a request, or in `load`.
+"""Counts the source files that run between `generate` and the text of one request.
 
-A reader who follows a request through the code has to open as many. Loading is counted with --load
-alone (the second time, when caches are filled), and a first request, which builds what later
-requests use again, never. A controller runs further
+A reader who follows a request through the code has to open as many. Loading is not counted, and
+neither is a first request, which builds what later requests use again. A controller runs further
 files, and drafts only where that pays, so K is fixed unless one is named:
 
     python benchmarks/speed/files_per_request.py --target zoo:code-11m --draft zoo:code-2m
     python benchmarks/speed/files_per_request.py --controller auto
-    python benchmarks/speed/files_per_request.py --load --target zoo:smollm2-135m --draft none
 """
 
 from __future__ import annotations
@@ -47,17 +45,13 @@ def main() -> None:
     parser.add_argument("--draft", default="zoo:code-2m")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--controller", choices=("fixed", "auto"), default="fixed")
-    parser.add_argument("--load", action="store_true", help="count loading in place of a request")
     arguments = parser.parse_args()
     params = forerun.SamplingParams(max_tokens=32, temperature=arguments.temperature)
     config = forerun.EngineConfig(controller=arguments.controller)
     engine = forerun.Engine.load(arguments.target, draft=arguments.draft, config=config)
     engine.generate([PROMPT], params)
     with files_run() as files:
-        if arguments.load:
-            forerun.Engine.load(arguments.target, draft=arguments.draft, config=config)
-        else:
-            engine.generate([PROMPT], params)
+        engine.generate([PROMPT], params)
     names = sorted(
         Path(name).relative_to(PACKAGE).as_posix()
         for name in files
