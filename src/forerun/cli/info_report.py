@@ -357,8 +357,7 @@ def print_model(model: ModelDescription) -> None:
         f"{8 * model.file_bytes / model.num_parameters:.3g} bits per weight; stored as "
         + ", ".join(f"{kind} {share:.1%}" for kind, share in model.stored_types.items()),
         "weights": f"{readable(memory.weights_bytes)} of memory in this type, {num_bits:.3g} bits "
-        "per weight"
-        + (f", the embedding in {model.dtype} beside its packed copy" if model.keeps_blocks else ""),
+        "per weight" + (f", the embedding also in {model.dtype}" if model.keeps_blocks else ""),
         "chat": "has a chat template" if model.has_chat_template else "no chat template",
         "sampling": f"the model states {stated or 'nothing'}, for requests that leave it out",
         "KV": f"{readable(model.kv_bytes_per_token)} per token, "
