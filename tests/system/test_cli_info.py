@@ -143,6 +143,35 @@ def test_bits_and_stored_types_are_said(info, tmp_path):
     assert "bits per weight; stored as Q4_0" in info(path)[1].out
 
 
+def test_a_file_says_its_types_and_each_size_what_it_is(info, tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", write_tiny_folder(tmp_path / "folder"), all_of(Kind.Q4_1)
+    )
+    said = " ".join(info(path)[1].out.split())
+    for words in (
+        "in Q4_1, as stored; bf16 after dequantisation with --dtype bfloat16",
+        "on disk",
+        "of memory in this type",
+        "runner native",
+        "self:int4:",
+        "suffix: copies",
+    ):
+        assert words in said
+    said = " ".join(info(path, "--dtype", "bfloat16")[1].out.split())
+    assert "in bfloat16 after dequantisation of Q4_1" in said
+    content = json.loads(info(path, "--json")[1].out)
+    assert content["keeps_blocks"] and content["file_bytes"] == path.stat().st_size
+    assert content["runner"] == "native" and content["has_chat_template"] is False
+
+
+def test_drafts_of_the_catalogue_are_listed_with_the_command_that_measures_them(info):
+    target, draft = "zoo:code-40m", "zoo:code-2m-for-40m"
+    content = json.loads(info(target, "--json")[1].out)
+    assert [each["name"] for each in content["drafts"]][:2] == [draft, "zoo:eagle3-for-40m"]
+    said = " ".join(info(target)[1].out.split())
+    assert f"forerun profile --target {target} --draft {draft}" in said
+
+
 def test_config_json_alone_says_what_a_model_is(info, tiny_pair, tmp_path):
     shutil.copy(tiny_pair.target / "config.json", tmp_path)
     code, captured = info(tmp_path)

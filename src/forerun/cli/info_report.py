@@ -208,7 +208,7 @@ def list_drafts(model: ModelDescription, *, is_tied: bool) -> Iterator[DraftOpti
                 model.num_parameters, model.architecture, dtype, bits, is_tied=is_tied
             )
             remark = ""
-            if num_bytes >= 0.9 * model.memory.weights_bytes:
+            if num_bytes >= 0.8 * model.memory.weights_bytes:
                 remark = ", and reads about as much as the target itself: it will hardly pay"
             yield DraftOption(name=f"self:{bits}", needs=f"{readable(num_bytes)}{remark}")
     yield DraftOption(name="suffix", needs="copies from the text, without a model")
@@ -357,9 +357,9 @@ def print_model(model: ModelDescription) -> None:
         f"{8 * model.file_bytes / model.num_parameters:.3g} bits per weight; stored as "
         + ", ".join(f"{kind} {share:.1%}" for kind, share in model.stored_types.items()),
         "weights": f"{readable(memory.weights_bytes)} of memory in this type, {num_bits:.3g} bits "
-        "per weight" + (", with the embedding in floating point too" if model.keeps_blocks else ""),
+        "per weight" + (f", the embedding also in {model.dtype}" if model.keeps_blocks else ""),
         "chat": "has a chat template" if model.has_chat_template else "no chat template",
-        "sampling": (stated or "nothing") + " stated by the model, for requests that leave it out",
+        "sampling": f"the model states {stated or 'nothing'}, for requests that leave it out",
         "KV": f"{readable(model.kv_bytes_per_token)} per token, "
         f"{readable(model.kv_bytes_per_slot)} per sequence, "
         f"{readable(memory.kv_bytes)} for {model.num_slots}",

@@ -441,7 +441,7 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
 
 
 def _refuse_quantised(settings: Mapping[str, Any]) -> None:
-    """Refuse quantised weights that are not read by `checkpoint.packed`."""
+    """Refuse quantised weights; those that `ModelFiles` reads are no longer in the settings."""
     quantisation = settings.get("quantization_config")
     if quantisation:
         known = isinstance(quantisation, Mapping)

@@ -216,11 +216,6 @@ class ModelFiles:
             return _computed_in([kind for kind, _ in counts.most_common()])
         return self.weights.type_counts.most_common(1)[0][0]
 
-    @property
-    def described_dtype(self) -> str:
-        """The element type that config.json names, in safetensors' spelling."""
-        return self.description.dtype
-
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration with its defaults, in the form of transformers' `config.to_dict()`."""

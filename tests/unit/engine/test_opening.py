@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -116,3 +117,24 @@ def test_only_model_files_knows_what_a_name_can_be():
         if re.search(r"(?<!def )\bmodel_folder\(", path.read_text())
     }
     assert callers == {"models/checkpoint.py"}
+
+
+MOST_FILES = 32
+"""Source files that loading a GGUF file enters; lower it when there are fewer."""
+
+
+def test_few_source_files_are_entered_by_loading_a_file(tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", write_tiny_folder(tmp_path / "folder"), all_of(Kind.Q8_0)
+    )
+    Engine.load(path)  # fills the caches
+    files = set()
+    sys.setprofile(
+        lambda frame, event, _: files.add(frame.f_code.co_filename) if event == "call" else None
+    )
+    try:
+        Engine.load(path)
+    finally:
+        sys.setprofile(None)
+    entered = {name for name in files if name.startswith(str(SOURCE))}
+    assert len(entered) <= MOST_FILES, sorted(entered)
