@@ -178,6 +178,8 @@ def test_a_server_answers_instead(engine, target, prompts, monkeypatch):
     lock = threading.Lock()
 
     def answer(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
         body = json.loads(request.read())
         with lock:
             asked.append(body)
