@@ -21,7 +21,7 @@ from forerun.models.load import choose_device, choose_dtype, model_folder, read_
 from forerun.models.memory import estimate, geometry_of, readable
 from forerun.sampling.config import SamplingParams
 
-TEXTS_PER_PROMPT = 1.15
+TEXTS_PER_PROMPT = 1.1
 """Texts that a target writes for one prompt that is kept, and their tokens; both as measured."""
 TURN_TOKENS = 60
 RESPONSE_SHARE = 0.9
@@ -36,6 +36,8 @@ EFFICIENCY = 0.75
 """Share of a training step that is matrix products at the measured rate."""
 TRAINED_BYTES = 16
 """Of a trained parameter: in fp32, its gradient and two moments."""
+CHOICE_BYTES = 8
+"""Of a greedy target's token in the teacher's cache."""
 PROBE_TOKENS, PROBE_STEPS, PROBE_SIZE = 128, 24, 1024
 
 
@@ -183,7 +185,7 @@ def read_draft_sizes(config: AlignConfig, sizes: TargetSizes) -> DraftSizes:
     arch, attached = sizes.architecture, config.attached
     width, vocab = arch.hidden_size, arch.vocab_size
     if config.method == "medusa":
-        heads = attached.num_passes * attached.num_blocks * width**2
+        heads = attached.num_passes * width**2
         return DraftSizes(
             num_parameters=heads, body=heads, output=attached.num_passes * width * vocab
         )
@@ -290,7 +292,7 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
         "prompts": texts.num_texts * TURN_TOKENS / rates.decode_tokens_per_s,
         "responses": num_answered / rates.decode_tokens_per_s
         + texts.num_training * texts.prompt_tokens / rates.prefill_tokens_per_s,
-        "teacher": all_tokens / rates.prefill_tokens_per_s * _runs_target(config),
+        "teacher": all_tokens / rates.prefill_tokens_per_s * config.needs_teacher,
         "training": trained * product / (EFFICIENCY * rates.flop_per_s),
         "judging": judged / rates.decode_tokens_per_s,
     }
@@ -313,10 +315,6 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
     )
 
 
-def _runs_target(config: AlignConfig) -> bool:
-    return config.needs_teacher and config.teacher.teacher != "top-k"
-
-
 def _judged_prompts(config: AlignConfig, num_held_out: int) -> int:
     """Return how many responses all judgements decode."""
     evaluation = config.evaluation
@@ -334,15 +332,13 @@ def _disk_bytes(
 ) -> float:
     """Return the bytes of the teacher's cache, of the snapshots and of the checkpoint."""
     state = sizes.architecture.hidden_size * sizes.dtype.itemsize
-    kind, greedy = config.teacher.teacher, config.sampling.greedy
-    if not _runs_target(config) or kind == "model":
+    if not config.needs_teacher or config.teacher.teacher == "model":
         cached = 0.0
     elif config.is_attached:
         cached = num_tokens * state * (4 if config.method == "eagle3" else 1)
-    elif kind == "sampled" or (kind == "auto" and greedy):
-        cached = num_tokens * learned_share * (8 if greedy else 6 * config.teacher.num_sampled_ids)
     else:
-        cached = num_tokens * learned_share * state
+        is_choice = config.sampling.greedy and config.teacher.teacher == "auto"
+        cached = num_tokens * learned_share * (CHOICE_BYTES if is_choice else state)
     snapshots = (config.evaluation.num_evaluations + 2) * 2 * drafted.num_parameters
     return cached + snapshots + TRAINED_BYTES * drafted.num_parameters
 

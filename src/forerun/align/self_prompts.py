@@ -231,7 +231,7 @@ class PromptWriter:
                 if share < MIN_YIELD:
                     raise _given_up(selection, number)
                 missing = number - len(selection.prompts)
-                num_texts += round(missing / share * 1.05) + 16
+                num_texts += min(num_texts, round(missing / share * 1.05) + 16)
         lines = [json.dumps({"prompt": text}) + "\n" for text in selection.prompts]
         with atomic_write(path) as scratch:
             scratch.write_text("".join(lines), encoding="utf-8")

@@ -271,8 +271,9 @@ class Preparation:
         """Print the plan of a run that has not begun, and have the target write the prompts."""
         from forerun.align.workspace import Workspace
 
+        files = [self.config.data.prompts, self.config.data.held_out] if self.num_written else []
         begun = Workspace(root=self.config.out).manifest.exists()
-        if begun and not self.options.plan_only:
+        if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             return
         with self._engine() as engine:
             self._print_plan(engine)
@@ -325,7 +326,7 @@ class Preparation:
             tokenizer_hash=tokenizer_hash(model_folder(config.target)),
             folder=config.out / TEXTS,
         )
-        with phases.bar("prompts", "the target's own prompts") as on_progress:
+        with phases.bar("prompts", "texts of the target") as on_progress:
             selection = writer.write(config.data.prompts, self.num_written, on_progress)
         phases.console.print(str(selection), markup=False, soft_wrap=True)
         if self.options.data.held_out is None:
@@ -357,28 +358,29 @@ def run(options: AlignOptions) -> int:
     profile = None if options.profile is None else load_profile(options.profile)
     preparation = Preparation(options)
     config = preparation.config
-    accelerator = make_accelerator(config.device)
-    with accelerator.main_process_first():  # the others wait for the prompts
-        if accelerator.is_main_process:
-            preparation.prepare()
-    if options.plan_only:
-        return 0
     predicted = not options.no_prediction and config.method != "medusa"
     costs = None if not predicted else PairCosts(config, options.threads, profile)
+    accelerator = make_accelerator(config.device)
     try:
-        report = align(config, costs=costs)
+        with accelerator.main_process_first():  # the others wait for the prompts
+            if accelerator.is_main_process:
+                preparation.prepare()
+        report = None if options.plan_only else align(config, costs=costs)
     except (KeyboardInterrupt, OSError):
-        logger.warning("the finished work is kept in %s: the same command continues", config.out)
+        if not options.plan_only:
+            logger.warning(
+                "the finished work is kept in %s: the same command continues", config.out
+            )
         raise
-    if report is None:  # another process of the same run reports
+    if report is None:  # there is a plan alone, or another process of the same run reports
         return 0
     if options.json:
         print(json.dumps(report.to_dict()))
-    else:
-        print_report(report)
-        if config.data.held_out == config.out / HELD_OUT:
-            shipped = preparation.texts.judged_on
-            SafeConsole().print(f"judged on {shipped}", markup=False, soft_wrap=True)
+        return 0
+    print_report(report)
+    if config.data.held_out == config.out / HELD_OUT:
+        judged_on = f"judged on {preparation.texts.judged_on}"
+        SafeConsole().print(judged_on, markup=False, soft_wrap=True)
     return 0
 
 
