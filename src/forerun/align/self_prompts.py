@@ -172,7 +172,7 @@ class Selection:
     def add(self, text: str, objection: str | None) -> None:
         """Take a text unless there is an objection, or most of its phrases occurred before."""
         words = tuple(re.findall(r"[\u3040-\u9fff]|\w+", text.lower()))
-        grams = set(ngrams(words, GRAM)) or {words}
+        grams = {words[i : i + GRAM] for i in range(max(1, len(words) - GRAM + 1))}
         if objection is None and 2 * len(grams & self._grams) > len(grams):
             objection = "are like an earlier one"
         if objection is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from tests import tiny
@@ -134,12 +133,22 @@ class Target:
             store.add(response(self.tokenizer.encode(text), reason, number))
 
 
+@pytest.fixture(scope="module")
+def engine(chat) -> Engine:
+    return Engine(
+        target=tiny.adapted(tiny.network(seed=3)),
+        tokenizer=chat,
+        config=tiny.settings(k=0),
+        eos_token_ids=frozenset({tiny.EOS}),
+    )
+
+
 @pytest.fixture
-def write(chat, monkeypatch, tmp_path):
+def write(chat, engine, monkeypatch, tmp_path):
     def run(target: Target, number: int, folder="texts") -> list[str]:
         monkeypatch.setattr(self_prompts, "write_responses", target.write)
         writer = PromptWriter(
-            engine=SimpleNamespace(tokenizer=chat),
+            engine=engine,
             opening=find_opening(chat, raw=False),
             target_hash="t",
             tokenizer_hash="k",
@@ -194,14 +203,11 @@ def test_a_target_without_new_prompts_is_given_up(write, chat, say, message):
     assert len(target.asked) <= 40 * FIRST_TEXTS
 
 
-def test_an_engine_writes_texts_of_its_own(chat, tmp_path):
+def test_an_engine_writes_texts_of_its_own(engine, chat, tmp_path):
     """A random network says nothing sensible: every reason is counted, and it ends."""
-    engine = tiny.engine_over(tiny.adapted(tiny.network(seed=3)), k=0)
-    assert isinstance(engine, Engine)
-    opening = find_opening(chat, raw=True)
     writer = PromptWriter(
         engine=engine,
-        opening=opening,
+        opening=find_opening(chat, raw=True),
         target_hash="t",
         tokenizer_hash="k",
         folder=tmp_path / "texts",
