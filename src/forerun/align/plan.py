@@ -281,7 +281,10 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
     training, longest = config.training, config.sampling.max_tokens or config.training.window
     drafted = read_draft_sizes(config, sizes)
     response = RESPONSE_SHARE * longest
-    num_answered = texts.num_training * response if config.data.fixed_share < 1 else 0
+    is_answered = config.data.fixed_share < 1
+    num_answered = texts.num_training * response if is_answered else 0.0
+    answered_s = num_answered / rates.decode_tokens_per_s
+    answered_s += texts.num_training * texts.prompt_tokens / rates.prefill_tokens_per_s
     text_tokens = min(texts.prompt_tokens + response, training.window)
     all_tokens = texts.num_training * text_tokens
     trained = training.num_steps * training.tokens_per_step * FULLNESS
@@ -290,8 +293,8 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
     judged = _judged_prompts(config, texts.num_held_out) * longest
     seconds = {
         "prompts": texts.num_texts * TURN_TOKENS / rates.decode_tokens_per_s,
-        "responses": num_answered / rates.decode_tokens_per_s
-        + texts.num_training * texts.prompt_tokens / rates.prefill_tokens_per_s,
+        # A server's rate is unknown.
+        "responses": answered_s * (is_answered and config.data.responses_from is None),
         "teacher": all_tokens / rates.prefill_tokens_per_s * config.needs_teacher,
         "training": trained * product / (EFFICIENCY * rates.flop_per_s),
         "judging": judged / rates.decode_tokens_per_s,

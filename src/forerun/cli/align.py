@@ -68,13 +68,6 @@ class DataFlags(DataConfig):
     """Prompts that the target writes with --prompts self. Default: 5,000, on a GPU 20,000."""
     replay: UseAppendAction[tuple[Path, ...]] = ()
 
-    def __post_init__(self) -> None:
-        """Refuse a number of prompts that nothing writes, and values out of range."""
-        super(DataFlags, self).__post_init__()
-        Range("--num-self-prompts", 1, integer=True, optional=True).check(self.num_self_prompts)
-        if self.num_self_prompts is not None and self.prompts != SELF:
-            raise InvalidRequest("--num-self-prompts is for --prompts self; leave it out")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlags(TrainingConfig):
@@ -166,7 +159,10 @@ class AlignOptions:
     @property
     def config(self) -> AlignConfig:
         """The settings; where flags are left out those of small targets."""
-        data = DataConfig(**values_of(self.data, DataConfig))
+        data, number = DataConfig(**values_of(self.data, DataConfig)), self.data.num_self_prompts
+        Range("--num-self-prompts", 1, integer=True, optional=True).check(number)
+        if number is not None and self.data.prompts != SELF:
+            raise InvalidRequest("--num-self-prompts is for --prompts self; leave it out")
         if self.data.prompts is NO_PROMPTS:
             raise InvalidRequest(
                 "no prompts: give --prompts FILE or DIR, or --prompts self to have the target "
@@ -411,6 +407,7 @@ COMMAND = Command(
     "prompts, and the draft of the best predicted speedup is kept. After an interruption the\n"
     "same command continues.",
     examples=(
+        "forerun align --model DIR --method eagle3 --prompts self    # the target writes them",
         "forerun align --model DIR --draft DIR --prompts prompts.jsonl --out aligned",
         "forerun align --model DIR --init config.json --prompts chats.parquet --temperature 0.7",
         "forerun align --model DIR --draft DIR --prompts p.jsonl --temperature 0 "
