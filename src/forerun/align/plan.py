@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from forerun.align.samples import PromptRecord
 from forerun.align.target import choose_faster_dtype
 from forerun.bounded_read import read_json
 from forerun.engine.engine import Engine
-from forerun.errors import ForerunError
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
@@ -208,17 +208,21 @@ def read_draft_sizes(config: AlignConfig, sizes: TargetSizes) -> DraftSizes:
 def _draft_parameters(config: AlignConfig) -> float:
     if config.draft is not None:
         return read_checkpoint(model_folder(config.draft)).num_parameters
-    try:
-        values = read_json(config.init) if config.init is not None else {}
-        width, layers = values["hidden_size"], values["num_hidden_layers"]
-        inner, vocab = values.get("intermediate_size", 4 * width), values["vocab_size"]
-        return float(layers * (4 * width**2 + 3 * width * inner) + width * vocab)
-    except (ForerunError, AttributeError, KeyError, TypeError):
-        return 0.0  # `align` says what is wrong with the file
+    return _shape_parameters(read_json(config.init) if config.init is not None else None)
+
+
+def _shape_parameters(values: Any) -> float:
+    """Return the parameters of a draft by its config.json; `align` says what is wrong with it."""
+    if not isinstance(values, dict):
+        return 0.0
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    sizes = [size if isinstance(size := values.get(name), int) else 0 for name in names]
+    width, layers, inner, vocab = sizes
+    return float(layers * (4 * width**2 + 3 * width * inner) + width * vocab)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class AlignPlan:
     """What an alignment will do, with estimates of what it takes on this machine.
 
     Attributes:
@@ -276,7 +280,7 @@ def _duration(minutes: float) -> str:
     return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{max(minutes, 1):.0f} min"
 
 
-def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: Rates) -> Plan:
+def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: Rates) -> AlignPlan:
     """Work out what an alignment takes, from its settings and measured rates."""
     training, longest = config.training, config.sampling.max_tokens or config.training.window
     drafted = read_draft_sizes(config, sizes)
@@ -299,7 +303,7 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
         "training": trained * product / (EFFICIENCY * rates.flop_per_s),
         "judging": judged / rates.decode_tokens_per_s,
     }
-    return Plan(
+    return AlignPlan(
         target=config.target,
         method=config.method,
         num_parameters=sizes.num_parameters,

@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.align.samples import PromptRecord
 from forerun.align.texts import Response, ResponseOrigin, ResponseStore, write_responses
-from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
@@ -206,7 +205,7 @@ class PromptWriter:
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
-    def write(self, path: Path, number: int, on_progress: OnProgress) -> Selection:
+    def write(self, path: Path, number: int, on_progress: Callable[[int, int], None]) -> Selection:
         """Write a file of this many prompts, and return what was selected from which texts.
 
         Raises:

@@ -346,8 +346,11 @@ def run(options: AlignOptions) -> int:
         raise InvalidRequest("--profile is for predictions; leave --no-prediction out")
     use_threads(options.threads)
 
+    import torch
+    from accelerate import PartialState
+
     from forerun.align.run import align
-    from forerun.align.trainer import make_accelerator
+    from forerun.align.trainer import COLLECTIVE_TIMEOUT
     from forerun.cli.pair_costs import PairCosts
     from forerun.measure.profile import load_profile
 
@@ -356,10 +359,11 @@ def run(options: AlignOptions) -> int:
     config = preparation.config
     predicted = not options.no_prediction and config.method != "medusa"
     costs = None if not predicted else PairCosts(config, options.threads, profile)
-    accelerator = make_accelerator(config.device)
+    on_cpu = config.device == "cpu" or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu, timeout=COLLECTIVE_TIMEOUT)
     try:
-        with accelerator.main_process_first():  # the others wait for the prompts
-            if accelerator.is_main_process:
+        with state.main_process_first():  # the others wait for the prompts
+            if state.is_main_process:
                 preparation.prepare()
         report = None if options.plan_only else align(config, costs=costs)
     except (KeyboardInterrupt, OSError):
