@@ -294,3 +294,13 @@ def test_a_number_of_self_written_prompts_needs_their_writer(align, tmp_path):
     code, _, err = align("--out", str(tmp_path / "x"), "--num-self-prompts", "9")
     assert code == 2
     assert "--num-self-prompts is for --prompts self" in err
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_prompts_are_written(
+    tiny_pair, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.stranger))
+    assert main(["align", *pair, "--prompts", "self", "--out", str(out)]) == 2
+    assert "the draft's tokenizer is not the target's" in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()

@@ -70,12 +70,20 @@ class DataFlags(DataConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFlags(SamplingFlags):
+    """Sampling parameters of the deployment, under which responses are drawn."""
+
+    max_tokens: int | None = None
+    """Most tokens of a response. Default: 128 on a CPU; on a GPU 256, from 1B parameters 512."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlags(TrainingConfig):
     """The training loop and its optimiser."""
 
     # Help comes from TrainingConfig; None where a flag is left out.
     num_steps: int | None = None  # type: ignore[assignment]
-    """Optimiser steps. Default: texts are read 2 to 12 times, less often the more there are."""
+    """Optimiser steps. Default: texts are read 1.5 to 12 times, less often the more there are."""
     tokens_per_step: int | None = None  # type: ignore[assignment]
     """Tokens per optimiser step, over all processes and accumulated passes. This and the next two:
     by default what suits the size of the target (docs/align.md)."""
@@ -121,7 +129,7 @@ class AlignOptions:
     push_to_hub: str | None = None
     """Repository of the Hugging Face hub, such as me/my-draft, to upload the draft to."""
     data: DataFlags = field(default_factory=DataFlags)
-    sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=None))
+    sampling: ResponseFlags = field(default_factory=ResponseFlags)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     attached: AttachedConfig = field(default_factory=AttachedConfig)
@@ -149,7 +157,7 @@ class AlignOptions:
             "draft": str(draft),
             "init": None,
             "data": DataFlags(**values_of(config.data, DataConfig)),
-            "sampling": SamplingFlags(**values_of(config.sampling, SamplingParams)),
+            "sampling": ResponseFlags(**values_of(config.sampling, SamplingParams)),
             "training": TrainingFlags(**values_of(config.training, TrainingConfig)),
             "evaluation": EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
         }
@@ -266,11 +274,15 @@ class Preparation:
     def prepare(self) -> None:
         """Print the plan of a run that has not begun, and have the target write the prompts."""
         from forerun.align.workspace import Workspace
+        from forerun.models.load import load_tokenizer
+        from forerun.models.tokenizers import check_vocabularies
 
         files = [self.config.data.prompts, self.config.data.held_out] if self.num_written else []
         begun = Workspace(root=self.config.out).manifest.exists()
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             return
+        if self.config.method == "draft_model" and self.config.draft is not None:
+            check_vocabularies(self.tokenizer, load_tokenizer(self.config.draft))
         with self._engine() as engine:
             self._print_plan(engine)
             if self.num_written and not self.options.plan_only:
