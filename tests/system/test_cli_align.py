@@ -274,6 +274,8 @@ def test_a_model_without_data_is_enough(tmp_path, capsys):
     assert main(["align", *SELF, "--out", str(out)]) == 0
     assert "plan:" not in capsys.readouterr().err  # it has been carried out
     assert again.stat().st_mtime_ns == written_s
+    assert main(["align", *SELF, "--num-self-prompts", "7", "--out", str(out)]) == 2
+    assert "has 6 prompts, with which this alignment began" in capsys.readouterr().err
 
 
 def test_the_plan_alone_is_printed_before_anything_is_made(align, tmp_path, capsys):

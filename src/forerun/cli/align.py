@@ -27,6 +27,7 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from forerun.bounded_read import read_bytes
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
@@ -280,6 +281,7 @@ class Preparation:
         files = [self.config.data.prompts, self.config.data.held_out] if self.num_written else []
         begun = Workspace(root=self.config.out).manifest.exists()
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
+            self._check_number()
             return
         if self.config.method == "draft_model" and self.config.draft is not None:
             check_vocabularies(self.tokenizer, load_tokenizer(self.config.draft))
@@ -287,6 +289,15 @@ class Preparation:
             self._print_plan(engine)
             if self.num_written and not self.options.plan_only:
                 self._write_prompts(engine)
+
+    def _check_number(self) -> None:
+        """Refuse another number of prompts than that with which the alignment began."""
+        path, wanted = self.config.data.prompts, self.options.data.num_self_prompts
+        if wanted is not None and (number := read_bytes(path).count(b"\n")) != wanted:
+            raise InvalidRequest(
+                f"{path} has {number:,} prompts, with which this alignment began; give another "
+                f"--out to have {wanted:,} written"
+            )
 
     @contextmanager
     def _engine(self) -> Iterator[Engine]:
