@@ -294,3 +294,62 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
     assert main(["align", "--draft", "zoo:code-2m", "--prompts", "p.jsonl"]) == 2
     err = " ".join(capsys.readouterr().err.split())
     assert "accelerate is not installed: pip install 'forerun[align]'" in err
+
+
+SELF = (
+    *("--prompts", "self", "--num-self-prompts", "6", "--num-steps", "2", "--num-evaluations", "1"),
+    *("--max-tokens", "8", "--max-prompts", "4", "--tokens-per-step", "512", "--no-prediction"),
+    *("--model", "zoo:code-11m", "--draft", "zoo:code-2m", "--k", "2", "--threads", "1"),
+)
+
+
+def test_a_model_without_data_is_enough(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["align", *SELF, "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    lines = (out / "prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(set(prompts)) == 6
+    assert "6, written by the target" in captured.err
+    assert "6 kept as prompts" in captured.err
+    report = json.loads((out / "report.json").read_text())
+    tag = "beginnings of Python modules that ship with forerun"
+    assert list(report["judged"][0]["after"]["by_tag"]) == [tag]
+    assert f"judged on 60 {tag}, not written by the target" in captured.out
+    again = out / "prompts.jsonl"
+    written_s = again.stat().st_mtime_ns
+    assert main(["align", *SELF, "--out", str(out)]) == 0
+    assert "plan:" not in capsys.readouterr().err  # it has been carried out
+    assert again.stat().st_mtime_ns == written_s
+    assert main(["align", *SELF, "--num-self-prompts", "7", "--out", str(out)]) == 2
+    assert "has 6 prompts, with which this alignment began" in capsys.readouterr().err
+
+
+def test_the_plan_alone_is_printed_before_anything_is_made(align, tmp_path, capsys):
+    out = tmp_path / "out"
+    code, text, _ = align("--out", str(out), "--plan-only")
+    assert code == 0
+    plan = json.loads(text)
+    assert (plan["num_steps"], plan["tokens_per_step"], plan["window"]) == (4, 192, 48)
+    assert plan["texts"]["num_texts"] == 0
+    assert all(minutes >= 0 for minutes in plan["minutes"].values())
+    assert not out.exists()
+    assert main(["align", *SELF, "--out", str(out), "--plan-only"]) == 0
+    assert capsys.readouterr().out.startswith("plan: draft_model for zoo:code-11m")
+    assert not out.exists()
+
+
+def test_a_number_of_self_written_prompts_needs_their_writer(align, tmp_path):
+    code, _, err = align("--out", str(tmp_path / "x"), "--num-self-prompts", "9")
+    assert code == 2
+    assert "--num-self-prompts is for --prompts self" in err
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_prompts_are_written(
+    tiny_pair, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.stranger))
+    assert main(["align", *pair, "--prompts", "self", "--out", str(out)]) == 2
+    assert "the draft's tokenizer is not the target's" in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from tests.profiles import exact_times
@@ -156,3 +157,37 @@ def test_medusa_heads_are_trained_judged_and_exported(target, prompts, tmp_path)
 def test_settings_a_head_cannot_have_are_refused(more, message, target, prompts, tmp_path, capsys):
     assert main(command(target, prompts, tmp_path / "out", *more)) == Exit.BAD_INPUT
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+def test_conversations_are_prompts_of_every_method(target, method, tmp_path):
+    chat = tmp_path / "target"
+    shutil.copytree(target, chat)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chat)
+    hello = {"role": "user", "content": "Hello"}
+    turns = [hello, {"role": "assistant", "content": "Hi"}]
+    for name, number in (("prompts", 8), ("held-out", 3)):
+        lines = [
+            {"messages": [*turns, {"role": "user", "content": f"{name} {i}"}]}
+            for i in range(number)
+        ]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out"
+    files = ("--prompts", str(tmp_path / "prompts.jsonl"), "--target", str(chat))
+    draft = ("--draft", str(target)) if method == "draft_model" else ()
+    share = ARGUMENTS.index("--held-out-share")
+    arguments = (*ARGUMENTS[:share], *ARGUMENTS[share + 2 :], "--window", "96")
+    held_out = ("--held-out", str(tmp_path / "held-out.jsonl"))
+    command = ["align", "--method", method, *files, *draft, *held_out, *arguments]
+    assert main([*command, "--out", str(out)]) == 0
+    data = json.loads((out / "report.json").read_text())["data"]
+    assert (data["num_training_prompts"], data["num_held_out_prompts"]) == (8, 3)

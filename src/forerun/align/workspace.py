@@ -330,6 +330,8 @@ class Phases:
     @contextmanager
     def waiting(self, phase: str, what: str) -> Iterator[None]:
         """Run a phase of unknown length with a status line."""
+        if not self.console.is_terminal:  # a log has no place for a spinner
+            self.console.print(f"{what} ...", highlight=False, markup=False, soft_wrap=True)
         status: AbstractContextManager[object] = self.console.status(what)
         with self.phase(phase), status:
             yield

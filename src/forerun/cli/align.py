@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,15 +27,18 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from forerun.bounded_read import read_bytes
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, Range
 from forerun.models.catalog import DEFAULT_TARGET
 from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
+    from forerun.align.plan import TextSizes
     from forerun.align.report import AlignReport
+    from forerun.engine.engine import Engine
     from forerun.measure.judge import (
         AcceptanceFigures,
         DraftFigures,
@@ -47,6 +51,8 @@ logger = logging.getLogger("forerun.align")
 EXPORTS: tuple[Export, ...] = ("hf",)
 NO_PROMPTS = Path()
 """This very object: the folder one is in, as "." names it, may well hold prompts."""
+SELF = Path("self")
+"""In place of a file: the target writes the prompts."""
 REPEATED = tuple(item.name for item in fields(AlignConfig) if item.name not in LEFT_OUT)
 """Settings that an alignment from an earlier one repeats, unless a flag changes them."""
 
@@ -58,8 +64,42 @@ class DataFlags(DataConfig):
     # Help comes from DataConfig; the prompts may come from an earlier run.
     prompts: Annotated[Path, arg(help_behavior_hint="(required without --refresh)")] = NO_PROMPTS
     """A .jsonl, .json, .csv, .tsv, .parquet or .txt file of prompts or conversations, a folder of
-    them, or the name of a dataset on the Hugging Face hub."""
+    them, the name of a dataset on the Hugging Face hub, or "self": the target writes them (a file
+    of that name is given by its whole path)."""
+    num_self_prompts: int | None = None
+    """Prompts that the target writes with --prompts self. Default: 5,000, on a GPU 20,000."""
     replay: UseAppendAction[tuple[Path, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFlags(SamplingFlags):
+    """Sampling parameters of the deployment, under which responses are drawn."""
+
+    max_tokens: int | None = None
+    """Most tokens of a response. Default: 128 on a CPU; on a GPU 256, from 1B parameters 512."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFlags(TrainingConfig):
+    """The training loop and its optimiser."""
+
+    # Help comes from TrainingConfig; None where a flag is left out.
+    num_steps: int | None = None  # type: ignore[assignment]
+    """Optimiser steps. Default: texts are read 1.5 to 12 times, less often the more there are."""
+    tokens_per_step: int | None = None  # type: ignore[assignment]
+    """Tokens per optimiser step, over all processes and accumulated passes. This and the next two:
+    by default what suits the size of the target (docs/align.md)."""
+    window: int | None = None  # type: ignore[assignment]
+    learning_rate: float | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        self.filled()
+
+    def filled(self) -> TrainingConfig:
+        """Return the settings, with those of `TrainingConfig` for flags that are left out."""
+        values = values_of(self, TrainingConfig)
+        return TrainingConfig(**{name: v for name, v in values.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +131,11 @@ class AlignOptions:
     push_to_hub: str | None = None
     """Repository of the Hugging Face hub, such as me/my-draft, to upload the draft to."""
     data: DataFlags = field(default_factory=DataFlags)
-    sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=128))
+    sampling: ResponseFlags = field(default_factory=ResponseFlags)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     attached: AttachedConfig = field(default_factory=AttachedConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    training: TrainingFlags = field(default_factory=TrainingFlags)
     evaluation: EvaluationFlags = field(default_factory=EvaluationFlags)
     dtype: str = "auto"
     """Of the target: auto (as stored), bfloat16, float16 or float32."""
@@ -107,8 +147,10 @@ class AlignOptions:
     """Costs from `forerun profile` to predict speedups with. Default: they are measured."""
     no_prediction: bool = False
     """Measure no costs: keep the draft of the highest tau, not of the best predicted speedup."""
+    plan_only: bool = False
+    """Print what would be done and how long it would take, and end."""
     json: bool = False
-    """Print the report as one JSON object instead of tables."""
+    """Print the report, or the plan, as one JSON object."""
 
     @classmethod
     def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:
@@ -117,7 +159,8 @@ class AlignOptions:
             "draft": str(draft),
             "init": None,
             "data": DataFlags(**values_of(config.data, DataConfig)),
-            "sampling": SamplingFlags(**values_of(config.sampling, SamplingParams)),
+            "sampling": ResponseFlags(**values_of(config.sampling, SamplingParams)),
+            "training": TrainingFlags(**values_of(config.training, TrainingConfig)),
             "evaluation": EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
         }
         known = {name: getattr(config, name) for name in REPEATED}
@@ -125,40 +168,242 @@ class AlignOptions:
 
     @property
     def config(self) -> AlignConfig:
+        """The settings; where flags are left out those of small targets."""
+        data, number = DataConfig(**values_of(self.data, DataConfig)), self.data.num_self_prompts
+        Range("--num-self-prompts", 1, integer=True, optional=True).check(number)
+        if number is not None and self.data.prompts != SELF:
+            raise InvalidRequest("--num-self-prompts is for --prompts self; leave it out")
         if self.data.prompts is NO_PROMPTS:
-            raise InvalidRequest("no prompts: give --prompts FILE or DIR")
+            raise InvalidRequest(
+                "no prompts: give --prompts FILE or DIR, or --prompts self to have the target "
+                "write them"
+            )
+        if self.data.prompts == SELF:
+            held_out = data.held_out or self.out / HELD_OUT
+            data = replace(data, prompts=self.out / WRITTEN, held_out=held_out)
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):
             raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
         known = {name: getattr(self, name) for name in (*REPEATED, "out", "push_to_hub")}
-        changed = {"sampling": self.sampling.params, "export": self.export or EXPORTS}
+        changed = {
+            "data": data,
+            "sampling": self.sampling.params,
+            "training": self.training.filled(),
+            "export": self.export or EXPORTS,
+        }
         return AlignConfig(**{**known, **changed})
+
+
+WRITTEN, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
+"""Files of --prompts self in the folder of the alignment, unless --held-out names another."""
+TEXTS = "prompts"
+"""Folder there of all texts that the target wrote to find prompts."""
+
+
+class Preparation:
+    """What comes before an alignment: its settings by the target's size, its plan, its prompts."""
+
+    def __init__(self, options: AlignOptions) -> None:
+        from forerun.align.plan import defaults_for, fill_in, read_sizes
+        from forerun.models.checkpoint import ModelFiles
+
+        config = options.config
+        self.options = options
+        self.sizes = read_sizes(config)
+        chosen = defaults_for(self.sizes, config.method)
+        if config.sampling.max_tokens is None and options.refresh is None:
+            sampling = replace(config.sampling, max_tokens=chosen.max_tokens)
+            config = replace(config, sampling=sampling)
+        self.tokenizer = ModelFiles.open(config.target).tokenizer
+        self.num_written = 0
+        if options.data.prompts == SELF:
+            self.num_written = options.data.num_self_prompts or chosen.num_prompts
+        self.is_chat = self.tokenizer.has_chat_template and not config.data.raw
+        window = options.training.window or chosen.window
+        self.texts = self._sizes_of_texts(config, window)
+        flags = options.training
+        given = {
+            "num_steps": flags.num_steps,
+            "tokens_per_step": flags.tokens_per_step,
+            "window": flags.window,
+            "learning_rate": flags.learning_rate,
+        }
+        self.config = fill_in(config, chosen, self.texts, given)
+
+    def _sizes_of_texts(self, config: AlignConfig, window: int) -> TextSizes:
+        from forerun.align.plan import TEXTS_PER_PROMPT, TURN_TOKENS, TextSizes, measure_prompts
+        from forerun.align.samples import read_prompts
+        from forerun.align.self_prompts import find_opening
+        from forerun.align.texts import read_prompt_split
+
+        data = config.data
+        if not self.num_written:
+            split = read_prompt_split(data, self.tokenizer)
+            most = window - (config.sampling.max_tokens or 0)
+            mean, cut, long = measure_prompts(split.training, data.max_prompt_tokens, most)
+            return TextSizes(
+                num_training=len(split.training),
+                num_held_out=len(split.held_out),
+                judged_on=f"{len(split.held_out):,} held-out prompts",
+                prompt_tokens=mean,
+                cut_prompts_share=cut,
+                cut_texts_share=long,
+            )
+        opening = find_opening(self.tokenizer, raw=data.raw)
+        around = len(self.tokenizer.encode(opening.text, add_special_tokens=False))
+        given = self.options.data.held_out
+        if given is None:
+            num_held_out = len(self._shipped())
+            judged_on = f"{num_held_out} {SHIPPED[self.is_chat]}, {NOT_BY_TARGET}"
+        else:
+            judged = read_prompts(given, self.tokenizer, data.max_prompt_tokens, raw=data.raw)
+            num_held_out = len(judged)
+            judged_on = f"{num_held_out:,} prompts of {given}"
+        return TextSizes(
+            num_training=self.num_written,
+            num_held_out=num_held_out,
+            judged_on=judged_on,
+            prompt_tokens=TURN_TOKENS + around,
+            num_texts=round(TEXTS_PER_PROMPT * self.num_written),
+        )
+
+    def _shipped(self) -> list[dict[str, str]]:
+        """Return the shipped prompts as records of a prompt file."""
+        from forerun.models.catalog import chat_prompts, held_out_prompts
+
+        prompts = chat_prompts() if self.is_chat else held_out_prompts()
+        return [{"prompt": prompt.text, "tag": SHIPPED[self.is_chat]} for prompt in prompts]
+
+    def prepare(self) -> None:
+        """Print the plan of a run that has not begun, and have the target write the prompts."""
+        from forerun.align.workspace import Workspace
+        from forerun.models.checkpoint import ModelFiles
+        from forerun.models.tokenizers import check_vocabularies
+
+        files = [self.config.data.prompts, self.config.data.held_out] if self.num_written else []
+        begun = Workspace(root=self.config.out).manifest.exists()
+        if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
+            self._check_number()
+            return
+        if self.config.method == "draft_model" and self.config.draft is not None:
+            check_vocabularies(self.tokenizer, ModelFiles.find(self.config.draft).tokenizer)
+        with self._engine() as engine:
+            self._print_plan(engine)
+            if self.num_written and not self.options.plan_only:
+                self._write_prompts(engine)
+
+    def _check_number(self) -> None:
+        """Refuse another number of prompts than that with which the alignment began."""
+        path, wanted = self.config.data.prompts, self.options.data.num_self_prompts
+        if wanted is not None and (number := read_bytes(path).count(b"\n")) != wanted:
+            raise InvalidRequest(
+                f"{path} has {number:,} prompts, with which this alignment began; give another "
+                f"--out to have {wanted:,} written"
+            )
+
+    @contextmanager
+    def _engine(self) -> Iterator[Engine]:
+        """Load the target for measuring and for writing prompts, and release it afterwards."""
+        import torch
+
+        from forerun.align.self_prompts import MAX_TURN_TOKENS
+        from forerun.engine.engine import Engine
+
+        config, num_threads = self.config, torch.get_num_threads()
+        sized = config.sized_engine
+        room = max(sized.max_context, int(self.texts.prompt_tokens) + 2 * MAX_TURN_TOKENS)
+        own = replace(sized, num_speculative_tokens=0, max_context=room)
+        try:
+            yield Engine.load(
+                config.target, draft="none", dtype=config.dtype, device=config.device, config=own
+            )
+        finally:
+            torch.set_num_threads(num_threads)  # a native target takes the cores for itself
+
+    def _print_plan(self, engine: Engine) -> None:
+        from forerun.align.plan import make_plan, measure_rates
+
+        plan = make_plan(self.config, self.sizes, self.texts, measure_rates(engine))
+        if self.options.plan_only and self.options.json:
+            print(json.dumps(asdict(plan)))
+            return
+        console = SafeConsole(stderr=not self.options.plan_only)
+        for line in plan.lines():
+            console.print(line, markup=False, soft_wrap=True)
+
+    def _write_prompts(self, engine: Engine) -> None:
+        from forerun.align.self_prompts import PromptWriter, find_opening
+        from forerun.align.workspace import Phases
+        from forerun.atomic_write import atomic_write
+        from forerun.models.checkpoint import ModelFiles
+        from forerun.provenance import content_hash
+
+        config, phases = self.config, Phases(SafeConsole(stderr=True))
+        writer = PromptWriter(
+            engine=engine,
+            opening=find_opening(self.tokenizer, raw=config.data.raw),
+            target_hash=content_hash(config.target),
+            tokenizer_hash=ModelFiles.find(config.target).tokenizer_hash,
+            folder=config.out / TEXTS,
+        )
+        with phases.bar("prompts", "texts of the target") as on_progress:
+            selection = writer.write(config.data.prompts, self.num_written, on_progress)
+        phases.console.print(str(selection), markup=False, soft_wrap=True)
+        if self.options.data.held_out is None:
+            lines = [json.dumps(record) + "\n" for record in self._shipped()]
+            with atomic_write(config.out / HELD_OUT) as scratch:
+                scratch.write_text("".join(lines), encoding="utf-8")
+
+
+SHIPPED = {
+    True: "chats that ship with forerun",
+    False: "beginnings of Python modules that ship with forerun",
+}
+"""What is judged on without --held-out where the target writes the prompts, by whether it chats."""
+NOT_BY_TARGET = "not written by the target (--held-out FILE: your own)"
 
 
 def run(options: AlignOptions) -> int:
     """Align in all processes, and print the report in the main one; returns the exit code."""
-    config = options.config
+    config = options.config  # refuses contradictions before anything is read
     if options.profile is not None and options.no_prediction:
         raise InvalidRequest("--profile is for predictions; leave --no-prediction out")
     use_threads(options.threads)
 
+    import torch
+    from accelerate import PartialState
+
     from forerun.align.run import align
+    from forerun.align.trainer import COLLECTIVE_TIMEOUT
     from forerun.cli.pair_costs import PairCosts
     from forerun.measure.profile import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
+    preparation = Preparation(options)
+    config = preparation.config
     predicted = not options.no_prediction and config.method != "medusa"
     costs = None if not predicted else PairCosts(config, options.threads, profile)
+    on_cpu = config.device == "cpu" or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu, timeout=COLLECTIVE_TIMEOUT)
     try:
-        report = align(config, costs=costs)
+        with state.main_process_first():  # the others wait for the prompts
+            if state.is_main_process:
+                preparation.prepare()
+        report = None if options.plan_only else align(config, costs=costs)
     except (KeyboardInterrupt, OSError):
-        logger.warning("the finished work is kept in %s: the same command continues", config.out)
+        if not options.plan_only:
+            logger.warning(
+                "the finished work is kept in %s: the same command continues", config.out
+            )
         raise
-    if report is None:  # another process of the same run reports
+    if report is None:  # there is a plan alone, or another process of the same run reports
         return 0
     if options.json:
         print(json.dumps(report.to_dict()))
-    else:
-        print_report(report)
+        return 0
+    print_report(report)
+    if config.data.held_out == config.out / HELD_OUT:
+        judged_on = f"judged on {preparation.texts.judged_on}"
+        SafeConsole().print(judged_on, markup=False, soft_wrap=True)
     return 0
 
 
@@ -189,6 +434,7 @@ COMMAND = Command(
     "prompts, and the draft of the best predicted speedup is kept. After an interruption the\n"
     "same command continues.",
     examples=(
+        "forerun align --model DIR --method eagle3 --prompts self    # the target writes them",
         "forerun align --model DIR --draft DIR --prompts prompts.jsonl --out aligned",
         "forerun align --model DIR --init config.json --prompts chats.parquet --temperature 0.7",
         "forerun align --model DIR --draft DIR --prompts p.jsonl --temperature 0 "

@@ -80,3 +80,11 @@ def test_training_prints_lines_too():
     assert "training step 6/10, 2 a minute, 2 min left  loss 2.000  alpha 0.500" in (
         console.file.getvalue()
     )
+
+
+def test_a_phase_of_unknown_length_is_named_in_a_log():
+    written = io.StringIO()
+    phases = Phases(Console(file=written))
+    with phases.waiting("judging", "judging step 4"):
+        pass
+    assert written.getvalue() == "judging step 4 ...\n"
