@@ -18,7 +18,7 @@ Source = Literal["target", "fixed", "replay"]
 Method = Literal["draft_model", "eagle3", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
 
-LEFT_OUT = ("out", "engine", "export", "push_to_hub")
+LEFT_OUT = ("out", "engine", "export")
 """Settings that do not change the trained draft, only where and how fast it is made."""
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """Training settings that may differ when a run is resumed, because they change no step."""
@@ -223,8 +223,6 @@ class AlignConfig:
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(controller="fixed"))
     export: tuple[Export, ...] = ("hf",)
     """Serving configurations written beside the draft."""
-    push_to_hub: str | None = None
-    """Repository of the Hugging Face hub, such as me/my-draft, that the draft is uploaded to."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other (InvalidRequest)."""

@@ -45,7 +45,7 @@ from forerun.align.report import (
 )
 from forerun.align.samples import Packing, Sample
 from forerun.align.selection import DraftSelector
-from forerun.align.serving import check_repo, describe_pair, export_draft, push_draft
+from forerun.align.serving import describe_pair, export_draft
 from forerun.align.target import ProcessShare, choose_faster_dtype
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import Teacher, make_teacher
@@ -103,8 +103,6 @@ def align(
         CacheTooLarge: the teacher's cache does not fit; nothing was written.
         TrainingDiverged: the loss is no number; the best draft so far is kept.
     """
-    if config.push_to_hub is not None:
-        check_repo(config.push_to_hub)
     objective = objective or OBJECTIVES[config.objective_name]
     run = Run.open(config, objective, console or Console(stderr=True))
     tokenizer = ModelFiles.find(config.target).tokenizer
@@ -419,7 +417,7 @@ class Run:
         report.write(self.workspace.report)
 
     def export(self, report: AlignReport) -> None:
-        """Write the settings that serve the draft, and upload it if a repository is set."""
+        """Write the settings that serve the draft."""
         config, most = self.config, self.config.evaluation.num_speculative_tokens
         k = most if report.best_k is None else report.best_k
         draft = self.workspace.draft
@@ -431,9 +429,6 @@ class Run:
                 "without the draft: the serving files do not use it",
                 most,
             )
-        if config.push_to_hub is not None:
-            address = push_draft(serving, config.push_to_hub, config.export)
-            logger.warning("the draft was uploaded to %s", address)
 
     def repeat(self, report: AlignReport) -> AlignReport:
         """Export a finished alignment again, and say how to have it judged or run anew."""

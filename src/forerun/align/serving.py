@@ -1,4 +1,4 @@
-"""Files that serve a draft or a head in transformers, vLLM and SGLang, and its upload to the hub.
+"""Files that serve a draft or a head in transformers, vLLM and SGLang.
 
 The options were read in transformers 5.23, vLLM 0.32 and the SGLang documentation of 2026; the
 first two were run. At a temperature above 0 each engine drafts by its own rule, which decides how
@@ -21,15 +21,12 @@ import torch
 from forerun.align.config import Export, Method
 from forerun.align.target import read_head
 from forerun.atomic_write import atomic_write
-from forerun.client.urls import hide_urls
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.checkpoint import ModelFiles, read_object
-from forerun.models.draft_card import CARD_FILE, CardFigures, read_card
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
-from forerun.theory.intervals import Interval
 
 ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
@@ -360,96 +357,3 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
     with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
-
-
-TAGS = ("speculative-decoding", "draft-model", "forerun")
-
-
-def check_repo(repo: str) -> None:
-    """Refuse a repository name that the hub would only reject after a long run (InvalidRequest)."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise InvalidRequest(f"--push-to-hub {repo}: {error}") from error
-
-
-def push_draft(serving: Serving, repo: str, engines: Sequence[Export], api: Any = None) -> str:
-    """Write a model card into the draft's folder and upload the folder.
-
-    Files of `serving/` name folders of this machine and are not uploaded; the card has the same
-    commands with the name of the repository.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    from forerun.client.door import NETWORK_ERRORS
-
-    with atomic_write(serving.draft / "README.md") as scratch:
-        lines = _model_card(serving, repo, engines)
-        scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    hub = HfApi() if api is None else api
-    try:
-        hub.create_repo(repo, exist_ok=True)
-        hub.upload_folder(
-            repo_id=repo,
-            folder_path=str(serving.draft),
-            commit_message="Draft model for speculative decoding, aligned by forerun",
-            ignore_patterns=[f"{SERVING_FOLDER}/*", "*.tmp", ".*"],
-        )
-    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS) as error:
-        raise InvalidRequest(
-            f"{serving.draft} could not be uploaded to {repo}: {hide_urls(error)}; the draft "
-            "is complete on disk, and the same command uploads it again"
-        ) from error
-    return f"https://huggingface.co/{repo}"
-
-
-def _model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterator[str]:
-    is_local = Path(serving.target).expanduser().is_dir()
-    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:")
-    yield from (f"- {tag}" for tag in TAGS)
-    if not is_local:
-        yield f"base_model: {serving.target}"
-    yield from ("---", "", f"# {repo}", "")
-    target = Path(serving.target).name if is_local else serving.target
-    yield f"A draft for speculative decoding with `{target}`, distilled by forerun. The text"
-    yield "is the target's with any draft; a good draft makes decoding faster."
-    yield ""
-    card = read_card(serving.draft)
-    if card is not None:
-        yield f"Objective: {card.objective}. Figures on held-out prompts (95% intervals):"
-        yield ""
-        yield "| | temperature | K | acceptance length | acceptance probability | best speedup |"
-        yield "|---|---|---|---|---|---|"
-        yield from (card_row("before", figures) for figures in card.before)
-        yield from (card_row("after", figures) for figures in card.after)
-        yield ""
-        yield f"`{CARD_FILE}` has the whole record: hashes, settings and versions."
-        yield ""
-    if not serving.speculates:
-        yield from (DRAFT_PAYS_NOT, "")
-    on_hub = replace(serving, target=target, draft=Path(repo))
-    for one in engines_of(engines, on_hub):
-        yield from (f"## {one.engine}", "", f"```{one.language}", one.command, "```", "")
-        yield from (f"- {note}" for note in one.notes)
-        yield ""
-
-
-def card_row(name: str, figures: CardFigures) -> str:
-    cells = (
-        name,
-        f"{figures.temperature:g}",
-        str(figures.num_speculative_tokens),
-        *map(shown, (figures.acceptance_length, figures.acceptance_probability, figures.speedup)),
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def shown(interval: Interval | None) -> str:
-    """Return an interval for the table; empty where the figure was not measured."""
-    if interval is None:
-        return ""
-    return f"{interval.estimate:.2f} ({interval.low:.2f} to {interval.high:.2f})"

@@ -128,8 +128,6 @@ class AlignOptions:
     """Folder of an earlier alignment, or its draft: go on from that, its settings as defaults."""
     export: UseAppendAction[tuple[Export, ...]] = ()
     """Serving configuration to write beside the draft: hf, vllm or sglang; hf if none is named."""
-    push_to_hub: str | None = None
-    """Repository of the Hugging Face hub, such as me/my-draft, to upload the draft to."""
     data: DataFlags = field(default_factory=DataFlags)
     sampling: ResponseFlags = field(default_factory=ResponseFlags)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -183,7 +181,7 @@ class AlignOptions:
             data = replace(data, prompts=self.out / WRITTEN, held_out=held_out)
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):
             raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
-        known = {name: getattr(self, name) for name in (*REPEATED, "out", "push_to_hub")}
+        known = {name: getattr(self, name) for name in (*REPEATED, "out")}
         changed = {
             "data": data,
             "sampling": self.sampling.params,
