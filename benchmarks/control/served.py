@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "speed" / "suffix"))
 
 from scripted import ScriptedModel
 
-from forerun.cli.flags import ZOO_DRAFT, ZOO_DRAFTS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.measure.bench.compare import MIN_TOKENS
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
+from forerun.models.catalog import ZOO_DRAFTS
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import first_repeat
@@ -60,7 +60,7 @@ class Place:
     @property
     def drafts(self) -> dict[str, str]:
         """Drafts of the target by the names that figures have."""
-        domain = ZOO_DRAFTS.get(self.target, ZOO_DRAFT)
+        domain = ZOO_DRAFTS.get(self.target, "zoo:code-2m")
         return {"domain": domain, "shelf": "zoo:books-1m", "suffix": "suffix"}
 
     @classmethod

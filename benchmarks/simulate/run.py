@@ -1,4 +1,4 @@
-"""How many requests per second `forerun simulate` gets through, by controller.
+"""How many requests per second `forerun plan --workload` gets through, by controller.
 
 `python benchmarks/simulate/run.py --out result.json`. Every figure is the median of several runs in
 one process, over the whole of a run: requests drawn, texts drawn, served, summed up. Seconds are

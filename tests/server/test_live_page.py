@@ -296,7 +296,7 @@ def test_texts_are_never_markup(page, address):
     shown(page, ".head >> nth=0").to_contain_text("<img")
     page.locator(".head").first.click()
     shown(page, "tr.detail .origin.prompt >> nth=0").to_contain_text("<script>")
-    ask(page, HOSTILE, max_tokens=8)
+    ask(page, HOSTILE, max_tokens=8, temperature=0)
     shown(page, ".turn .note >> nth=-1").to_contain_text("8 tokens in")
     assert page.locator("main img, main script").count() == 0
     assert page.title() == "forerun"

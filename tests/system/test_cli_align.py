@@ -233,12 +233,13 @@ def test_one_run_at_a_time(align, tmp_path):
 
 def test_the_target_is_hashed_once(align, tiny_pair, tmp_path, monkeypatch):
     hashed: list[Path] = []
+    compute = checkpoint.weights_hash
 
     def weights_hash(files):
         hashed.extend(files)
-        return checkpoint.weights_hash(files)
+        return compute(files)
 
-    monkeypatch.setattr("forerun.provenance.weights_hash", weights_hash)
+    monkeypatch.setattr("forerun.models.checkpoint.weights_hash", weights_hash)
     code, _, err = align("--out", str(tmp_path / "out"))
     assert code == 0, err
     assert [path.parent for path in hashed].count(tiny_pair.target) == 1

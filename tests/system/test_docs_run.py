@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from tests.documents import Block, PageRunner, blocks_of
 
-from forerun.engine.auto_drafts import auto_drafts
 from forerun.models import catalog
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -40,9 +39,7 @@ def smaller_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         name = SMALLER.get(entry.name, entry.name)
         (folder / entry.name).symlink_to(catalog.FOLDER / name)
     monkeypatch.setattr(catalog, "FOLDER", folder)
-    auto_drafts.cache_clear()
     yield
-    auto_drafts.cache_clear()
 
 
 @pytest.mark.usefixtures("smaller_models")

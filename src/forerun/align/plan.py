@@ -36,7 +36,7 @@ EFFICIENCY = 0.75
 """Share of a training step that is matrix products at the measured rate."""
 TRAINED_BYTES = 16
 """Of a trained parameter: in fp32, its gradient and two moments."""
-CHOICE_BYTES = 8
+CHOICE_BYTES = 4
 """Of a greedy target's token in the teacher's cache."""
 PROBE_TOKENS, PROBE_STEPS, PROBE_SIZE = 128, 24, 1024
 
@@ -263,6 +263,12 @@ class AlignPlan:
         }
         lines = [f"plan: {self.method} for {self.target} ({self.num_parameters / 1e6:,.0f}M)"]
         for phase, what in rows.items():
+            is_left_out = {
+                "responses": not self.num_response_tokens,
+                "teacher": phase not in self.minutes,
+            }
+            if is_left_out.get(phase):
+                continue
             taken = f", ~{_duration(self.minutes[phase])}" if phase in self.minutes else ""
             lines.append(f"  {phase:10}{what}{taken}")
         lines += [

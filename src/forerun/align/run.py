@@ -165,6 +165,7 @@ def _run_phases(
 
 
 def configure_method(config: AlignConfig) -> MethodConfig:
+    """Return what a method needs of the settings of an alignment."""
     return MethodConfig(
         target=config.target,
         draft=config.draft,

@@ -40,9 +40,9 @@ MIN_DISTINCT_4GRAMS = 0.75
 """Share of a text's 4-grams of tokens that differ; in a loop it is lower."""
 GRAM = 5
 FIRST_TEXTS = 256
-"""Texts after which the target has to have written some prompts."""
+"""Texts over which the share of prompts is judged, at least."""
 MIN_YIELD = 0.02
-"""Share of prompts among the texts of a round below which the target is given up."""
+"""Share of prompts among the texts below which no more are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,17 +220,20 @@ class PromptWriter:
         )
         store, selection = ResponseStore(self.folder, origin), Selection()
         num_texts = min(FIRST_TEXTS, 2 * number)
+        judged = kept = 0  # texts, and prompts among them, when the yield was judged last
         with store.writing():
             while len(selection.prompts) < number:
-                done, num_before = selection.num_texts, len(selection.prompts)
+                done = selection.num_texts
                 asked = [self.opening.prompt(i, self.tokenizer) for i in range(num_texts)]
                 write_responses(self.engine, asked, store, on_progress)
                 self._select(selection, asked[done:], store, number)
-                share = (len(selection.prompts) - num_before) / (num_texts - done)
-                if share < MIN_YIELD:
-                    raise _given_up(selection, number)
+                share = (len(selection.prompts) - kept) / (selection.num_texts - judged)
+                if selection.num_texts - judged >= FIRST_TEXTS:
+                    if share < MIN_YIELD:
+                        raise _refuse_yield(selection, number)
+                    judged, kept = selection.num_texts, len(selection.prompts)
                 missing = number - len(selection.prompts)
-                num_texts += min(num_texts, round(missing / share * 1.05) + 16)
+                num_texts += min(num_texts, round(missing / max(share, MIN_YIELD) * 1.05) + 16)
         lines = [json.dumps({"prompt": text}) + "\n" for text in selection.prompts]
         with atomic_write(path) as scratch:
             scratch.write_text("".join(lines), encoding="utf-8")
@@ -252,7 +255,7 @@ class PromptWriter:
             selection.add(text, find_objection(text, response, self.opening, special))
 
 
-def _given_up(selection: Selection, number: int) -> InvalidRequest:
+def _refuse_yield(selection: Selection, number: int) -> InvalidRequest:
     found = len(selection.prompts)
     advice = f"--num-self-prompts {found}, or --prompts FILE" if found else "--prompts FILE"
     return InvalidRequest(

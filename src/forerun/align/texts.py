@@ -266,9 +266,17 @@ class ResponseServer:
 
     client: Client
     tokenizer: Tokenizer
-    owner: str | None = None
 
-    def respond(self, prompt: PromptRecord, params: SamplingParams) -> Response:
+    def find_owner(self) -> str | None:
+        """Return the kind of server; None where it does not say, or does not list the model."""
+        try:
+            return self.client.find_model().owned_by
+        except (InvalidRequest, ServerUnavailable):
+            return None
+
+    def respond(
+        self, prompt: PromptRecord, params: SamplingParams, owner: str | None = None
+    ) -> Response:
         is_chat = self.client.config.is_chat
         if is_chat and not prompt.messages:
             raise InvalidRequest(
@@ -282,7 +290,7 @@ class ResponseServer:
         )
         try:
             answer = ask(
-                sampling_fields(params, self.owner),
+                sampling_fields(params, owner),
                 seed=seed_of(prompt.prompt_hash, params.seed or 0),
                 check=partial(_check_answer, params=params),
             )
@@ -346,13 +354,14 @@ def write_responses_from(
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
     params = store.origin.params
-    sampling_fields(params, server.owner)  # refuses what no server takes, before any is asked
+    sampling_fields(params, None)  # refuses what no server takes, before any is asked
     missing = store.missing(prompts)
     num_all = len(prompts)
     num_done = num_all - len(missing)
     on_progress(num_done, num_all)
     executor = ThreadPoolExecutor(server.client.config.max_connections)
-    asked = [executor.submit(server.respond, prompt, params) for prompt in missing]
+    owner = server.find_owner() if missing else None
+    asked = [executor.submit(server.respond, prompt, params, owner) for prompt in missing]
     try:
         for response in as_completed(asked):
             store.add(response.result())
@@ -552,9 +561,7 @@ class TrainingTexts:
                 key_variable=data.responses_key_env,
                 max_connections=16,
             )
-            client = Client(config)
-            owner = client.find_model().owned_by
-            server = ResponseServer(client=client, tokenizer=self.tokenizer, owner=owner)
+            server = ResponseServer(client=Client(config), tokenizer=self.tokenizer)
             # The model behind the address is not known: another target must not reuse responses.
             model = f"{model} {_recordable_url(data.responses_from)} {name}"
         origin = ResponseOrigin(

@@ -273,17 +273,15 @@ class Preparation:
 
     def prepare(self) -> None:
         """Print the plan of a run that has not begun, and have the target write the prompts."""
+        from forerun.align.run import METHODS, configure_method
         from forerun.align.workspace import Workspace
-        from forerun.models.checkpoint import ModelFiles
-        from forerun.models.tokenizers import check_vocabularies
 
         files = [self.config.data.prompts, self.config.data.held_out] if self.num_written else []
         begun = Workspace(root=self.config.out).manifest.exists()
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             self._check_number()
             return
-        if self.config.method == "draft_model" and self.config.draft is not None:
-            check_vocabularies(self.tokenizer, ModelFiles.find(self.config.draft).tokenizer)
+        METHODS[self.config.method](configure_method(self.config)).load()  # refuses a wrong draft
         with self._engine() as engine:
             self._print_plan(engine)
             if self.num_written and not self.options.plan_only:

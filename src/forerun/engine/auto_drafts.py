@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -63,7 +62,6 @@ class CachedModel:
     is_foreign: bool
 
 
-@lru_cache(maxsize=8)
 def auto_drafts(
     target: str | Path | ModelFiles,
     device: str = AUTO,

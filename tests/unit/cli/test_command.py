@@ -12,7 +12,6 @@ from forerun.cli.generate import COMMAND as GENERATE
 from forerun.cli.info import COMMAND as INFO
 from forerun.cli.plan import COMMAND as PLAN
 from forerun.cli.profile import COMMAND as PROFILE
-from forerun.cli.simulate import COMMAND as SIMULATE
 from forerun.errors import InvalidRequest
 
 
@@ -75,7 +74,7 @@ def test_a_list_without_a_value_is_a_usage_error(flag, capsys):
         (PROFILE, "--batches", "--batch", "3"),
         (PROFILE, "--contexts", "--context", "30"),
         (PLAN, "--max-k", "--num-speculative-tokens", "3"),
-        (SIMULATE, "--controllers", "--controller", "auto"),
+        (PLAN, "--controllers", "--controller", "auto"),
         (GENERATE, "--k", "--num-speculative-tokens", "3"),
         (GENERATE, "--target", "--model", "m"),
         (INFO, "--max-batch", "--batch", "3"),
@@ -85,8 +84,6 @@ def test_a_list_without_a_value_is_a_usage_error(flag, capsys):
 )
 def test_old_names_are_aliases(command, old, new, value):
     needed = ["x"] if command.has_positional else []
-    if command is SIMULATE:
-        needed = ["--workload", "w", "--profile", "p"]
     found = [command.parse("name", [*needed, flag, value]) for flag in (old, new)]
     assert found[0] == found[1] != command.parse("name", needed)
 

@@ -34,7 +34,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty Hugging Face cache."""
     scan = partial(huggingface_hub.scan_cache_dir, cache_dir=tmp_path)
     monkeypatch.setattr(huggingface_hub, "scan_cache_dir", scan)
-    auto_drafts.cache_clear()
     return tmp_path
 
 
@@ -83,7 +82,6 @@ def test_a_copy_in_4_bits_is_counted_before_anything_is_loaded(monkeypatch, capl
     caplog.set_level("INFO", "forerun.loading")
     monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (30 << 20))
     assert auto_drafts(TARGET) == (IN_FEWER_BITS, COPIER)
-    auto_drafts.cache_clear()
     monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (29 << 20))
     assert auto_drafts(TARGET) == (COPIER,)
     assert "in 4 bits needs" in caplog.text
@@ -150,7 +148,6 @@ def test_the_draft_leaves_less_room_for_a_copy_of_the_target(cache, monkeypatch)
     room = needed + model.needed_bytes
     for more, copies in ((30 << 20, (IN_FEWER_BITS,)), (29 << 20, ())):
         monkeypatch.setattr(found_drafts, "available_bytes", lambda _, more=more: room + more)
-        auto_drafts.cache_clear()
         assert auto_drafts(TARGET) == (str(good), *copies, COPIER)
 
 

@@ -98,6 +98,11 @@ class DraftModelMethod(Method):
     def load(self) -> None:
         """Load or create the draft, and check that it can be trained for its target."""
         config = self.config
+        if ModelFiles.find(config.target).folder.is_file():
+            raise InvalidModel(
+                f"{config.target} is one file, and a draft model takes its tokenizer from a folder "
+                "of its target: give the folder that the file was made from, or --method eagle3"
+            )
         if config.draft is not None:
             try:
                 check_vocabularies(
