@@ -5,7 +5,7 @@ running; `forerun profile` made the profile just before, since the machine's spe
 minute. What FILE holds of earlier rounds, each with its own profile, is kept and counted.
 
 Requests come at an engine on a thread of its own, at the times that workloads/*.jsonl say. The
-first time a workload is served, its trace is kept; `forerun plan --workload`'s own code repeats that trace
+first time a workload is served, its trace is kept; `forerun plan --workload` repeats that trace
 in simulated time, under the same controller, with the profile's costs. What comes of it is compared
 with the other times the workload is served.
 """
