@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.atomic_write import atomic_write
-from forerun.bounded_read import ReadLimits, parse_json, read_bytes
+from forerun.bounded_read import ReadLimits, expand_home, parse_json, read_bytes
 from forerun.errors import UnreadableInput
 from forerun.terminal_text import shell_command
 
@@ -34,7 +34,7 @@ LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return FORERUN_CACHE, or the folder `forerun` in the user's cache folder."""
     if chosen := environment.get("FORERUN_CACHE"):
-        return Path(chosen).expanduser()
+        return expand_home(chosen)
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
 

@@ -54,7 +54,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(run):
 
 def test_verbose_says_what_was_accepted(run):
     _, _, err = run("def f", *GREEDY, "--verbose")
-    assert "tokens per step, accepted per position" in err
+    assert "tokens per step with a draft, accepted per position" in err
 
 
 def test_quiet_prints_no_figures_and_no_notices(run):

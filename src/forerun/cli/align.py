@@ -177,6 +177,11 @@ class AlignOptions:
                 "write them"
             )
         if self.data.prompts == SELF:
+            if data.held_out_share != DataConfig(prompts=data.prompts).held_out_share:
+                raise InvalidRequest(
+                    "with --prompts self the draft is judged on shipped prompts, or on those of "
+                    "--held-out FILE; leave --held-out-share out"
+                )
             held_out = data.held_out or self.out / HELD_OUT
             data = replace(data, prompts=self.out / WRITTEN, held_out=held_out)
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):
@@ -278,6 +283,12 @@ class Preparation:
 
         files = [self.config.data.prompts, self.config.data.held_out] if self.num_written else []
         begun = Workspace(root=self.config.out).manifest.exists()
+        has_written = bool(files) and self.config.data.prompts.exists()
+        if begun and has_written and not all(path.exists() for path in files if path):
+            raise InvalidRequest(
+                f"{self.config.out} began with --held-out FILE: name the file again, or give "
+                "another --out"
+            )
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             self._check_number()
             return

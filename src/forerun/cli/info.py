@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
+from forerun.bounded_read import expand_home
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead
 from forerun.drafters.config import parse_drafter
@@ -88,7 +89,7 @@ def _folder_without_weights(options: InfoOptions) -> Path | None:
 
     if options.hub:
         return fetched_config(options.model)
-    folder = Path(options.model).expanduser()
+    folder = expand_home(options.model)
     if not (folder / "config.json").is_file():
         return None
     weights = {".safetensors", *PICKLES}

@@ -67,6 +67,7 @@ class Figures:
     total_s: float
     ttft_s: float | None
     acceptance: AcceptanceCounts
+    num_steps: int = 0
     speedup: Interval | None = None
     methods: Sequence[str] = ()
     choices: Sequence[MethodChoice] = ()
@@ -88,6 +89,7 @@ class Figures:
             total_s=total_s,
             ttft_s=ttft_s,
             acceptance=AcceptanceCounts.from_records(records).drafting,
+            num_steps=len(records),
             speedup=compare_with_plain_steps(records),
             methods=tuple(method for method, _ in drafting.most_common()),
         )
@@ -104,7 +106,10 @@ class Figures:
             return f"{text}, by plain decoding"
         text += f", with {' and '.join(self.methods)}: "
         if self.speedup is None:
-            return f"{text}too few steps to say how much faster than plain decoding that is"
+            return (
+                f"{text}{self.acceptance.num_steps} of {self.num_steps} steps had a draft, and "
+                f"a comparison with plain decoding needs {MIN_COMPARED_STEPS} with and without one"
+            )
         ratio = self.speedup
         interval = f"95% between {ratio.low:.2f} and {ratio.high:.2f}"
         if ratio.is_above(1.0) or ratio.is_below(1.0):
@@ -118,7 +123,7 @@ class Figures:
             parts.append(f"first after {self.ttft_s:.2f} s")
         counts = self.acceptance
         if counts.acceptance_length is not None:
-            parts.append(f"{counts.acceptance_length:.2f} tokens per step")
+            parts.append(f"{counts.acceptance_length:.2f} tokens per step with a draft")
             drafted = counts.drafted_per_position[:4]
             accepted = rates(counts.acceptance_rate_per_position[:4])
             steps = " ".join(map(str, drafted))

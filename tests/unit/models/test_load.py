@@ -351,3 +351,9 @@ def test_missing_tokenizer(folder):
         file.unlink()
     with pytest.raises(InvalidModel, match=r"tokenizer in .* cannot be loaded"):
         _ = ModelFiles.find(folder).tokenizer
+
+
+@pytest.mark.parametrize("name", ["", " ", "~no-such-user/model"])
+def test_a_name_that_leads_nowhere_is_refused(name):
+    with pytest.raises(InvalidModel, match=r"is empty|there is no|no-such-user"):
+        model_folder(name)
