@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TeacherSource:
     """The target, its deployment settings, and the devices and folder available to a teacher.
 
@@ -101,7 +102,7 @@ class TeacherSource:
         """Device on which distributions are computed from a cache."""
         return choose_device(self.device)
 
-    @property
+    @cached_property
     def state_dtype(self) -> torch.dtype:
         """Type of cached states: that of the target, in whichever type it is scored."""
         return choose_dtype(self.dtype, ModelFiles.open(self.target))
