@@ -222,7 +222,7 @@ class PairFlags(TargetFlags):
     """Longest prompt and output together, cut to what the models hold."""
     weights: WeightFormat = EngineConfig().weights
     """Bits of the target's weights: auto (as stored), bf16, int8, int4, or int4-int8, which has an
-    output layer of 8 bits. Fewer bits decode faster and change the text a little."""
+    output layer of 8 bits. Fewer bits decode faster and change the text, in small models more."""
     draft_weights: WeightFormat = EngineConfig().draft_weights
     """The same of draft models; the text does not depend on them."""
 
