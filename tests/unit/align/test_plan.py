@@ -66,7 +66,7 @@ def test_larger_targets_and_gpus_have_other_settings():
     large = defaults_for(gpu, "eagle3")
     assert small.num_prompts == 5000 < large.num_prompts
     assert small.max_tokens < large.max_tokens < large.window
-    assert (small.learning_rate, large.learning_rate) == (1e-3, 1e-4)
+    assert (small.learning_rate, large.learning_rate) == (5e-4, 1e-4)
     assert defaults_for(gpu, "draft_model").learning_rate == TrainingConfig().learning_rate
 
 
