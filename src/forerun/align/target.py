@@ -202,14 +202,14 @@ def adopt_target(model: Any) -> TargetModel:
     return TargetModel(
         body=model.get_decoder(),
         layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),
-        head=_head_of(weights["weight"], weights.get("bias"), settings),
+        head=_make_head(weights["weight"], weights.get("bias"), settings),
         model_type=model.config.model_type,
         max_positions=architecture.max_positions,
         device=model.device,
     )
 
 
-def _head_of(weight: Tensor, bias: Tensor | None, settings: Mapping[str, Any]) -> TargetHead:
+def _make_head(weight: Tensor, bias: Tensor | None, settings: Mapping[str, Any]) -> TargetHead:
     divisor = float(settings.get("logits_scaling") or 1.0)
     cap = settings.get("final_logit_softcapping")
     return TargetHead(weight=weight, bias=bias, divisor=divisor, cap=cap)
@@ -230,7 +230,7 @@ def read_head(source: str | Path, dtype: torch.dtype) -> TargetHead:
     read = tensor_reader(files.weights, dtype, torch.device("cpu"))
     is_tied = f"{OUTPUT}.weight" not in names
     bias = read(f"{OUTPUT}.bias") if f"{OUTPUT}.bias" in names else None
-    return _head_of(read(f"{EMBEDDING if is_tied else OUTPUT}.weight"), bias, files.settings)
+    return _make_head(read(f"{EMBEDDING if is_tied else OUTPUT}.weight"), bias, files.settings)
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:

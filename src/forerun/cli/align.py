@@ -94,9 +94,9 @@ class TrainingFlags(TrainingConfig):
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        self.filled()
+        self.fill_defaults()
 
-    def filled(self) -> TrainingConfig:
+    def fill_defaults(self) -> TrainingConfig:
         """Return the settings, with those of `TrainingConfig` for flags that are left out."""
         values = values_of(self, TrainingConfig)
         return TrainingConfig(**{name: v for name, v in values.items() if v is not None})
@@ -190,7 +190,7 @@ class AlignOptions:
         changed = {
             "data": data,
             "sampling": self.sampling.params,
-            "training": self.training.filled(),
+            "training": self.training.fill_defaults(),
             "export": self.export or EXPORTS,
         }
         return AlignConfig(**{**known, **changed})
@@ -223,13 +223,7 @@ class Preparation:
         self.is_chat = self.tokenizer.has_chat_template and not config.data.raw
         window = options.training.window or chosen.window
         self.texts = self._sizes_of_texts(config, window)
-        flags = options.training
-        given = {
-            "num_steps": flags.num_steps,
-            "tokens_per_step": flags.tokens_per_step,
-            "window": flags.window,
-            "learning_rate": flags.learning_rate,
-        }
+        given = values_of(options.training, TrainingConfig)
         self.config = fill_in(config, chosen, self.texts, given)
 
     def _sizes_of_texts(self, config: AlignConfig, window: int) -> TextSizes:
@@ -255,7 +249,7 @@ class Preparation:
         around = len(self.tokenizer.encode(opening.text, add_special_tokens=False))
         given = self.options.data.held_out
         if given is None:
-            num_held_out = len(self._shipped())
+            num_held_out = len(self._read_shipped())
             judged_on = f"{num_held_out} {SHIPPED[self.is_chat]}, {NOT_BY_TARGET}"
         else:
             judged = read_prompts(given, self.tokenizer, data.max_prompt_tokens, raw=data.raw)
@@ -269,7 +263,7 @@ class Preparation:
             num_texts=round(TEXTS_PER_PROMPT * self.num_written),
         )
 
-    def _shipped(self) -> list[dict[str, str]]:
+    def _read_shipped(self) -> list[dict[str, str]]:
         """Return the shipped prompts as records of a prompt file."""
         from forerun.models.catalog import chat_prompts, held_out_prompts
 
@@ -356,7 +350,7 @@ class Preparation:
             selection = writer.write(config.data.prompts, self.num_written, on_progress)
         phases.console.print(str(selection), markup=False, soft_wrap=True)
         if self.options.data.held_out is None:
-            lines = [json.dumps(record) + "\n" for record in self._shipped()]
+            lines = [json.dumps(record) + "\n" for record in self._read_shipped()]
             with atomic_write(config.out / HELD_OUT) as scratch:
                 scratch.write_text("".join(lines), encoding="utf-8")
 
@@ -376,11 +370,8 @@ def run(options: AlignOptions) -> int:
         raise InvalidRequest("--profile is for predictions; leave --no-prediction out")
     use_threads(options.threads)
 
-    import torch
-    from accelerate import PartialState
-
     from forerun.align.run import align
-    from forerun.align.trainer import COLLECTIVE_TIMEOUT
+    from forerun.align.trainer import connect_processes
     from forerun.cli.pair_costs import PairCosts
     from forerun.measure.profile import load_profile
 
@@ -389,8 +380,7 @@ def run(options: AlignOptions) -> int:
     config = preparation.config
     predicted = not options.no_prediction and config.method != "medusa"
     costs = None if not predicted else PairCosts(config, options.threads, profile)
-    on_cpu = config.device == "cpu" or not torch.accelerator.is_available()
-    state = PartialState(cpu=on_cpu, timeout=COLLECTIVE_TIMEOUT)
+    state = connect_processes(config.device)
     try:
         with state.main_process_first():  # the others wait for the prompts
             if state.is_main_process:

@@ -84,11 +84,11 @@ def run(options: InfoOptions) -> int:
 
 def _folder_without_weights(options: InfoOptions) -> Path | None:
     """Return the folder to describe by its config.json alone; None for one with weights."""
-    from forerun.models.catalog import fetched_config
+    from forerun.models.catalog import fetch_config
     from forerun.models.checkpoint import PICKLES
 
     if options.hub:
-        return fetched_config(options.model)
+        return fetch_config(options.model)
     folder = expand_home(options.model)
     if not (folder / "config.json").is_file():
         return None

@@ -159,7 +159,7 @@ class VllmView:
             acceptance_length=1.0 + accepted / drafts if drafts else None,
             positions=positions_of(growth),
             history=tuple(
-                _point_of(before, after, now_s, self._setup.methods)
+                _compute_point(before, after, now_s, self._setup.methods)
                 for before, after in pairwise(samples)
                 if after.total("vllm:generation_tokens") > before.total("vllm:generation_tokens")
             ),
@@ -211,7 +211,7 @@ def positions_of(growth: Metrics) -> tuple[LivePosition, ...]:
     )
 
 
-def _point_of(
+def _compute_point(
     before: MetricsSample, after: MetricsSample, now_s: float, methods: Sequence[str]
 ) -> LivePoint:
     """Return the figures of the time between two samples."""

@@ -84,7 +84,7 @@ def auto_drafts(
         InvalidModel: there is no such target.
     """
     files = ModelFiles.open(target)
-    run = _run_of(files, device, dtype, weights)
+    run = _describe_run(files, device, dtype, weights)
     room = available_bytes(run.device) - run.memory.total_bytes
     found: tuple[str, ...] = ()
     if files.name.startswith(PREFIX):
@@ -148,7 +148,7 @@ def fitting_models(target: str | Path | ModelFiles, device: str = AUTO) -> Itera
     Models with the target's tokenizer come before others, and those of a usual size before others.
     """
     own = ModelFiles.open(target)
-    room = available_bytes(choose_device(device)) - _run_of(own, device).memory.total_bytes
+    room = available_bytes(choose_device(device)) - _describe_run(own, device).memory.total_bytes
     usual = math.log(USUAL_SHARE * own.num_parameters)
     models = [
         (name, files)
@@ -159,7 +159,7 @@ def fitting_models(target: str | Path | ModelFiles, device: str = AUTO) -> Itera
     found: list[CachedModel] = []
     for name, files in models[:MOST_READ]:
         try:
-            needed = _run_of(files, device).memory.total_bytes
+            needed = _describe_run(files, device).memory.total_bytes
             is_foreign = not compare_vocabularies(own.tokenizer, files.tokenizer).identical
             if is_foreign:
                 map_vocabularies(
@@ -183,7 +183,7 @@ def fitting_models(target: str | Path | ModelFiles, device: str = AUTO) -> Itera
     yield from sorted(found, key=lambda model: model.is_foreign)
 
 
-def _run_of(
+def _describe_run(
     files: ModelFiles,
     device: str,
     dtype: str = AUTO,

@@ -161,7 +161,7 @@ def fetched(name: str) -> Path:
     return folder
 
 
-def fetched_config(name: str) -> Path:
+def fetch_config(name: str) -> Path:
     """The folder of a model's config.json, fetched from the Hugging Face hub without weights."""
     from huggingface_hub import hf_hub_download
 

@@ -78,7 +78,7 @@ def test_a_target_in_few_bits_does_not_draft_for_itself(tmp_path, monkeypatch):
 
 
 def test_a_copy_in_4_bits_is_counted_before_anything_is_loaded(monkeypatch, caplog):
-    needed = found_drafts._run_of(ModelFiles.open(Path(TARGET)), "cpu").memory.total_bytes
+    needed = found_drafts._describe_run(ModelFiles.open(Path(TARGET)), "cpu").memory.total_bytes
     caplog.set_level("INFO", "forerun.loading")
     monkeypatch.setattr(found_drafts, "available_bytes", lambda device: needed + (30 << 20))
     assert auto_drafts(TARGET) == (IN_FEWER_BITS, COPIER)
@@ -144,7 +144,7 @@ def test_a_model_as_large_as_the_target_is_no_draft(cache):
 def test_the_draft_leaves_less_room_for_a_copy_of_the_target(cache, monkeypatch):
     good = add(cache, "org/small", "code-2m-for-40m")
     (model,) = fitting_models(TARGET)
-    needed = found_drafts._run_of(ModelFiles.open(Path(TARGET)), "cpu").memory.total_bytes
+    needed = found_drafts._describe_run(ModelFiles.open(Path(TARGET)), "cpu").memory.total_bytes
     room = needed + model.needed_bytes
     for more, copies in ((30 << 20, (IN_FEWER_BITS,)), (29 << 20, ())):
         monkeypatch.setattr(found_drafts, "available_bytes", lambda _, more=more: room + more)

@@ -85,14 +85,14 @@ class PassLoss(nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         learning = learned_passes(batch, self.num_passes)
         found: PassStates = self.model(batch, rows, learning)
-        learned = self._sorted(batch, rows, learning, found)
+        learned = self._sort_by_place(batch, rows, learning, found)
         total = chunked_loss(
             learned, found.head, self.objective, temperature=self.temperature, with_acceptance=True
         )
         assert total.acceptance is not None  # it was asked for
         return total.loss.clone(), total.acceptance / self.num_passes
 
-    def _sorted(
+    def _sort_by_place(
         self,
         batch: PackedBatch,
         rows: FeatureTeacherRows,
