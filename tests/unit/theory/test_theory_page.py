@@ -1,4 +1,4 @@
-"""docs/theory.md holds: its blocks of Python run and assert, its links lead somewhere."""
+"""The pages on theory hold: their blocks of Python run and assert, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE = DOCS / "theory.md"
+PAGES = tuple(DOCS / f"{name}.md" for name in ("theory", "exactness", "claims"))
+CLAIMS = PAGES[-1]
 PART = re.compile(
     r"^```python\n(?P<code>.*?)^```$|^#+ (?P<heading>[^\n]*)$", re.DOTALL | re.MULTILINE
 )
@@ -28,10 +29,10 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def run(code: str) -> None:
-    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
+    exec(compile(code, "page", "exec"), {"__name__": "page"})
 
 
-BLOCKS = blocks(PAGE.read_text())
+BLOCKS = [block for page in PAGES for block in blocks(page.read_text())]
 
 
 @pytest.mark.parametrize("code", [c for _, c in BLOCKS], ids=[heading for heading, _ in BLOCKS])
@@ -41,7 +42,7 @@ def test_blocks_run_and_claim_something(code):
 
 
 def test_a_wrong_claim_would_be_noticed():
-    assert len(BLOCKS) == PAGE.read_text().count("```python")
+    assert len(BLOCKS) == sum(page.read_text().count("```python") for page in PAGES)
     ((heading, code),) = blocks(
         "# A\n\n## B\ntext\n```python\n# no heading\nassert 1 == 2\n```\n\n## C\n"
     )
@@ -57,15 +58,16 @@ def anchor(heading: str) -> str:
 
 
 def test_every_folk_claim_has_its_verdict_and_its_block():
-    text = PAGE.read_text()
+    text = CLAIMS.read_text()
     claims = re.findall(r"^\| \[.*?\]\(#(.*?)\) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
-    sections = [anchor(heading) for heading in re.findall(r"^### (.*)$", text, re.MULTILINE)]
+    sections = [anchor(heading) for heading in re.findall(r"^## (.*)$", text, re.MULTILINE)]
     assert [target for target, _, _ in claims] == sections
     assert set(sections) <= {anchor(heading) for heading, _ in BLOCKS}
 
 
-def test_links_lead_to_pages():
-    pages = {link.partition("#")[0] for link in re.findall(r"\]\(([^)#][^)]*)\)", PAGE.read_text())}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_pages(page):
+    pages = {link.partition("#")[0] for link in re.findall(r"\]\(([^)#][^)]*)\)", page.read_text())}
     missing = {page for page in pages if page.endswith(".md") and not (DOCS / page).exists()}
     assert pages
     assert not missing
