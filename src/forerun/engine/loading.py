@@ -14,7 +14,6 @@ from forerun.control.named import ControllerInputs, FixedController, build_contr
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
-from forerun.drafters.eagle3.load import GOLDEN_FILE
 from forerun.drafters.foreign import TextDraft, foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,
@@ -27,7 +26,6 @@ from forerun.drafters.registry import (
 from forerun.engine.config import EngineConfig
 from forerun.errors import (
     ForerunError,
-    IncompatibleDraft,
     InvalidModel,
     InvalidRequest,
     UnsupportedFeatures,
@@ -35,10 +33,9 @@ from forerun.errors import (
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
+from forerun.models.draft_card import staleness
 from forerun.models.load import load_model, share_loaded
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
-from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -349,14 +346,12 @@ def tree_method(drafter: Drafter, tree: Tree) -> str:
 def check_draft(draft: Source, target: Source) -> Source:
     """Check a draft's name and files before any weights are read, and return it with its files.
 
-    The text is exact whatever the draft, so a draft model of a target that has changed is only
-    warned of. A head on hidden states is refused for other weights unless it has golden rows, which
-    are computed again when it is loaded. A head without card and golden rows is warned of. Drafters
-    without a model have no card; a target that is already loaded has no files to compare.
+    The text is exact whatever the draft, so there is only a warning where its card names a target
+    that has changed. Drafters without a model have no card; a target that is already loaded has no
+    files to compare.
 
     Raises:
         InvalidModel: there is no such model, or its files cannot be used.
-        IncompatibleDraft: a head was trained for other weights.
         InvalidRequest: a drafter's argument cannot be honoured.
     """
     files = ModelFiles.open(target) if isinstance(target, str | Path | ModelFiles) else None
@@ -370,44 +365,10 @@ def check_draft(draft: Source, target: Source) -> Source:
         _ = ModelFiles.open(found).sizes
     if files is None:
         return found
-    folder = found.folder
     try:
-        if _is_unproven_head(found) and read_card(folder) is None:
-            logger.warning(
-                "the head in %s has neither golden rows nor a card: whether it was trained for "
-                "this target, and on the layers that it reads, cannot be checked",
-                folder,
-            )
-        check_head_card(found, files)
-        changed = staleness(folder, files)
+        changed = staleness(found.folder, files)
     except InvalidModel as error:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:
         logger.warning("%s", changed)
     return found
-
-
-def check_head_card(head: ModelFiles, target: ModelFiles) -> None:
-    """Refuse a head without golden rows if its card names other weights than the target's.
-
-    Raises:
-        InvalidModel: the card or the target cannot be read.
-        IncompatibleDraft: the weights are others.
-    """
-    folder = head.folder
-    card = read_card(folder) if _is_unproven_head(head) else None
-    if card is not None and "weights" in changes_of_target(card, target):
-        at = target.folder
-        raise IncompatibleDraft(
-            f"the head in {folder} was trained for {card.target}, and the weights in {at} are "
-            f"not those (hash {identify(target).weights}, its card has {card.made_for.weights}): "
-            "use a head that was trained for this target, or train this one further: "
-            + shell_command(
-                "forerun align --refresh {head} --target {target}", head=folder, target=at
-            )
-        )
-
-
-def _is_unproven_head(draft: ModelFiles) -> bool:
-    is_head = find_checkpoint(draft.config) is not None
-    return is_head and not (draft.folder / GOLDEN_FILE).is_file()
