@@ -316,37 +316,13 @@ class WrongShrub(Shrub):
     keeps_drawn = True
 
 
-class TopAndDrawn(Sapling):
-    """The most likely token and a drawn one, and one drawn behind the likely one."""
-
-    method = "top_and_drawn"
-
-    def grown(self, request: DraftRequest) -> Proposal:
-        keys = [
-            step_key(request.noise_key, len(request.ids), node, Purpose.DRAFT) for node in range(3)
-        ]
-        noise = uniform(torch.tensor(keys))
-        root = self.draft.probs(request.ids)[None].clone()
-        top = int(root.argmax())
-        root[0, top] = 0.0
-        root /= root.sum()
-        after = self.draft.probs([*request.ids, top])[None]
-        return Proposal(
-            tokens=torch.tensor([top, int(draw(root, noise[1:2])), int(draw(after, noise[2:]))]),
-            tree=self.TREE,
-            choice=Choice.TOP_AND_SAMPLED,
-            draft_probs=torch.cat([root, after]).float(),
-        )
-
-
 SHAPED = replace(BASE, seed=None, verification="auto", temperature=0.8, repetition_penalty=1.3)
 
 
-@pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
 @pytest.mark.parametrize("params", [replace(SHAPED, temperature=1.0, repetition_penalty=1), SHAPED])
-def test_drawn_trees_follow_the_targets_distribution(target, draft, kind, params, monkeypatch):
+def test_drawn_trees_follow_the_targets_distribution(target, draft, params, monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
-    engine = engine_over(target, kind(draft))
+    engine = engine_over(target, Shrub(draft))
     records: list[StepRecord] = []
     engine.observers[:] = [EmittedRecords(records.append)]
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
@@ -364,12 +340,11 @@ def test_siblings_that_were_not_drawn_without_replacement_are_caught(target, dra
     assert p_value(texts_of(engine, params, 2000), text_probs(target, params)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
 @pytest.mark.parametrize("changes", [{"verification": "auto"}, {"temperature": 0}], ids=str)
 def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, draft, kind, changes):
     params = replace(BASE, **changes)
     plain = texts_of(tiny.engine_over(target, max_batch=BATCH), params, 100)
-    assert texts_of(engine_over(target, kind(draft)), params, 100) == plain
+    assert texts_of(engine_over(target, Shrub(draft)), params, 100) == plain
 
 
 class Restless:

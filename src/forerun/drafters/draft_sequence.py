@@ -102,14 +102,9 @@ class DraftSequence:
 
     def _choice_of_tree(self, plan: Plan) -> Choice:
         """Return how nodes of a tree are chosen for the verification of the request."""
-        verification = plan.verification or self.params.verification
-        if verification == "walk":
+        if (plan.verification or self.params.verification) == "walk":
             return Choice.DETERMINISTIC
-        if self.choice is not Choice.SAMPLED:
-            return self.choice
-        if verification == "greedy_coupling":
-            return Choice.TOP_AND_SAMPLED
-        return Choice.WITHOUT_REPLACEMENT
+        return Choice.WITHOUT_REPLACEMENT if self.choice is Choice.SAMPLED else self.choice
 
     @property
     def branches(self) -> bool:

@@ -272,7 +272,7 @@ def probs_figures(proposal: Proposal) -> Tensor:
     """Return the largest error of a row sum, the smallest entry and the smallest drawn probability.
 
     In trees the last is looked at where verification needs it: of siblings that were drawn without
-    replacement, and of last children. A token that was drawn twice counts as impossible.
+    replacement. A token that was drawn twice counts as impossible.
     """
     rows = proposal.draft_probs
     assert rows is not None
@@ -281,21 +281,18 @@ def probs_figures(proposal: Proposal) -> Tensor:
     drawn = torch.ones_like(excess)
     if proposal.tree.is_chain:
         drawn = rows.gather(-1, proposal.tokens[:, None].to(rows.device)).amin()
-    elif proposal.choice in (Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED):
+    elif proposal.choice is Choice.WITHOUT_REPLACEMENT:
         drawn = smallest_drawn(proposal, rows)
     return torch.stack([figure.to(torch.float64) for figure in (excess, smallest, drawn)])
 
 
 def smallest_drawn(proposal: Proposal, rows: Tensor) -> Tensor:
-    """Smallest probability of a drawn node in a tree; 0 where siblings violate the drawing rule."""
+    """Smallest probability of a drawn node in a tree; 0 where siblings share a token."""
     tree, tokens = proposal.tree, proposal.tokens.to(rows.device)
-    is_top = proposal.choice is Choice.TOP_AND_SAMPLED
     smallest = rows.new_ones(())
     for row, parent in enumerate(expanded(tree)):
         children = tree.children(parent)
         ids = tokens[list(children)]
-        probs = rows[row, ids]
-        drawn = probs[-1] if is_top else probs.amin()
-        is_wrong = len(set(ids.tolist())) < len(children) or bool(is_top and probs[:-1].any())
-        smallest = torch.minimum(smallest, drawn * (not is_wrong))
+        is_wrong = len(set(ids.tolist())) < len(children)
+        smallest = torch.minimum(smallest, rows[row, ids].amin() * (not is_wrong))
     return smallest

@@ -32,7 +32,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Tokenizer
-from forerun.sampling.config import Choice, SamplingParams
+from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.splitmix import finalise
 
@@ -367,8 +367,7 @@ def _log_excess(proposal: Proposal) -> tuple[float, float]:
         return 0.0, 0.0
     tree = proposal.tree
     expanded = sorted(set(tree.parents))
-    place = -1 if proposal.choice is Choice.TOP_AND_SAMPLED else 0
-    drawn = [tree.children(parent)[place] for parent in expanded]
+    drawn = [tree.children(parent)[0] for parent in expanded]
     probs = proposal.draft_probs.double().cpu()
     tokens = proposal.tokens.cpu()[torch.tensor(drawn)]
     logs: Tensor = probs.clamp(min=1e-300).log()

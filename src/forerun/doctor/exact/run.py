@@ -44,7 +44,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.kernels import sampling_kernels
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.tree_rules import TreeRule
 from forerun.theory.tree import TokenTree
 
 Text = tuple[int, ...]
@@ -377,11 +376,9 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
 
 
 def _tree_verifiers() -> Iterator[tuple[str, TreeVerifier]]:
-    for rule in get_args(TreeRule):
-        yield f"{rule}, trees", TreeVerifier(rule=rule)
+    yield "traversal, trees", TreeVerifier()
     if sampling_kernels():
-        verifier = TreeVerifier(rule="traversal", stage=kernel_weights)
-        yield "traversal, trees, CPU kernels", verifier
+        yield "traversal, trees, CPU kernels", TreeVerifier(stage=kernel_weights)
 
 
 def _shaped_verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
