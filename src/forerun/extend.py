@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from forerun.sampling.proposal import Assurance, Proposal, Verdict
     from forerun.theory.cost import CostTable
     from forerun.theory.record import StepRecord
-    from forerun.theory.stop_rule import StopRule
     from forerun.theory.tree import TokenTree
 
 __all__ = [
@@ -58,7 +57,6 @@ __all__ = [
     "StepObserver",
     "StepOutcome",
     "StepRecord",
-    "StopRule",
     "TokenMask",
     "TokenSource",
     "TokenTree",
@@ -93,7 +91,6 @@ _MODULES = {
     "StepObserver": "forerun.engine.observing",
     "StepOutcome": "forerun.drafters.base",
     "StepRecord": "forerun.theory.record",
-    "StopRule": "forerun.theory.stop_rule",
     "TokenMask": "forerun.sampling.history",
     "TokenSource": "forerun.sampling.config",
     "TokenTree": "forerun.theory.tree",

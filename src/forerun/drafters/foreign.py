@@ -171,7 +171,7 @@ class TextDraft:
 
     The draft continues the text greedily in its own tokens: as many as it has for the planned
     number of the target's tokens in the text so far, and one more. Chains are drafted for plans of
-    trees too, and stop rules are not followed.
+    trees too.
     """
 
     method = "slem"

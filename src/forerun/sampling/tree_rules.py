@@ -105,7 +105,7 @@ def _verify(
     drafts: Sequence[Tensor],
     tokens: Tensor,
     keys: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> tuple[list[tuple[int, int, bool, float]], list[int]]:
+) -> tuple[list[tuple[int, int, int, float]], list[int]]:
     """Return what the kernels do: last accepted node, final token, validity and expectation.
 
     The fed tokens come over with them.

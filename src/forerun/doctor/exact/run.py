@@ -366,10 +366,10 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
         yield f"{rule}, CPU kernels", CHAINS, _chains(verifier)
     for rule in get_args(Rule):
         verifier = ChainVerifier(rule=rule, keep=confident_before)
-        yield f"{rule}, stop rule before the draw", CHAINS, _chains(verifier)
+        yield f"{rule}, drafts that end early", CHAINS, _chains(verifier)
     for rule in get_args(Rule):
         verifier = ChainVerifier(rule=rule, keep=certain_before, next_k=goodput_k)
-        yield f"{rule}, K and stop rule of a controller", CHAINS, _chains(verifier)
+        yield f"{rule}, K of a controller, drafts that end early", CHAINS, _chains(verifier)
     yield "walk, deterministic chain", CHAINS, _walks(Walker())
     yield "walk, deterministic tree", TREES, _walks(Walker())
     yield "walk, sampled chain", CHAINS, _walks(Walker(sampled=True))

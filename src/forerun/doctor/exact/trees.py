@@ -35,7 +35,6 @@ from forerun.sampling.tree_rules import TreeWeights, accepted_node, tree_keys, t
 from forerun.sampling.walk import target_keys, target_tokens, walk
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree, expanded
 
 Interval = tuple[Tensor, Tensor]
@@ -277,17 +276,12 @@ def _keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    return _going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
+    return ~(draft_row.amax(-1) < 0.55)
 
 
 def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    entropy = torch.special.entr(draft_row).sum(-1)
-    return _going_on(StopRule(measure="entropy", threshold=0.8), entropy)
-
-
-def _going_on(rule: StopRule, values: Tensor) -> Tensor:
-    goes = [not rule.stops(value) for value in values.flatten().tolist()]
-    return torch.tensor(goes).reshape(values.shape)
+    entropy: Tensor = torch.special.entr(draft_row).sum(-1)
+    return ~(entropy > 0.8)
 
 
 def _one_more(num_drafts: int, num_accepted: int) -> int:
