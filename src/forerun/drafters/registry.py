@@ -27,7 +27,7 @@ from forerun.drafters.base import (
     TopTokensDrafter,
     TreeDrafter,
 )
-from forerun.drafters.config import DrafterName, NamedDrafter, SuffixConfig
+from forerun.drafters.config import DrafterName, NamedDrafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import is_eagle3
@@ -43,6 +43,8 @@ from forerun.sampling.proposal import Proposal
 
 logger = logging.getLogger("forerun.drafting")
 
+MAX_DIGITS = 12
+"""Most digits of a number after a colon."""
 MAX_FAILED = 4096
 """Latest failures that are remembered; a bound on memory alone."""
 
@@ -219,13 +221,14 @@ CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
 
 
 def suffix(argument: str, target: LanguageModel) -> Drafter:
-    """Build `suffix`, which copies from a request itself, or `suffix:N` with N stored tokens."""
-    return SuffixDrafter(SuffixConfig(store_tokens=_whole_number(f"suffix:{argument}", argument)))
+    """Build `suffix`, which copies from a request itself."""
+    _refuse_argument("suffix", argument)
+    return SuffixDrafter()
 
 
 def recycling(argument: str, target: LanguageModel) -> Drafter:
     """Build `recycling`, which drafts from the target's own most likely tokens."""
-    _refuse_argument(argument)
+    _refuse_argument("recycling", argument)
     return RecyclingDrafter()
 
 
@@ -251,13 +254,13 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
 
 def parse_num_layers(argument: str, num_target_layers: int) -> int:
     """Return N of the draft `self:N`; raises InvalidRequest where the target has no more layers."""
-    name = f"self:{argument}"
-    if not argument.isdigit():
+    name = f"self:{argument:.40}"
+    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
         raise InvalidRequest(
             f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
             "for all of the target in fewer bits, or self:N for its first N layers"
         )
-    number = _whole_number(name, argument)
+    number = int(argument)
     if not 0 < number < num_target_layers:
         raise InvalidRequest(
             f"{name} drafts with {number} of the target's {num_target_layers} layers; give a "
@@ -290,10 +293,8 @@ def check_named(wanted: NamedDrafter, num_target_layers: int | None) -> None:
         InvalidRequest: the argument is of no use.
     """
     argument = wanted.argument
-    if wanted.name == "suffix":
-        _whole_number(f"suffix:{argument}", argument)
-    elif wanted.name == "recycling":
-        _refuse_argument(argument)
+    if wanted.name in ("suffix", "recycling"):
+        _refuse_argument(wanted.name, argument)
     elif wanted.name == "self" and argument not in QUANTISED and num_target_layers is not None:
         parse_num_layers(argument, num_target_layers)
     elif wanted.name == "mtp":
@@ -305,22 +306,9 @@ def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
     return DRAFTERS[wanted.name](wanted.argument, target)
 
 
-def _refuse_argument(argument: str) -> None:
+def _refuse_argument(name: str, argument: str) -> None:
     if argument:
-        raise InvalidRequest(f"recycling:{argument}: this drafter takes no argument")
-
-
-def _whole_number(text: str, argument: str) -> int:
-    """Return the number after the colon, or 0 if there is none."""
-    if not argument:
-        return 0
-    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
-        raise InvalidRequest(f"draft {text!r} needs a whole number after the colon")
-    return int(argument)
-
-
-MAX_DIGITS = 12
-"""Most digits of a number after a colon; Python refuses to parse more than 4,300."""
+        raise InvalidRequest(f"{name}:{argument}: this drafter takes no argument")
 
 
 def eagle3(folder: Path, target: LanguageModel) -> Drafter:
