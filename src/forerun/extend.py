@@ -17,8 +17,6 @@ if TYPE_CHECKING:
         DraftRequest,
         Pause,
         StepOutcome,
-        TopTokensDrafter,
-        TreeDrafter,
     )
     from forerun.drafters.registry import register_checkpoint
     from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
@@ -60,9 +58,7 @@ __all__ = [
     "TokenMask",
     "TokenSource",
     "TokenTree",
-    "TopTokensDrafter",
     "Tree",
-    "TreeDrafter",
     "Verdict",
     "register_checkpoint",
 ]
@@ -94,9 +90,7 @@ _MODULES = {
     "TokenMask": "forerun.sampling.history",
     "TokenSource": "forerun.sampling.config",
     "TokenTree": "forerun.theory.tree",
-    "TopTokensDrafter": "forerun.drafters.base",
     "Tree": "forerun.control.base",
-    "TreeDrafter": "forerun.drafters.base",
     "Verdict": "forerun.sampling.proposal",
     "register_checkpoint": "forerun.drafters.registry",
 }

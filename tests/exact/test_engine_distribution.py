@@ -230,7 +230,7 @@ def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
 
 
-class Sapling:
+class Sapling(Drafter):
     """Two guesses and one that follows the first of them, all drawn from the draft."""
 
     method = "sapling"

@@ -20,7 +20,7 @@ from tests.tabular import TabularModel, TokenStore, tabular_features
 from torch import Tensor
 
 from forerun.control.base import Capacity, Plan, RequestState, Tree
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.engine import verification
 from forerun.engine.engine import Engine
 from forerun.sampling import tree_rules
@@ -92,7 +92,7 @@ class Noise:
         self.by_key[key] = value
 
 
-class FeatureTrees:
+class FeatureTrees(Drafter):
     """Draws trees from tables that it chooses by the features of the last row it has seen."""
 
     method = "feature_trees"

@@ -18,7 +18,7 @@ from tests.lab.laboratory import TARGET, Lab
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import model_of, read_for
@@ -71,7 +71,7 @@ def eagle3_drafter(lab: Lab, layers: tuple[int, ...] | None = None, **flags: boo
     return drafter
 
 
-class EarlierRows:
+class EarlierRows(Drafter):
     """Gives a drafter the hidden states of the row before in place of every row's own.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import (
     DraftSequence,
     Levels,
@@ -37,6 +37,7 @@ from forerun.models.base import (
     DraftsInOneCall,
     LanguageModel,
     LikelyTree,
+    QuantisableModel,
     RowBatch,
     Span,
     pack,
@@ -50,12 +51,12 @@ from forerun.theory.tree import TokenTree
 PREFILL_CHUNK = 256
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts chains and trees with a causal language model that shares the target's token ids."""
 
     method = "draft_model"
-    required_features: tuple[int, ...] = ()
     max_width = MAX_WIDTH
+    reads_text = True
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -307,9 +308,17 @@ class SelfDraft(DraftModel):
         method: its name in plans, traces and metrics, as in `--draft`: "self:int4" or "self:2".
     """
 
+    reads_text = False
+
     def __init__(self, model: LanguageModel, vocab_size: int, method: str = "self") -> None:
         super().__init__(model, vocab_size)
         self.method = method
+
+    def level_cost(self, target: LanguageModel) -> float | None:
+        """Return the bytes that a pass reads, as a share of the target's."""
+        if isinstance(target, QuantisableModel) and isinstance(self.model, QuantisableModel):
+            return self.model.bytes_read / target.bytes_read
+        return None
 
     def _open(self, request: DraftRequest) -> Context:
         assert request.context is not None

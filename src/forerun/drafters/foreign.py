@@ -166,7 +166,7 @@ class SharedTokenDraft(OwnTokenDraft):
                 self._note_committed(name, own)
 
 
-class TextDraft:
+class TextDraft(Drafter):
     """String-level exact match (SLEM): the draft's text, encoded again, as a deterministic chain.
 
     The draft continues the text greedily in its own tokens: as many as it has for the planned
@@ -175,7 +175,7 @@ class TextDraft:
     """
 
     method = "slem"
-    required_features: tuple[int, ...] = ()
+    reads_text = True
 
     def __init__(self, model: LanguageModel, vocabulary: VocabularyMap) -> None:
         self.vocabulary = vocabulary
@@ -215,9 +215,6 @@ class TextDraft:
             choice=Choice.DETERMINISTIC,
             stop_reason=own.stop_reason,
         )
-
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Do nothing: committed tokens are read with the next draft."""
 
     def forget(self, request_id: str) -> None:
         self.draft.forget(request_id)

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from forerun.control.base import Plan, Tree
-from forerun.drafters.base import DraftRequest, StepOutcome, check_made_for
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome, check_made_for
 from forerun.drafters.tree_growth import Candidates, build_tree
 from forerun.drafters.tree_growth import Path as TokenPath
 from forerun.errors import InvalidModel
@@ -231,7 +231,7 @@ logger = logging.getLogger("forerun.drafting")
 MAX_WIDTH = 8
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts chains and trees with Medusa heads."""
 
     method = "medusa"

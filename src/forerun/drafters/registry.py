@@ -1,6 +1,6 @@
 """Registry of drafters: builders by name, and loaders by the type of a checkpoint.
 
-A new drafter implements `forerun.drafters.base.Drafter`. Code outside forerun gives an instance to
+A new drafter is a `forerun.drafters.base.Drafter`. Code outside forerun gives an instance to
 `Engine.with_draft`, or calls `register_checkpoint` so that `Engine.load` recognises its folder.
 Only drafters of forerun itself have a name, which is an entry in `DRAFTERS`.
 """
@@ -17,15 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.control.base import Plan, Tree
+from forerun.control.base import Plan
 from forerun.drafters.base import (
     FAILURES,
     Drafter,
     DraftRequest,
     Pause,
     StepOutcome,
-    TopTokensDrafter,
-    TreeDrafter,
 )
 from forerun.drafters.config import DrafterName, NamedDrafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
@@ -33,7 +31,6 @@ from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.tree_growth import merged
 from forerun.errors import DrafterError, InvalidRequest
 from forerun.models.architecture import QUANTISED
 from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
@@ -53,11 +50,8 @@ IN_KERNELS = (DraftModel, SelfDraft, Eagle3Drafter)
 """Drafters whose chains the CPU kernels draft; other heads are draft models, too."""
 
 
-class SeveralDrafters:
+class SeveralDrafters(Drafter):
     """Passes every request on to the drafter that its plan names.
-
-    A plan for a tree may name several, as in "suffix+draft_model": the best nodes of all their
-    trees with `Proposal.log_probs` are proposed as one deterministic tree, verified by the walk.
 
     A pause of one of them is not a pause of all, so it only means that it proposes nothing. One
     that fails for a single request is not asked for it again, and the others go on. A failure for a
@@ -66,69 +60,46 @@ class SeveralDrafters:
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = drafters
-        self._proposed: dict[str, Mapping[str, Proposal | None]] = {}
+        self.method = next(iter(drafters))
+        each = drafters.values()
+        self.required_features = tuple(sorted({i for d in each for i in d.required_features}))
+        self.required_top_k = max(drafter.required_top_k for drafter in each)
+        self._drafted_by: dict[str, str] = {}
         self._failed: dict[tuple[str, str], None] = {}  # the engine forgets a request and retries
 
-    @property
-    def method(self) -> str:
-        """Method of the first drafter, the default where no controller chooses."""
-        return next(iter(self.drafters))
-
-    @property
-    def required_features(self) -> tuple[int, ...]:
-        """Layers whose features at least one of the drafters reads."""
-        return tuple(sorted({i for d in self.drafters.values() for i in d.required_features}))
-
-    @property
-    def required_top_k(self) -> int:
-        """The largest number of the target's top tokens that one of the drafters needs."""
-        each = self.drafters.values()
-        return max([d.required_top_k for d in each if isinstance(d, TopTokensDrafter)], default=0)
+    def by_method(self) -> Mapping[str, Drafter]:
+        return self.drafters
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Return every request's proposal from the drafters of its plan."""
-        answers: list[dict[str, Proposal | None]] = [{} for _ in requests]
-        named = [self._named(plan) for plan in plans]
-        for method in dict.fromkeys(method for methods in named for method in methods):
+        """Return every request's proposal from the drafter of its plan."""
+        answers: list[Proposal | None] = [None] * len(requests)
+        for method in dict.fromkeys(plan.method for plan in plans):
+            if method not in self.drafters:
+                raise DrafterError(
+                    f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
+                )
             places = [
                 at
-                for at, methods in enumerate(named)
-                if method in methods and (requests[at].request_id, method) not in self._failed
+                for at, (request, plan) in enumerate(zip(requests, plans, strict=True))
+                if plan.method == method and (request.request_id, method) not in self._failed
             ]
             if not places:
                 continue
-            # A merged tree is deterministic, and so are its parts.
-            asked = [
-                plans[at] if len(named[at]) == 1 else replace(plans[at], verification="walk")
-                for at in places
-            ]
+            asked, its_plans = [requests[at] for at in places], [plans[at] for at in places]
             try:
-                found = self.drafters[method].propose([requests[at] for at in places], asked)
+                found = self.drafters[method].propose(asked, its_plans)
             except FAILURES as error:
                 if len(requests) > 1:
                     raise
                 self._fail(requests[0].request_id, method, error)
                 continue
             for at, answer in zip(places, found, strict=True):
-                answers[at][method] = None if isinstance(answer, Pause) else answer
-        for request, parts in zip(requests, answers, strict=True):
-            self._proposed[request.request_id] = parts
-        return [
-            _united([p for p in parts.values() if p is not None and p.num_drafted], plan)
-            for parts, plan in zip(answers, plans, strict=True)
-        ]
-
-    def _named(self, plan: Plan) -> list[str]:
-        """Return the names of a plan's drafters; the first one drafts if the plan is a chain."""
-        methods = [plan.method] if plan.method in self.drafters else plan.method.split("+")
-        for method in methods:
-            if method not in self.drafters:
-                raise DrafterError(
-                    f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
-                )
-        return methods if isinstance(plan.shape, Tree) else methods[:1]
+                answers[at] = None if isinstance(answer, Pause) else answer
+        for request, plan in zip(requests, plans, strict=True):
+            self._drafted_by[request.request_id] = plan.method
+        return answers
 
     def model_of(self, request_id: str, method: str) -> DraftModel | None:
         """Return the draft model of a method if kernels may run its drafting.
@@ -146,25 +117,24 @@ class SeveralDrafters:
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
         drafter = self.drafters[plan.method]
         assert isinstance(drafter, DraftModel)
-        proposal = drafter.note_chain(request_id, plan, tokens, num_levels)
-        self._proposed[request_id] = {plan.method: proposal}
-        return proposal
+        self._drafted_by[request_id] = plan.method
+        return drafter.note_chain(request_id, plan, tokens, num_levels)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Pass every outcome to every drafter, together with the drafter's own proposal."""
-        parts = [self._proposed.pop(outcome.request_id, {}) for outcome in outcomes]
+        """Pass every outcome to every drafter, with the proposal to the one that made it."""
+        drafted_by = [self._drafted_by.pop(outcome.request_id, None) for outcome in outcomes]
         layers = self.required_features
         for method, drafter in self.drafters.items():
             columns = [layers.index(layer) for layer in drafter.required_features]
             seen = [
                 replace(
                     outcome,
-                    proposal=own.get(method) if outcome.proposal is not None else None,
+                    proposal=outcome.proposal if by == method else None,
                     features=outcome.features[:, columns]
                     if columns and outcome.features is not None
                     else None,
                 )
-                for outcome, own in zip(outcomes, parts, strict=True)
+                for outcome, by in zip(outcomes, drafted_by, strict=True)
                 if (outcome.request.request_id, method) not in self._failed
             ]
             try:
@@ -182,18 +152,10 @@ class SeveralDrafters:
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request in every drafter, even if one of them raises."""
-        self._proposed.pop(request_id, None)
+        self._drafted_by.pop(request_id, None)
         with ExitStack() as others:
             for drafter in self.drafters.values():
                 others.callback(drafter.forget, request_id)
-
-
-def _united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
-    """Merge the trees with `log_probs`, if two or more have them; otherwise take the first part."""
-    ranked = [part for part in parts if part.log_probs is not None]
-    if len(ranked) > 1 and isinstance(plan.shape, Tree):
-        return merged(ranked, plan.shape).proposal("budget")
-    return parts[0] if parts else None
 
 
 def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
@@ -210,8 +172,7 @@ def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
 
 def tree_methods(drafter: Drafter) -> tuple[str, ...]:
     """Return the methods that propose trees, of one drafter or of several behind one interface."""
-    each = drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
-    return tuple(name for name, d in each.items() if isinstance(d, TreeDrafter) and d.max_width > 1)
+    return tuple(name for name, each in drafter.by_method().items() if each.max_width > 1)
 
 
 CheckpointTest = Callable[[Mapping[str, Any]], bool]

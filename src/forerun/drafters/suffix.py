@@ -29,7 +29,7 @@ from itertools import accumulate
 import torch
 
 from forerun.control.base import Chain, Plan, Tree
-from forerun.drafters.base import DraftRequest, Pause, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.tree_growth import BuiltTree, Candidates, Path, build_tree
 from forerun.sampling.config import Choice
@@ -361,11 +361,10 @@ MOST_IDLE = 9
 """Number of calls without a copy after which pauses grow no further."""
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Copies tokens from the request's own text."""
 
     method = "suffix"
-    required_features: tuple[int, ...] = ()
     max_width = 8
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
@@ -388,9 +387,6 @@ class SuffixDrafter:
             reader = self._readers[request.request_id] = Reader(request)
         reader.read()
         return reader
-
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Do nothing: committed tokens are read before the next draft."""
 
     def forget(self, request_id: str) -> None:
         self._readers.pop(request_id, None)

@@ -85,7 +85,6 @@ class BuiltTree:
             choice=Choice.DETERMINISTIC,
             stop_reason=stop_reason,
             assurance=Assurance(tokens=tokens, draft_probs=None) if is_assured else None,
-            log_probs=self.log_probs,
         )
 
 
@@ -95,26 +94,6 @@ def token_paths(tree: TokenTree, tokens: Sequence[int]) -> list[Path]:
     for parent, token in zip(tree.parents, tokens, strict=False):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
-
-
-def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
-    """Return the best nodes of several deterministic trees as one."""
-    best: dict[Path, float] = {}
-    for proposal in proposals:
-        assert proposal.log_probs is not None
-        paths = token_paths(proposal.tree, proposal.tokens.tolist())
-        for path, log_prob in zip(paths, proposal.log_probs, strict=True):
-            best[path] = max(log_prob, best.get(path, -math.inf))
-    children: dict[Path, list[tuple[float, int]]] = {}
-    for path, log_prob in best.items():
-        given = best.get(path[:-1], 0.0)
-        children.setdefault(path[:-1], []).append((given - log_prob, path[-1]))
-
-    def expand(path: Path) -> Candidates | None:
-        ranked = sorted(children.get(path, ()))
-        return [token for _, token in ranked], [-cost for cost, _ in ranked]
-
-    return build_tree(expand, shape)
 
 
 def build_tree(

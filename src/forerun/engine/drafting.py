@@ -25,7 +25,6 @@ from forerun.drafters.base import (
     DraftRequest,
     Pause,
     StepOutcome,
-    TopTokensDrafter,
 )
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.registry import SeveralDrafters
@@ -49,15 +48,13 @@ class GuardedDrafter:
     asked to continue it: also after a failure made it drop its state.
 
     Attributes:
-        required_top_k: see `TopTokensDrafter`; 0 for most drafters.
+        required_top_k: that of the drafter; 0 for most.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
-        self.required_top_k = 0
-        if isinstance(drafter, TopTokensDrafter):
-            self.required_top_k = drafter.required_top_k
+        self.required_top_k = drafter.required_top_k
 
     def propose(self, entries: Seq[ScheduledSequence]) -> None:
         """Give every entry a checked proposal, or none if its sequence is decoded plainly."""

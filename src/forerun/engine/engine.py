@@ -25,7 +25,6 @@ from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import NONE
-from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.auto_drafts import with_auto
 from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
@@ -658,12 +657,10 @@ class Engine:
 
     def capabilities(self) -> Capabilities:
         """Return what the engine supports."""
-        drafter = self.drafter
-        methods: tuple[str, ...] = () if drafter is None else (drafter.method,)
-        if isinstance(drafter, SeveralDrafters):
-            methods = tuple(drafter.drafters)
         return Capabilities(
-            max_context=self.max_context, max_batch=self.config.max_batch, methods=methods
+            max_context=self.max_context,
+            max_batch=self.config.max_batch,
+            methods=() if self.drafter is None else tuple(self.drafter.by_method()),
         )
 
 

@@ -13,8 +13,8 @@ from forerun.control.costs import CostSource, DrafterTraits
 from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
-from forerun.drafters.draft_model import DraftModel, SelfDraft
-from forerun.drafters.foreign import TextDraft, foreign_drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.foreign import foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,
     build_drafter,
@@ -243,12 +243,12 @@ def check_choice(
     drafts: Sequence[Source], config: EngineConfig, controller: Controller | None
 ) -> None:
     """Refuse several drafts of which the configured controller would use only the first."""
-    takes_first = controller is None and config.tree is None and config.controller == "fixed"
-    if takes_first and len(drafts) > 1 and config.max_nodes:
+    is_fixed = config.tree is not None or config.controller == "fixed"
+    if controller is None and is_fixed and len(drafts) > 1 and config.max_nodes:
         raise InvalidRequest(
             f"several drafts ({', '.join(map(str, drafts))}) need a controller that chooses "
-            'between them, and "fixed" takes the first; use EngineConfig(controller="auto"), '
-            "or a tree, which the best nodes of all make up"
+            "between them, and a fixed K or tree takes the first; use "
+            'EngineConfig(controller="auto") without a tree'
         )
 
 
@@ -291,56 +291,35 @@ def default_controller(
         return FixedController(0)
     if config.tree is not None:
         return FixedController(config.tree, tree_method(drafter, config.tree))
-    methods = _method_names(drafter)
+    drafters = drafter.by_method()
     inputs = ControllerInputs(
-        methods=methods,
+        methods=tuple(drafters),
         num_speculative_tokens=k,
         costs=costs,
         tree_methods=tree_methods(drafter),
         max_tree_nodes=config.max_nodes,
-        traits=_traits(drafter, target),
+        traits={
+            method: DrafterTraits(
+                level_cost=None if target is None else draft.level_cost(target),
+                reads_text=draft.reads_text,
+            )
+            for method, draft in drafters.items()
+        },
     )
     return build_controller(config.controller, inputs)
 
 
-def _method_names(drafter: Drafter) -> tuple[str, ...]:
-    return tuple(_named(drafter))
-
-
-def _named(drafter: Drafter) -> Mapping[str, Drafter]:
-    return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
-
-
-def _traits(drafter: Drafter, target: LanguageModel | None) -> dict[str, DrafterTraits]:
-    """Return what the engine knows of its drafters before they have drafted.
-
-    A self-draft costs the bytes that its pass reads, as a share of the target's. Other draft models
-    and heads have a KV cache of their own, into which they read the whole text.
-    """
-    found = {}
-    for method, draft in _named(drafter).items():
-        if isinstance(draft, SelfDraft):
-            if isinstance(target, QuantisableModel) and isinstance(draft.model, QuantisableModel):
-                share = draft.model.bytes_read / target.bytes_read
-                found[method] = DrafterTraits(level_cost=share)
-        elif isinstance(draft, DraftModel | TextDraft):
-            found[method] = DrafterTraits(reads_text=True)
-    return found
-
-
 def tree_method(drafter: Drafter, tree: Tree) -> str:
-    """Return the method name of tree plans, which joins the names of all drafters.
+    """Return the method of tree plans, that of the first drafter.
 
-    Raises InvalidRequest where a drafter proposes chains only.
+    Raises InvalidRequest where it proposes chains only.
     """
-    methods = _method_names(drafter)
-    for method in methods:
-        if method not in tree_methods(drafter):
-            raise InvalidRequest(
-                f"the drafter {method} proposes chains only, so it cannot draft the tree {tree}; "
-                "leave the tree out or use another draft"
-            )
-    return "+".join(methods)
+    if drafter.method not in tree_methods(drafter):
+        raise InvalidRequest(
+            f"the drafter {drafter.method} proposes chains only, so it cannot draft the tree "
+            f"{tree}; leave the tree out or use another draft"
+        )
+    return drafter.method
 
 
 def check_draft(draft: Source, target: Source) -> Source:

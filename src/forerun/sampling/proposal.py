@@ -42,8 +42,6 @@ class Proposal:
         stop_reason: why drafting ended ("budget", "context", "score"; "invalid_probs": the next
             distribution was NaN).
         assurance: spares the check of values that the drafter guarantees.
-        log_probs: of deterministic trees the logarithm of every path's probability under the draft,
-            by which nodes of several trees can be compared; None where there is none.
     """
 
     tokens: Int64[Tensor, " nodes"]
@@ -52,7 +50,6 @@ class Proposal:
     draft_probs: Float[Tensor, "parents vocab"] | None = None
     stop_reason: str = "budget"
     assurance: Assurance | None = None
-    log_probs: tuple[float, ...] | None = None
 
     @property
     def is_assured(self) -> bool:

@@ -13,6 +13,7 @@ from tests import natives, tiny
 
 from forerun.control.base import Tree
 from forerun.control.named import FixedController
+from forerun.drafters.base import Drafter
 from forerun.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,
@@ -134,7 +135,7 @@ def expected_logits(heads, network, ids):
     return torch.cat([network.lm_head(state) for state in states])
 
 
-class Watched:
+class Watched(Drafter):
     """Compares every proposal with what transformers' network gives."""
 
     def __init__(self, drafter, network):

@@ -12,6 +12,7 @@ from tests.tabular import TabularModel
 from forerun.control.base import Plan, Tree
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
+from forerun.drafters.base import Drafter
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters
@@ -41,7 +42,7 @@ class PlansTrees:
         pass
 
 
-class Bushy:
+class Bushy(Drafter):
     """Proposes a tree of the largest shape that its plan allows, and keeps the plans."""
 
     method = "draft_model"

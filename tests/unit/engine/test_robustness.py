@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests import tiny
 
+from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine, EngineGuard
 from forerun.engine.thread import EngineThread
@@ -59,7 +60,7 @@ class Unforkable(Misbehaving):
         raise RuntimeError("this grammar cannot be forked")
 
 
-class Exits:
+class Exits(Drafter):
     method = "exits"
     required_features: tuple[int, ...] = ()
 
