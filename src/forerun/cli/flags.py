@@ -207,7 +207,7 @@ class PairFlags(TargetFlags):
     """K: most tokens drafted per step; 0 decodes plainly."""
     tree: str | None = None
     """NODES or NODES,DEPTH,WIDTH: every draft is a tree with at most so many nodes, levels and
-    children per node, in place of a chain of K tokens."""
+    children per node, in place of a chain of K tokens. Default: the controller chooses."""
     max_tree_nodes: int = EngineConfig().max_tree_nodes
     """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller

@@ -243,11 +243,8 @@ DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = Mappin
 """Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 
 
-def check_named(wanted: NamedDrafter, num_target_layers: int | None) -> None:
+def check_named(wanted: NamedDrafter, num_target_layers: int) -> None:
     """Refuse an argument that the drafter cannot have, before a target is loaded.
-
-    Args:
-        num_target_layers: None where it is not known.
 
     Raises:
         InvalidModel: the model of `mtp:MODEL` is missing or has no such module.
@@ -256,7 +253,7 @@ def check_named(wanted: NamedDrafter, num_target_layers: int | None) -> None:
     argument = wanted.argument
     if wanted.name in ("suffix", "recycling"):
         _refuse_argument(wanted.name, argument)
-    elif wanted.name == "self" and argument not in QUANTISED and num_target_layers is not None:
+    elif wanted.name == "self" and argument not in QUANTISED:
         parse_num_layers(argument, num_target_layers)
     elif wanted.name == "mtp":
         open_module(argument)

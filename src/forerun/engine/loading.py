@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TypeAlias
 
 from forerun.control.base import Controller, Tree
 from forerun.control.costs import CostSource, DrafterTraits
@@ -30,21 +29,18 @@ from forerun.errors import (
     InvalidRequest,
     UnsupportedFeatures,
 )
-from forerun.models.architecture import QUANTISED, WeightFormat
+from forerun.models.architecture import WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import staleness
-from forerun.models.load import load_model, share_loaded
+from forerun.models.load import load_model
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger("forerun.loading")
 
 Loaded = tuple[LanguageModel, Tokenizer]
-Source: TypeAlias = "str | Path | ModelFiles | PreTrainedModel"
-"""What `ModelFiles.open` takes, or a model that transformers has loaded."""
+Source: TypeAlias = str | Path | ModelFiles
+"""What `ModelFiles.open` takes."""
 
 
 def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
@@ -58,77 +54,15 @@ def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
     return [drafts]
 
 
-def _is_source(value: object) -> TypeGuard[Source]:
-    """Whether a value is a loaded model or the name of a model."""
-    # A loaded model implies that transformers was imported, which takes seconds.
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and isinstance(value, transformers.PreTrainedModel):
-        return True
-    return isinstance(value, str | Path | ModelFiles)
-
-
 def load_target(
-    source: Source, tokenizer: object, *, dtype: str, device: str, config: EngineConfig
+    source: Source, *, dtype: str, device: str, config: EngineConfig
 ) -> tuple[LanguageModel, Tokenizer, frozenset[int]]:
-    """Load a target or use a loaded one, with its tokenizer and end-of-text token ids."""
-    if not _is_source(source):
-        raise InvalidRequest(
-            f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
-            "of transformers"
-        )
-    if isinstance(source, str | Path | ModelFiles):
-        files = ModelFiles.open(source)
-        model, own = load_pair_member(
-            files, dtype=dtype, device=device, config=config, weights=config.weights
-        )
-        if tokenizer is not None:
-            own = _as_tokenizer(tokenizer)
-        return model, own, files.eos_token_ids(own)
-    if tokenizer is None:
-        raise InvalidRequest(
-            "a target that is already loaded needs its tokenizer: "
-            "Engine.load(model, tokenizer=AutoTokenizer.from_pretrained(...))"
-        )
-    own = _as_tokenizer(tokenizer)
-    listed = [own.eos_token_id]
-    for settings in (source.generation_config, source.config):
-        found = getattr(settings, "eos_token_id", None)
-        listed += found if isinstance(found, list) else [found]
-    ends = frozenset(token for token in listed if token is not None)
-    return _adapt_loaded(source, config), own, ends
-
-
-def _adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
-    """Wrap a model that transformers loaded, with a KV store for the configured batch."""
-    if config.weights in QUANTISED:
-        raise InvalidRequest(
-            f"weights in {config.weights} are made while a model is read; give its folder or name"
-        )
-    model = share_loaded(
-        network,
-        max_batch=config.num_slots,
-        max_context=config.max_context,
-        max_staged_rows=config.max_nodes + 1,
+    """Load a target, with its tokenizer and end-of-text token ids."""
+    files = ModelFiles.open(source)
+    model, own = load_pair_member(
+        files, dtype=dtype, device=device, config=config, weights=config.weights
     )
-    check_room(type(network).__name__, model, config)
-    return model
-
-
-def _as_tokenizer(tokenizer: object) -> Tokenizer:
-    """Return a forerun tokenizer for a transformers tokenizer, a folder or a name."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    if isinstance(tokenizer, str | Path):
-        return ModelFiles.find(tokenizer).tokenizer
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-        raise InvalidRequest(
-            f"the tokenizer is {type(tokenizer).__name__}; give a tokenizer of transformers, or a "
-            "folder or name to read it from"
-        )
-    from forerun.models.tokenizers import adopt
-
-    return adopt(tokenizer)
+    return model, own, files.eos_token_ids(own)
 
 
 def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None:
@@ -186,20 +120,16 @@ def load_drafter(
     named = parse_drafter(draft) if isinstance(draft, str) else None
     if named is not None:
         return build_drafter(named, target)
-    if isinstance(draft, str | Path | ModelFiles):
-        files = ModelFiles.find(draft)
-        if (load := find_checkpoint(files.config)) is not None:
-            return load(files.folder, target)
-        loaded = load_pair_member(
-            files,
-            dtype=dtype,
-            device=str(target.device),
-            config=config,
-            weights=config.draft_weights,
-        )
-    else:  # the tokenizer it was trained with is unknown and taken to be the target's
-        loaded = _adapt_loaded(draft, config), tokenizer
-    model, own = loaded
+    files = ModelFiles.find(draft)
+    if (load := find_checkpoint(files.config)) is not None:
+        return load(files.folder, target)
+    model, own = load_pair_member(
+        files,
+        dtype=dtype,
+        device=str(target.device),
+        config=config,
+        weights=config.draft_weights,
+    )
     if _reads_as_much(model, target):
         logger.warning(
             "a pass of the draft reads as many weights as one of the target (%d parameters, %d): "
@@ -326,24 +256,19 @@ def check_draft(draft: Source, target: Source) -> Source:
     """Check a draft's name and files before any weights are read, and return it with its files.
 
     The text is exact whatever the draft, so there is only a warning where its card names a target
-    that has changed. Drafters without a model have no card; a target that is already loaded has no
-    files to compare.
+    that has changed. Drafters without a model have no card.
 
     Raises:
         InvalidModel: there is no such model, or its files cannot be used.
         InvalidRequest: a drafter's argument cannot be honoured.
     """
-    files = ModelFiles.open(target) if isinstance(target, str | Path | ModelFiles) else None
+    files = ModelFiles.open(target)
     if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
-        check_named(named, None if files is None else files.sizes.num_layers)
-        return draft
-    if not isinstance(draft, str | Path | ModelFiles):
+        check_named(named, files.sizes.num_layers)
         return draft
     found = ModelFiles.find(draft)
     if find_checkpoint(found.config) is None:
         _ = ModelFiles.open(found).sizes
-    if files is None:
-        return found
     try:
         changed = staleness(found.folder, files)
     except InvalidModel as error:
