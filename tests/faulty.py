@@ -18,7 +18,7 @@ VICTIM = "request-2"
 Damage = Callable[[Proposal], Proposal]
 
 
-class Faulty:
+class Faulty(Drafter):
     """A sound drafter with something wrong in it: override what goes wrong."""
 
     def __init__(self, inner: Drafter) -> None:

@@ -135,7 +135,6 @@ def outcome(plan: Plan, index: int, cycle: int, draws: Draws, step_s: float) -> 
         context_tokens=100,
         last_token_source="recovered",
         expected_accepted=0.0,
-        stop_values=None if plan.stop is None else tuple(draws.next() for _ in range(k)),
     )
 
 

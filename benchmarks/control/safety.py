@@ -62,7 +62,7 @@ MOST_PROMPT, SHORT_PROMPT = 400, 100
 """Tokens of prompts; where steps are looked at, most of the time should go into steps."""
 
 
-class Swapped:
+class Swapped(Drafter):
     """Drafts with one of several draft models, which a plan cannot tell apart.
 
     Attributes:

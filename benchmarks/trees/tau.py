@@ -5,9 +5,9 @@
 
 Only counts are used, no times. A cell decodes the same prompts with one draft, temperature, rule
 and number of nodes, and averages E[tokens per verification | draft tokens] over all full steps.
-Every rule is exact, so all cells of a temperature see texts of the same distribution. Recursive
-rejection is computed on the trees that traversal verifies. A "coupled" draft shares the target's
-noise, which is what requests with a seed get; there the tokens are counted.
+Every rule is exact, so all cells of a temperature see texts of the same distribution. A "coupled"
+draft shares the target's noise, which is what requests with a seed get; there the tokens are
+counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.models.catalog import held_out_prompts
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.tree_rules import expected_accepted, tree_weights
 from forerun.theory.record import StepRecord
 
 TARGET = "zoo:code-11m"
@@ -39,7 +38,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 DEPTHS = {7: 6, 15: 8, 3: 3, 31: 10}
 """The most levels of a tree, by its nodes."""
 WIDTH = 8
-RULES = ("chain", "walk", "traversal", "greedy_coupling", "coupled_chain", "coupled")
+RULES = ("chain", "walk", "traversal", "coupled_chain", "coupled")
 VERIFICATIONS = {"chain": "block", "coupled_chain": "coupled"}
 NUM_PROMPTS = 10
 MAX_TOKENS = 40
@@ -116,18 +115,6 @@ class Expectations:
             figures["actual"].append(1 + entry.verdict.num_accepted)
             figures["drafted"].append(entry.num_drafted)
             figures["levels"].append(entry.depth)
-            if self.cell.rule == "traversal" and entry.proposal.draft_probs is not None:
-                target = torch.softmax(entry.logits.double() / self.cell.temperature, -1)
-                found = tree_weights(
-                    "rejection",
-                    entry.tree,
-                    target[None],
-                    entry.proposal.draft_probs.double()[None],
-                    entry.proposal.tokens[None],
-                )
-                accept, shares = found.accept[0].tolist(), found.shares[0].tolist()
-                expected = expected_accepted("rejection", entry.tree, accept, shares)
-                figures["rejection"].append(1 + expected)
 
 
 def cells() -> Iterator[Cell]:
@@ -144,9 +131,8 @@ def measure(engine: Engine, cell: Cell) -> list[dict[str, object]]:
     engine.observers[:] = [seen]
     prompts = [prompt.text for prompt in held_out_prompts()][:NUM_PROMPTS]
     engine.generate(prompts, cell.params)
-    rules = [cell.rule] + (["rejection"] if cell.rule == "traversal" else [])
     records = []
-    for rule in rules:
+    for rule in (cell.rule,):
         means = [sum(f[rule]) / len(f[rule]) for f in seen.totals.values() if f[rule]]
         steps = [value for f in seen.totals.values() for value in f[rule]]
         mean = sum(means) / len(means)
@@ -211,8 +197,6 @@ def table() -> None:
     names = (
         "chain",
         "traversal",
-        "rejection",
-        "greedy_coupling",
         "walk",
         "coupled_chain",
         "coupled",

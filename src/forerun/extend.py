@@ -17,8 +17,6 @@ if TYPE_CHECKING:
         DraftRequest,
         Pause,
         StepOutcome,
-        TopTokensDrafter,
-        TreeDrafter,
     )
     from forerun.drafters.registry import register_checkpoint
     from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from forerun.sampling.proposal import Assurance, Proposal, Verdict
     from forerun.theory.cost import CostTable
     from forerun.theory.record import StepRecord
-    from forerun.theory.stop_rule import StopRule
     from forerun.theory.tree import TokenTree
 
 __all__ = [
@@ -58,13 +55,10 @@ __all__ = [
     "StepObserver",
     "StepOutcome",
     "StepRecord",
-    "StopRule",
     "TokenMask",
     "TokenSource",
     "TokenTree",
-    "TopTokensDrafter",
     "Tree",
-    "TreeDrafter",
     "Verdict",
     "register_checkpoint",
 ]
@@ -93,13 +87,10 @@ _MODULES = {
     "StepObserver": "forerun.engine.observing",
     "StepOutcome": "forerun.drafters.base",
     "StepRecord": "forerun.theory.record",
-    "StopRule": "forerun.theory.stop_rule",
     "TokenMask": "forerun.sampling.history",
     "TokenSource": "forerun.sampling.config",
     "TokenTree": "forerun.theory.tree",
-    "TopTokensDrafter": "forerun.drafters.base",
     "Tree": "forerun.control.base",
-    "TreeDrafter": "forerun.drafters.base",
     "Verdict": "forerun.sampling.proposal",
     "register_checkpoint": "forerun.drafters.registry",
 }

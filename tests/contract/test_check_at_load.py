@@ -15,7 +15,7 @@ from forerun.errors import InvalidModel
 from forerun.models import attention, base, huggingface, recurrent
 from forerun.models.architecture import SUPPORTED
 from forerun.models.huggingface import check_passes
-from forerun.models.load import load_model, share_loaded
+from forerun.models.load import load_model
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -125,8 +125,7 @@ def test_models_are_checked_when_they_are_loaded(monkeypatch, tmp_path):
     checked: list[Any] = []
     monkeypatch.setattr(huggingface, "check_passes", lambda *given: checked.append(given))
     load_model(tmp_path, max_context=10, runner="eager")
-    share_loaded(network("Gemma2"), max_context=10)
-    assert [model_class.__name__ for model_class, _ in checked] == ["Gemma2ForCausalLM"] * 2
+    assert [model_class.__name__ for model_class, _ in checked] == ["Gemma2ForCausalLM"]
     assert checked[0][1].vocab_size == tiny.VOCAB_SIZE
 
 

@@ -23,7 +23,7 @@ from forerun.doctor.exact.trees import (
 from forerun.sampling.chain import Rule, prefix_ratios, residual_weights
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.noise import Purpose, step_key
-from forerun.sampling.tree_rules import TreeRule, TreeWeights, tree_weights
+from forerun.sampling.tree_rules import TreeWeights, tree_weights
 from forerun.theory.tree import TokenTree, expanded
 
 
@@ -130,9 +130,7 @@ def _mass_over_draft(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
 
 
 def traversal(left: LeftWeight = _right_weight, *, keeps_drawn: bool = False) -> Stage:
-    def stage(
-        rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
-    ) -> TreeWeights:
+    def stage(tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor) -> TreeWeights:
         final, draft = target.clone(), draft.clone()
         rows = {parent: index for index, parent in enumerate(expanded(tree))}
         accept = torch.zeros_like(tokens, dtype=target.dtype)
@@ -153,36 +151,35 @@ def traversal(left: LeftWeight = _right_weight, *, keeps_drawn: bool = False) ->
             return weight
 
         visit(-1, torch.ones_like(target[:, 0, 0]))
-        return TreeWeights(accept=accept, final=final, shares=torch.zeros_like(accept))
+        return TreeWeights(accept, final)
 
     return stage
 
 
 def _cut_by_own_probability(
-    rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
+    tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
 ) -> TreeWeights:
     """Bug: drop the last node if the draft gave its token a low probability."""
     last = len(tree.parents) - 1
     row = expanded(tree).index(tree.parents[last])
     is_cut = (draft[:, row].gather(-1, tokens[:, last, None])[:, 0] < LOW)[:, None]
-    whole = tree_weights(rule, tree, target, draft, tokens)
+    whole = tree_weights(tree, target, draft, tokens)
     smaller = TokenTree(tree.parents[:-1])
     kept = [expanded(tree).index(parent) for parent in expanded(smaller)]
-    part = tree_weights(rule, smaller, target[:, :-1], draft[:, kept], tokens[:, :-1])
+    part = tree_weights(smaller, target[:, :-1], draft[:, kept], tokens[:, :-1])
     accept = torch.nn.functional.pad(part.accept, (0, 1))
     final = torch.cat([part.final, target[:, -1:]], 1)
     return TreeWeights(
         accept=torch.where(is_cut, accept, whole.accept),
         final=torch.where(is_cut[..., None], final, whole.final),
-        shares=whole.shares,
     )
 
 
 def _of_another_request(
-    rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
+    tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
 ) -> TreeWeights:
     flatter = target.sqrt()
-    return tree_weights(rule, tree, flatter / flatter.sum(-1, keepdim=True), draft, tokens)
+    return tree_weights(tree, flatter / flatter.sum(-1, keepdim=True), draft, tokens)
 
 
 def _sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
@@ -226,52 +223,15 @@ def _position_keys(
     return tests, finals
 
 
-def plant_tree(name: str, *rules: TreeRule, **replaced: object) -> tuple[str, list[TreeVerifier]]:
-    return name, [
-        TreeVerifier(rule=rule, **replaced)  # type: ignore[arg-type]  # functions of its stages
-        for rule in rules
-    ]
-
-
 PLANTED_TREES = (
-    plant_tree(
-        "tree: weight of a parent Z / sum Q", "traversal", stage=traversal(_mass_over_draft)
-    ),
-    plant_tree("tree: drawn token kept in Q", "traversal", stage=traversal(keeps_drawn=True)),
-    plant_tree("tree: siblings sorted", "traversal", "rejection", damage=_sorted_siblings),
-    plant_tree(
-        "tree: node cut by its own probability",
-        "traversal",
-        "rejection",
-        stage=_cut_by_own_probability,
-    ),
-    plant_tree(
-        "tree: most likely tokens called sampled",
-        "traversal",
-        "rejection",
-        damage=_most_likely_called_sampled,
-    ),
-    plant_tree(
-        "tree: parameters of another request",
-        "traversal",
-        "rejection",
-        "greedy_coupling",
-        stage=_of_another_request,
-    ),
-    plant_tree(
-        "tree: positions from an optimistic length",
-        "traversal",
-        "rejection",
-        "greedy_coupling",
-        damage=_optimistic_positions,
-    ),
-    plant_tree(
-        "tree: position-only noise",
-        "traversal",
-        "rejection",
-        "greedy_coupling",
-        keys=_position_keys,
-    ),
+    ("tree: weight of a parent Z / sum Q", TreeVerifier(stage=traversal(_mass_over_draft))),
+    ("tree: drawn token kept in Q", TreeVerifier(stage=traversal(keeps_drawn=True))),
+    ("tree: siblings sorted", TreeVerifier(damage=_sorted_siblings)),
+    ("tree: node cut by its own probability", TreeVerifier(stage=_cut_by_own_probability)),
+    ("tree: most likely tokens called sampled", TreeVerifier(damage=_most_likely_called_sampled)),
+    ("tree: parameters of another request", TreeVerifier(stage=_of_another_request)),
+    ("tree: positions from an optimistic length", TreeVerifier(damage=_optimistic_positions)),
+    ("tree: position-only noise", TreeVerifier(keys=_position_keys)),
 )
 
 

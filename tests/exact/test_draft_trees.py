@@ -134,17 +134,14 @@ def emitted(
     """Every accepted path and emitted text with its probability, given what was drafted."""
     tree, tokens = proposal.tree, proposal.tokens.tolist()
     rule = resolve_verification(params, proposal.choice, is_chain=tree.is_chain)
-    assert rule in ("traversal", "greedy_coupling")
+    assert rule == "traversal"
     paths = {node: tree.path(node) for node in range(-1, len(tokens))}
     rows = [target.probs(ids + [tokens[n] for n in paths[node]]) for node in paths]
     drafted = proposal.tokens[None]
-    weights = tree_weights(rule, tree, torch.stack(rows)[None], proposal.draft_probs[None], drafted)
+    weights = tree_weights(tree, torch.stack(rows)[None], proposal.draft_probs[None], drafted)
     final = weights.final / weights.final.sum(-1, keepdim=True)
-    for node, prob in reach_probs(rule, tree, weights.accept, final, drafted).items():
+    for node, prob in reach_probs(tree, weights.accept).items():
         row = final[0, node + 1].tolist()
-        if rule == "greedy_coupling":
-            for child in tree.children(node)[:-1]:
-                row[tokens[child]] = 0.0
         accepted = tuple(tokens[n] for n in paths[node])
         for token, share in enumerate(row):
             if share > 0:
@@ -169,7 +166,6 @@ def _keys_for_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 PARAMS = {
     "traversal": SamplingParams(),
     "tempered": SamplingParams(temperature=0.6, verification="traversal"),
-    "greedy coupling": SamplingParams(verification="greedy_coupling"),
 }
 
 

@@ -35,7 +35,6 @@ from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.proposal import Choice, Proposal, TokenSource
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import finalise
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -231,7 +230,7 @@ def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
 
 
-class Sapling:
+class Sapling(Drafter):
     """Two guesses and one that follows the first of them, all drawn from the draft."""
 
     method = "sapling"
@@ -316,37 +315,13 @@ class WrongShrub(Shrub):
     keeps_drawn = True
 
 
-class TopAndDrawn(Sapling):
-    """The most likely token and a drawn one, and one drawn behind the likely one."""
-
-    method = "top_and_drawn"
-
-    def grown(self, request: DraftRequest) -> Proposal:
-        keys = [
-            step_key(request.noise_key, len(request.ids), node, Purpose.DRAFT) for node in range(3)
-        ]
-        noise = uniform(torch.tensor(keys))
-        root = self.draft.probs(request.ids)[None].clone()
-        top = int(root.argmax())
-        root[0, top] = 0.0
-        root /= root.sum()
-        after = self.draft.probs([*request.ids, top])[None]
-        return Proposal(
-            tokens=torch.tensor([top, int(draw(root, noise[1:2])), int(draw(after, noise[2:]))]),
-            tree=self.TREE,
-            choice=Choice.TOP_AND_SAMPLED,
-            draft_probs=torch.cat([root, after]).float(),
-        )
-
-
 SHAPED = replace(BASE, seed=None, verification="auto", temperature=0.8, repetition_penalty=1.3)
 
 
-@pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
 @pytest.mark.parametrize("params", [replace(SHAPED, temperature=1.0, repetition_penalty=1), SHAPED])
-def test_drawn_trees_follow_the_targets_distribution(target, draft, kind, params, monkeypatch):
+def test_drawn_trees_follow_the_targets_distribution(target, draft, params, monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
-    engine = engine_over(target, kind(draft))
+    engine = engine_over(target, Shrub(draft))
     records: list[StepRecord] = []
     engine.observers[:] = [EmittedRecords(records.append)]
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
@@ -364,22 +339,15 @@ def test_siblings_that_were_not_drawn_without_replacement_are_caught(target, dra
     assert p_value(texts_of(engine, params, 2000), text_probs(target, params)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
 @pytest.mark.parametrize("changes", [{"verification": "auto"}, {"temperature": 0}], ids=str)
 def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, draft, kind, changes):
     params = replace(BASE, **changes)
     plain = texts_of(tiny.engine_over(target, max_batch=BATCH), params, 100)
-    assert texts_of(engine_over(target, kind(draft)), params, 100) == plain
+    assert texts_of(engine_over(target, Shrub(draft)), params, 100) == plain
 
 
 class Restless:
-    """Another drafter, K and stop rule at every step, by all it was ever told."""
-
-    RULES = (
-        None,
-        StopRule(measure="entropy", threshold=0.8),
-        StopRule(measure="top_probability", threshold=0.55),
-    )
+    """Another drafter and K at every step, by all it was ever told."""
 
     def __init__(self, methods: Sequence[str]) -> None:
         self.methods = methods
@@ -388,22 +356,17 @@ class Restless:
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         choices = [finalise(self.told + at) for at in range(len(states))]
         return [
-            Plan.chain(
-                self.methods[choice % len(self.methods)],
-                choice // 7 % 4,
-                stop=self.RULES[choice // 31 % 3],
-            )
+            Plan.chain(self.methods[choice % len(self.methods)], choice // 7 % 4)
             for choice in choices
         ]
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         for record in records:
-            seen = hash((record.num_accepted, record.stop_values or ()))
-            self.told = finalise(self.told + seen)
+            self.told = finalise(self.told + record.num_accepted)
 
 
 @pytest.mark.parametrize("params", CHANGING)
-def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, draft, params):
+def test_no_controller_or_change_of_drafter_biases_the_text(target, draft, params):
     stranger = tiny.tabular(9, vocab_size=VOCAB_SIZE, num_slots=BATCH)
     drafters = {
         "draft_model": DraftModel(draft, VOCAB_SIZE),
@@ -422,7 +385,6 @@ def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, dr
     engine.observers[:] = [EmittedRecords(records.append)]
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
     assert {record.method for record in records if record.num_drafted} == set(drafters)
-    assert any(record.stop_reason == "stop_rule" for record in records)
 
 
 @pytest.mark.parametrize("verification", ["block", "token"])

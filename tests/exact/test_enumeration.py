@@ -73,7 +73,7 @@ def test_every_verifier_is_exact(report: ExactReport) -> None:
     names = {v.name for v in report.verifiers}
     assert {f"{rule}, {shape}" for rule in ("token", "block", "walk") for shape in SHAPES} <= names
     assert {"token", "block", "walk, deterministic tree", "coupled, any draft"} <= names
-    adaptive = {f"{rule}, K and stop rule of a controller" for rule in ("token", "block")}
+    adaptive = {f"{rule}, K of a controller, drafts that end early" for rule in ("token", "block")}
     assert adaptive <= names
 
 
@@ -179,8 +179,8 @@ def test_other_sizes_are_exact_too(rule: str, vocab_size: int, num_drafts: int) 
         assert worst_tv(emit_chains(pairs, verifier, num_drafts).joint, pairs) <= 1e-12
 
 
-def test_the_stop_rule_makes_chains_ragged() -> None:
-    """Otherwise the stop-rule rows of the report would test nothing new."""
+def test_drafts_that_end_early_are_ragged() -> None:
+    """Otherwise their rows of the report would test nothing new."""
     rows = some_pairs().draft[0][:, 0]
     assert 0 < confident_before(rows, rows[..., 0]).double().mean() < 1
 

@@ -16,9 +16,7 @@ from tests.fuzz.harness import fuzz_test
 
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from forerun.drafters.eagle3.load import (
-    GOLDEN_FILE,
     read_eagle3_head,
-    read_golden,
     write_eagle3_head,
 )
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
@@ -88,7 +86,6 @@ test_configurations = fuzz_test(
 test_weights = fuzz_test(
     replaced(EAGLE, "model.safetensors", read_eagle3_head), [WEIGHTS, b"", b"\xff" * 64]
 )
-test_golden_rows = fuzz_test(replaced(EAGLE, GOLDEN_FILE, read_golden), [WEIGHTS, b"", b"x" * 99])
 test_medusa_configurations = fuzz_test(
     replaced(MEDUSA, "config.json", read_heads), [(MEDUSA / "config.json").read_bytes()]
 )
@@ -130,13 +127,6 @@ def test_devices_and_pipes_are_no_configuration(eagle: Path, medusa: Path):
         (folder / "config.json").symlink_to("/dev/zero")
         with pytest.raises(InvalidModel, match="not a regular file"):
             read(folder)
-
-
-def test_a_sparse_file_of_golden_rows_is_not_read(eagle: Path):
-    with (eagle / GOLDEN_FILE).open("wb") as file:
-        file.truncate(20 << 30)
-    with pytest.raises(InvalidModel, match="at most"):
-        read_golden(eagle)
 
 
 def test_many_tensors_are_refused_by_the_header(eagle: Path):

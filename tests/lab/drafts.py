@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Pause, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
 from forerun.models.base import Context, LanguageModel
@@ -133,7 +133,7 @@ class ForgetsOnPause(OwnText):
         return Context(self.model.store, request.ids[-self.num_left :] if lost else [*request.ids])
 
 
-class Broken:
+class Broken(Drafter):
     """A drafter that fails at once, so that everything is decoded plainly."""
 
     method = "draft_model"

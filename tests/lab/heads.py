@@ -18,10 +18,10 @@ from tests.lab.laboratory import TARGET, Lab
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.load import examine, model_of
+from forerun.drafters.eagle3.load import model_of, read_for
 from forerun.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,
@@ -60,7 +60,7 @@ def eagle3_drafter(lab: Lab, layers: tuple[int, ...] | None = None, **flags: boo
         flags: of its configuration, in place of its own.
     """
     target = lab.model(HEAD_TARGET)
-    trained = examine(ModelFiles.find(HEAD).folder, target).head
+    trained = read_for(ModelFiles.find(HEAD).folder, target)
     head = Eagle3Head(replace(trained.config, **flags), trained.target_ids)
     head.load_state_dict(trained.state_dict())
     head = head.to(torch.bfloat16).requires_grad_(False)
@@ -71,7 +71,7 @@ def eagle3_drafter(lab: Lab, layers: tuple[int, ...] | None = None, **flags: boo
     return drafter
 
 
-class EarlierRows:
+class EarlierRows(Drafter):
     """Gives a drafter the hidden states of the row before in place of every row's own.
 
     Args:

@@ -34,19 +34,11 @@ MAKERS: dict[str, Callable[[], Controller]] = {
     "without costs": lambda: GoodputController(dict.fromkeys(COSTS), MAX_K),
 }
 
-Fates = list[list[tuple[float, float, list[float]]]]
-"""Per step and request: share of the plan drafted, share of that accepted, stop values."""
+Fates = list[list[float]]
+"""Per step and request: share of the drafted tokens that is accepted."""
 
 UNIT = st.floats(0.0, 1.0)
-FATES = st.lists(
-    st.lists(
-        st.tuples(UNIT, UNIT, st.lists(UNIT, min_size=MAX_K, max_size=MAX_K)),
-        min_size=3,
-        max_size=3,
-    ),
-    min_size=1,
-    max_size=25,
-)
+FATES = st.lists(st.lists(UNIT, min_size=3, max_size=3), min_size=1, max_size=25)
 
 
 def states_of(rooms: Sequence[int], wishes: Sequence[float | None] = (None, None, None)):
@@ -63,24 +55,21 @@ def states_of(rooms: Sequence[int], wishes: Sequence[float | None] = (None, None
     ]
 
 
-def happened(plan: Plan, state: RequestState, fate, cycle: int) -> StepRecord:
-    drafted_share, accepted_share, values = fate
+def happened(plan: Plan, state: RequestState, accepted_share: float, cycle: int) -> StepRecord:
     k = max(0, min(plan.num_speculative_tokens, state.max_new - 1))
-    drafted = round(drafted_share * k) if plan.stop else k
-    accepted = round(accepted_share * drafted)
+    accepted = round(accepted_share * k)
     return changed(
         STEP,
         cycle_id=cycle,
         request_id=state.request_id,
         method=plan.method,
         k_budget=k,
-        num_drafted=drafted,
-        depth_drafted=drafted,
+        num_drafted=k,
+        depth_drafted=k,
         num_accepted=accepted,
         num_emitted=accepted + 1,
         draft_s=0.001 * k,
         num_prefill_rows=0,
-        stop_values=tuple(values[:drafted]) if plan.stop else None,
     )
 
 
@@ -89,9 +78,8 @@ def played(
     states: Sequence[RequestState],
     capacity: Capacity,
     fates: Fates,
-    behind: float | None = None,
 ) -> list[list[Plan]]:
-    """The plans of a story; `behind` replaces stop values behind the first rejection."""
+    """The plans of a story."""
     told = []
     for cycle, fate in enumerate(fates):
         plans = controller.decide(states, capacity)
@@ -100,19 +88,6 @@ def played(
             happened(plan, state, each, cycle)
             for plan, state, each in zip(plans, states, fate, strict=False)
         ]
-        if behind is not None:
-            records = [
-                changed(
-                    r,
-                    stop_values=(
-                        *r.stop_values[: r.num_accepted + 1],
-                        *(behind for _ in r.stop_values[r.num_accepted + 1 :]),
-                    ),
-                )
-                if r.stop_values
-                else r
-                for r in records
-            ]
         controller.observe(records)
     return told
 
@@ -156,12 +131,3 @@ def test_decisions_are_a_function_of_what_was_told(name, fates):
     assert played(MAKERS[name](), states, capacity, fates) == played(
         MAKERS[name](), states, capacity, fates
     )
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=15)
-@given(fates=FATES, behind=UNIT)
-def test_what_is_measured_behind_a_rejection_decides_nothing(name, fates, behind):
-    states, capacity = states_of([30, 30, 30]), Capacity(max_rows=64)
-    plain = played(MAKERS[name](), states, capacity, fates)
-    assert played(MAKERS[name](), states, capacity, fates, behind=behind) == plain

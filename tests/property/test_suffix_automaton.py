@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import PACKAGE
 
-from forerun.drafters.suffix import NONE, ROOT, SEPARATOR, StoredMatch, SuffixAutomaton
+from forerun.drafters.suffix import NONE, ROOT, SuffixAutomaton
 
 # Few symbols repeat often; more than 32 suffixes that end at one place take a longer text.
 texts = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n), max_size=30))
@@ -40,7 +40,6 @@ def test_the_longest_earlier_match_is_found_after_every_token(text):
     automaton = SuffixAutomaton()
     for end, token in enumerate(text, start=1):
         automaton.append(token)
-        assert automaton.num_tokens == end
         assert automaton.length(automaton.repeated) == longest_repeated_suffix(text[:end])
 
 
@@ -70,30 +69,6 @@ def test_the_favourite_is_what_followed_most_often_and_last(text):
     assert share == pytest.approx(most / len(followers))
 
 
-def longest_suffix_in(stored: Sequence[int], text: Sequence[int]) -> int:
-    return next(n for n in range(len(text), -1, -1) if n == 0 or ends(stored, text[-n:]))
-
-
-@given(texts, texts, texts, st.integers(1, 30))
-def test_a_text_is_followed_in_others_that_grow_meanwhile(stored, added, text, when):
-    """What was there first is matched to the end; what came later at the latest from then on."""
-    automaton = automaton_of(stored)
-    match = StoredMatch(automaton)
-    for end, token in enumerate(text, start=1):
-        match.advance(token)
-        state, length = match.place
-        assert length >= longest_suffix_in(stored, text[:end])
-        if end > when:
-            assert length >= longest_suffix_in(added, text[when:end])
-        assert length <= longest_suffix_in([*stored, SEPARATOR, *added], text[:end])
-        assert automaton.length(automaton.link(state)) < length <= automaton.length(state) or (
-            state == ROOT
-        )
-        if end == when:
-            for other in (SEPARATOR, *added):
-                automaton.append(other)
-
-
 @pytest.mark.parametrize(
     ("text", "most"),
     [
@@ -111,5 +86,5 @@ def test_memory_is_bounded_per_token(text, most):
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert automaton.num_tokens == len(text)
+    assert automaton.length(automaton.last) == len(text)
     assert size / len(text) < most

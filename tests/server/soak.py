@@ -21,6 +21,7 @@ import psutil
 from tests import tiny
 from tests.server.conftest import TIMEOUT_S, serving, tiny_engine, wait_until_idle
 
+from forerun.drafters.base import Drafter
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 from forerun.server.config import ServerConfig
@@ -32,7 +33,7 @@ CONCURRENCY = 12
 MALFORMED = (b"{", b"\xff", b"[" * 5000, b'{"prompt": 1}', b'{"prompt": "x", "nothing": 1}', b"")
 
 
-class Dying:
+class Dying(Drafter):
     """A drafter that raises at every seventh call, and sometimes when it is told of a step."""
 
     def __init__(self, drafter: Any) -> None:

@@ -401,25 +401,13 @@ def test_several_drafts_keep_their_order_where_somebody_chooses():
     [
         (("a", "a"), "auto", "--draft a is given twice"),
         (("a", "none"), "auto", "decodes plainly"),
-        (("a", "suffix"), "fixed", "fixed takes the first"),
+        (("a", "suffix"), "fixed", "takes the first"),
         (("a", "suffix"), "fixed", "--controller auto"),
-        (("a", "suffix"), "fixed", "--tree NODES"),
     ],
 )
 def test_drafts_that_would_do_nothing_are_refused(drafts, controller, message):
     with pytest.raises(InvalidRequest, match=message):
         generate.PairFlags(draft=drafts, controller=controller).draft_names  # noqa: B018
-
-
-def test_several_drafts_make_one_tree_that_changes_no_text(tiny_pair, capsys):
-    pair = ["--model", str(tiny_pair.target), "--dtype", "float32", *GREEDY, "--json"]
-    assert main(["generate", "def f", *pair, "--draft", "none"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    drafts = ["--draft", "suffix", "--draft", str(tiny_pair.draft), "--tree", "8"]
-    assert main(["generate", "def f", *pair, *drafts]) == 0
-    merged = json.loads(capsys.readouterr().out)
-    assert merged["token_ids"] == plain["token_ids"]
-    assert merged["figures"]["num_drafted"] > 0
 
 
 def test_repeatable_options():

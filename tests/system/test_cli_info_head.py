@@ -10,13 +10,11 @@ import torch
 from tests.cards import card_for
 from tests.profiles import exact_times
 
-from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
-from forerun.drafters.eagle3.load import write_eagle3_head, write_golden
+from forerun.drafters.eagle3.load import write_eagle3_head
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 from forerun.measure.profile import load_profile
-from forerun.models.base import Span, pack
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import identify, write_card
 from forerun.models.load import load_model
@@ -26,7 +24,7 @@ TARGET = "zoo:code-2m"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random EAGLE-3 head for the small shipped model, with golden rows."""
+    """A random EAGLE-3 head for the small shipped model."""
     folder = tmp_path_factory.mktemp("head")
     target = load_model(TARGET, max_batch=1, max_context=32, runner="eager")
     torch.manual_seed(0)
@@ -45,13 +43,6 @@ def folder(tmp_path_factory):
             max_positions=1024,
         )
     )
-    ids = [*range(40, 52)]
-    slot = target.store.reserve()
-    batch = pack([Span(slot=slot, start=0, num_chain=len(ids))], ids, [], target.device)
-    object.__setattr__(batch, "feature_layers", layers)
-    features = target.forward(batch).features
-    tokens = torch.tensor(ids)
-    write_golden(head, folder, tokens=tokens, features=features, embed=target.embed)
     write_eagle3_head(head.to(torch.bfloat16), folder, target=TARGET)
     return folder
 
@@ -65,23 +56,7 @@ def test_a_fitting_head_is_described(capsys, folder):
     code, found = info(capsys, folder)
     assert code == 0
     assert found["fits"]
-    assert found["is_checked"]
-    assert found["changes"] == []
     assert found["sizes"]["draft_vocab_size"] == 512
-
-
-def test_a_mislabelled_head_is_reported(capsys, folder):
-    path = folder / "config.json"
-    before = path.read_text()
-    path.write_text(json.dumps(json.loads(before) | {"norm_output": True}))
-    try:
-        code, found = info(capsys, folder)
-        assert code == 0
-        assert found["changes"] == ["norm_output=False"]
-        assert main(["info", TARGET, "--draft", str(folder)]) == 0
-        assert "the golden rows show norm_output=False" in " ".join(capsys.readouterr().out.split())
-    finally:
-        path.write_text(before)
 
 
 def test_a_head_for_another_target_does_not_fit(capsys, folder):
@@ -148,16 +123,13 @@ def test_traces_name_medusa_heads_by_their_hash(capsys, tmp_path):
     assert header["draft_hash"]
 
 
-def test_a_head_whose_card_names_other_weights_is_refused_everywhere(capsys, tmp_path):
+def test_a_head_whose_card_names_other_weights_drafts_with_a_warning(capsys, tmp_path):
     heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
     write_medusa(heads, tmp_path, target="my/target")
     made_for = replace(identify(ModelFiles.find(TARGET).folder), weights="a1b2c3")
     write_card(card_for(made_for), tmp_path)
     code, found = info(capsys, tmp_path)
-    assert code == 1
-    assert "was trained for my/target" in found["problems"][0]
-    draft = ("--target", TARGET, "--draft", str(tmp_path))
-    assert main(["generate", "x =", *draft]) == Exit.BAD_INPUT
-    assert "was trained for my/target" in " ".join(capsys.readouterr().err.split())
-    assert main(["bench", "--target", TARGET, "--arms", f"{tmp_path}@2"]) == Exit.BAD_INPUT
-    assert "was trained for my/target" in " ".join(capsys.readouterr().err.split())
+    assert code == 0
+    assert "has other weights" in found["warnings"][0]
+    assert main(["generate", "x =", "--target", TARGET, "--draft", str(tmp_path)]) == 0
+    assert "has other weights" in " ".join(capsys.readouterr().err.split())

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 from tests import tiny
 from tests.simulated import Tables, table
-from tests.stopping import StopBelow
 
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
@@ -87,19 +86,3 @@ def test_texts_are_those_of_plain_decoding(target, expected, name, max_batch):
     assert all(record.num_drafted <= record.k_budget <= K for record in records)
     if name != "fixed":
         assert len({record.k_budget for record in records}) > 1
-
-
-def test_stop_rules_end_drafts_and_say_so(target):
-    engine = tiny.engine_over(
-        target,
-        tiny.drafting(tiny.adapted(tiny.network(jitter=0.02))),
-        k=K,
-        controller=StopBelow(K),
-    )
-    records: list[StepRecord] = []
-    engine.observers[:] = [EmittedRecords(records.append)]
-    texts(engine)
-    stopped = [record for record in records if record.stop_reason == "stop_rule"]
-    assert stopped
-    assert all(0 < record.num_drafted < record.k_budget for record in stopped)
-    assert all(len(r.stop_values) == r.num_drafted for r in records if r.num_drafted)

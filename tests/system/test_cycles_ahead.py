@@ -26,7 +26,6 @@ from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import NumericalError
 from forerun.sampling.config import SamplingParams
-from forerun.theory.stop_rule import StopRule
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -583,18 +582,14 @@ def test_two_draft_models_of_different_contexts(target, taken, rule, overstates)
     assert {record["method"] for record in records} >= {"draft_model", "other"}
 
 
-STOPPING = replace(
-    Plan.chain("draft_model", 3), stop=StopRule(measure="top_probability", threshold=0.5)
-)
 BY_TOKEN = replace(Plan.chain("draft_model", 3), verification="token")
 
 
 @pytest.mark.parametrize("overstates", [False, True])
-@pytest.mark.parametrize("special", [STOPPING, BY_TOKEN], ids=["stop rule", "verification"])
 @pytest.mark.parametrize("rule", ["greedy", "block", "walk"])
-def test_stop_rules_and_verifiers_of_plans_are_obeyed(target, taken, rule, special, overstates):
+def test_verifiers_of_plans_are_obeyed(target, taken, rule, overstates):
     usual = Plan.chain("draft_model", 3)
-    turns = [(3, [usual]), (2, [special]), (3, [usual]), (2, [usual, special])]
+    turns = [(3, [usual]), (2, [BY_TOKEN]), (3, [usual]), (2, [usual, BY_TOKEN])]
 
     def controller():
         return Rotating(turns, overstates=overstates)
@@ -602,10 +597,8 @@ def test_stop_rules_and_verifiers_of_plans_are_obeyed(target, taken, rule, speci
     def drafter():
         return tiny.drafting(model(jitter=0.02))
 
-    records = same_under(controller, target, drafter, four_requests(rule), taken)
+    same_under(controller, target, drafter, four_requests(rule), taken)
     assert len(taken) > 5
-    if special is STOPPING:
-        assert "stop_rule" in {record["stop_reason"] for record in records}
 
 
 @pytest.mark.parametrize("rule", ["coupled", "block", "token", "walk", "nucleus"])

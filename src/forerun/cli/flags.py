@@ -201,14 +201,13 @@ class PairFlags(TargetFlags):
     "mtp" is the multi-token-prediction module that some targets ship with;
     "auto" tries the drafts at hand, see docs/choosing.md;
     "none" decodes plainly.
-    Several may be given: the controller chooses one at every step, and --tree merges them.
+    Several may be given: the controller chooses one at every step.
     Default: auto."""
     k: LookAhead = EngineConfig().num_speculative_tokens
     """K: most tokens drafted per step; 0 decodes plainly."""
     tree: str | None = None
     """NODES or NODES,DEPTH,WIDTH: every draft is a tree with at most so many nodes, levels and
-    children per node, in place of a chain of K tokens. With several drafts it has the best nodes of
-    all of them. Default: the controller chooses."""
+    children per node, in place of a chain of K tokens. Default: the controller chooses."""
     max_tree_nodes: int = EngineConfig().max_tree_nodes
     """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller
@@ -230,12 +229,12 @@ class PairFlags(TargetFlags):
     def draft_names(self) -> tuple[str, ...]:
         """Return the drafts; empty for plain decoding.
 
-        Where no draft is named and the controller does not choose, the first of "auto" is taken.
+        Where no draft is named and no controller chooses, the first of "auto" is taken.
         """
         if self.k == 0 and not self.draft:
             return ()
         found = self.resolve_drafts(self.draft, self.weights)
-        if len(found) > 1 and self.tree is None and self.controller != "auto":
+        if len(found) > 1 and (self.tree is not None or self.controller != "auto"):
             if self.draft:
                 self._refuse_several()
             return found[:1]
@@ -262,9 +261,8 @@ class PairFlags(TargetFlags):
 
     def _refuse_several(self) -> NoReturn:
         raise InvalidRequest(
-            f"several drafts need a controller that chooses between them, and {self.controller} "
-            "takes the first; give --controller auto, or --tree NODES, which drafts one tree with "
-            "the best nodes of all"
+            "several drafts need a controller that chooses between them, and a fixed K or --tree "
+            "takes the first; give --controller auto without --tree"
         )
 
 

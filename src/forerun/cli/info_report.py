@@ -493,8 +493,6 @@ class HeadDescription(Fit):
 
     Attributes:
         sizes: and flags, as they are used; empty where the head cannot be read.
-        changes: readings that golden rows show and config.json states otherwise.
-        is_checked: its golden rows were computed again.
     """
 
     folder: str
@@ -502,13 +500,10 @@ class HeadDescription(Fit):
     sizes: dict[str, Any]
     num_parameters: int
     weights_hash: str
-    changes: tuple[str, ...] = ()
-    is_checked: bool = False
 
 
 def describe_head(files: ModelFiles, target_files: ModelFiles) -> HeadDescription:
     from forerun.drafters.eagle3.head import is_eagle3
-    from forerun.engine.loading import check_head_card
 
     folder = files.folder
     target = load_model(target_files, max_batch=1, max_context=MAX_CONTEXT)
@@ -517,7 +512,6 @@ def describe_head(files: ModelFiles, target_files: ModelFiles) -> HeadDescriptio
     try:
         described |= _of_eagle3(folder, target) if is_eagle else _of_medusa(folder, target)
         described["weights_hash"] = weights_hash(folder.glob("*.safetensors"))
-        check_head_card(files, target_files)
     except (InvalidModel, IncompatibleDraft) as error:
         described["problems"] = (str(error),)
     return HeadDescription(
@@ -529,14 +523,12 @@ def describe_head(files: ModelFiles, target_files: ModelFiles) -> HeadDescriptio
 
 
 def _of_eagle3(folder: Path, target: LanguageModel) -> dict[str, Any]:
-    from forerun.drafters.eagle3.load import examine
+    from forerun.drafters.eagle3.load import read_for
 
-    report = examine(folder, target)
+    head = read_for(folder, target)
     return {
-        "sizes": asdict(report.head.config),
-        "num_parameters": sum(p.numel() for p in report.head.parameters()),
-        "changes": report.changes,
-        "is_checked": report.is_checked,
+        "sizes": asdict(head.config),
+        "num_parameters": sum(p.numel() for p in head.parameters()),
     }
 
 
@@ -553,15 +545,12 @@ def _of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
 def _head_warnings(
     folder: Path, target_files: ModelFiles, is_eagle: bool, described: dict[str, Any]
 ) -> Iterator[str]:
-    if is_eagle and not described.get("is_checked") and "problems" not in described:
-        from forerun.drafters.eagle3.head import origin_of_layers
+    if is_eagle and "problems" not in described:
+        from forerun.drafters.eagle3.head import names_layers, origin_of_layers
 
-        layers = origin_of_layers(
-            read_object(folder / "config.json"), described["sizes"]["feature_layers"]
-        )
-        yield f"the head has no golden rows: its flags are taken as config.json says, and {layers}"
-    for change in described.get("changes", ()):
-        yield f"config.json is wrong: the golden rows show {change}, which is used"
+        settings = read_object(folder / "config.json")
+        if not names_layers(settings):
+            yield origin_of_layers(settings, described["sizes"]["feature_layers"])
     try:
         changed = staleness(folder, target_files)
     except InvalidModel as error:
@@ -577,7 +566,6 @@ def print_head(head: HeadDescription) -> None:
         "method": head.method,
         **{name.replace("_", " "): escape(str(value)) for name, value in head.sizes.items()},
         "parameters": parameters,
-        "golden rows": "computed again, equal" if head.is_checked else "none or not equal",
         "hash": head.weights_hash,
     }
     _print_sheet(head.folder, rows)

@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import Verification
 from forerun.theory.record import StepRecord
-from forerun.theory.stop_rule import StopRule
 
 USUAL_WIDTH = 4
 """Most children of a node where no width is given; later ranks are seldom accepted."""
@@ -84,11 +83,10 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The drafter, shape and stop rule of one request for one step.
+    """The drafter and shape of one request for one step.
 
     Attributes:
         shape: the largest draft that may be proposed.
-        stop: ends a draft early where the drafter is unsure; None drafts the whole shape.
         probe: the draft is made to update an acceptance estimate, not because it is expected to be
             the fastest choice.
         verification: how the draft is verified; None leaves the choice to the request.
@@ -96,23 +94,15 @@ class Plan:
 
     method: str = "plain"
     shape: Chain | Tree = field(default_factory=Chain)
-    stop: StopRule | None = None
     probe: bool = False
     verification: Verification | None = None
 
     @classmethod
-    def chain(
-        cls,
-        method: str,
-        num_tokens: int,
-        *,
-        stop: StopRule | None = None,
-        probe: bool = False,
-    ) -> Plan:
+    def chain(cls, method: str, num_tokens: int, *, probe: bool = False) -> Plan:
         """Return the plan to draft a chain of `num_tokens`; 0 tokens give the plain plan."""
         if num_tokens == 0:
             return cls()
-        return cls(method=method, shape=Chain(num_tokens=num_tokens), stop=stop, probe=probe)
+        return cls(method=method, shape=Chain(num_tokens=num_tokens), probe=probe)
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -58,9 +58,6 @@ MOST_REST = 63
 """Most consecutive plain steps without records; those of the others update the costs."""
 LOGGED_AFTER = 30
 """Consecutive plain steps after which the log reports that drafting was stopped."""
-MOST_RESUMED = 1 << 12
-"""Most steps that draft again until the log reports it: at first `LOGGED_AFTER`, then twice as many
-each time."""
 NEAR_SHARE = 0.95
 """Trees are compared at every decision if their speed exceeds this share of that of the best
 chains, or if there is a profile."""
@@ -155,7 +152,6 @@ class GoodputController:
         self._plain_left = 0
         self._num_plain = self.config.num_cold - 1
         self._is_logged = False
-        self._num_resumed, self._resumed_after = 0, LOGGED_AFTER
         self._chosen = {name: MethodChoice(method=name) for name in ("plain", *self.methods)}
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
@@ -221,8 +217,6 @@ class GoodputController:
         num_read = sum([self.acceptance.observe(record) for record in drafts])
         if drafts:
             self._num_plain = 0
-            if any(plan.num_speculative_tokens for plan in active.best):
-                self._log_resumed()
             self._until_plain[len(records).bit_length()] -= 1.0
         else:
             self._num_plain += 1
@@ -512,22 +506,12 @@ class GoodputController:
         """Log once that drafting was stopped, with the reason."""
         if self._is_logged:
             return
-        self._is_logged, self._num_resumed = True, 0
+        self._is_logged = True
         logger.info(
             "drafting with %s is slower than plain decoding at present, so decoding goes on "
-            "plainly; a short draft checks now and then whether it pays again",
+            "plainly; a short draft checks now and then whether it pays again, and then it resumes",
             " or ".join(self.methods),
         )
-
-    def _log_resumed(self) -> None:
-        """Log that drafting pays again, after more steps each time, so that the log stays short."""
-        if not self._is_logged:
-            return
-        self._num_resumed += 1
-        if self._num_resumed >= self._resumed_after:
-            self._is_logged = False
-            self._resumed_after = min(MOST_RESUMED, 2 * self._resumed_after)
-            logger.info("drafting with %s pays again and was resumed", " or ".join(self.methods))
 
 
 @cache

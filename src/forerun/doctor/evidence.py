@@ -401,7 +401,7 @@ def is_limit(evidence: Evidence) -> bool:
 
 
 def mean_drafted(evidence: Evidence) -> float | None:
-    """Return the tokens drafted per step: K, or fewer where a stop rule ends drafts earlier."""
+    """Return the tokens drafted per step: K, or fewer where drafts end earlier."""
     drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
     tau, rate = evidence.number("acceptance_length"), evidence.number("draft_acceptance_rate")
     k = evidence.number("k")

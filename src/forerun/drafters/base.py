@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -106,25 +106,30 @@ def check_made_for(what: str, made_for: tuple[int, int], target: LanguageModel) 
             )
 
 
-@runtime_checkable
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes token trees. Its state is stored per request_id and dropped by `forget`.
 
     `forerun.testing.conformance.check_drafter` tests an implementation against this contract.
+
+    Attributes:
+        method: the name that plans and traces use for this drafter.
+        required_features: layers of the target whose input the drafter reads; empty for most. Layer
+            0 stands for the embeddings, the number of layers for what leaves the last one, before
+            the final norm.
+        required_top_k: number of the target's most likely tokens per verified row that are needed
+            in `StepOutcome.top_tokens`.
+        max_width: the most children per node that are proposed; controllers plan trees only for
+            drafters that have more than 1.
+        reads_text: whether the whole text of a request is processed before its first draft.
     """
 
-    @property
-    def method(self) -> str:
-        """The name that plans and traces use for this drafter."""
+    method: str
+    required_features: tuple[int, ...] = ()
+    required_top_k: int = 0
+    max_width: int = 1
+    reads_text: bool = False
 
-    @property
-    def required_features(self) -> tuple[int, ...]:
-        """Layers of the target whose input the drafter reads; empty for most drafters.
-
-        Layer 0 stands for the embeddings, the number of layers for what leaves the last one, before
-        the final norm.
-        """
-
+    @abstractmethod
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> Sequence[Proposal | Pause | None]:
@@ -135,7 +140,7 @@ class Drafter(Protocol):
         cannot go on, return the part that was drafted.
         """
 
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 (most need nothing)
         """Receive the rows that every step committed, in order, after the tokens are committed.
 
         Prompts that are being read and drafted steps are reported as they happen, plain steps as
@@ -143,27 +148,13 @@ class Drafter(Protocol):
         `required_top_k`). The last step of a sequence is followed by `forget` instead.
         """
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:  # noqa: B027 (some have no state)
         """Drop the state of a request; unknown ids are ignored."""
 
+    def by_method(self) -> Mapping[str, Drafter]:
+        """Return the drafters that plans can name: this one, or those that it stands for."""
+        return {self.method: self}
 
-@runtime_checkable
-class TopTokensDrafter(Drafter, Protocol):
-    """A drafter that learns from the target's most likely tokens at verified rows."""
-
-    @property
-    def required_top_k(self) -> int:
-        """Number of most likely tokens per row needed in `StepOutcome.top_tokens`; 0 for none."""
-
-
-@runtime_checkable
-class TreeDrafter(Drafter, Protocol):
-    """A drafter that accepts plans with a `Tree`; controllers plan trees for no other drafter.
-
-    The engine finds these drafters with `tree_methods` in `drafters/registry.py`. Plans of trees
-    come from `EngineConfig.tree` or from a controller that compares them.
-    """
-
-    @property
-    def max_width(self) -> int:
-        """The most children per node that the drafter proposes; 1 means only chains."""
+    def level_cost(self, target: LanguageModel) -> float | None:
+        """Return the cost of a drafted level in plain steps where it is known beforehand."""
+        return None

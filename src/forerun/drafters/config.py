@@ -34,7 +34,7 @@ def parse_drafter(text: str) -> NamedDrafter | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixConfig:
-    """Settings of the suffix drafter: length and assumed costs of copies, and size of the store.
+    """Settings of the suffix drafter: length and assumed costs of copies.
 
     Attributes:
         tokens_per_match: budget per token of the match, the alpha of SuffixDecoding's
@@ -43,16 +43,13 @@ class SuffixConfig:
         step_cost: what drafting in a step costs before the first row; mostly overhead, so the
             default is for small models.
         row_cost: what verifying one more row costs.
-        store_tokens: outputs of finished requests kept for later ones of the same scope, in tokens
-            over all scopes; 0 keeps none, and then a request draws on its own text only.
     """
 
     tokens_per_match: float = 2.0
     step_cost: float = 0.1
     row_cost: float = 0.06
-    store_tokens: int = 0
 
     def __post_init__(self) -> None:
-        costs = Range("step_cost", 0), Range("row_cost", 0)
-        integers = Range("store_tokens", 0, integer=True)
-        check_ranges(self, Range("tokens_per_match", 0), *costs, integers)
+        check_ranges(
+            self, Range("tokens_per_match", 0), Range("step_cost", 0), Range("row_cost", 0)
+        )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import (
     DraftSequence,
     Levels,
@@ -37,6 +37,7 @@ from forerun.models.base import (
     DraftsInOneCall,
     LanguageModel,
     LikelyTree,
+    QuantisableModel,
     RowBatch,
     Span,
     pack,
@@ -50,12 +51,12 @@ from forerun.theory.tree import TokenTree
 PREFILL_CHUNK = 256
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts chains and trees with a causal language model that shares the target's token ids."""
 
     method = "draft_model"
-    required_features: tuple[int, ...] = ()
     max_width = MAX_WIDTH
+    reads_text = True
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -124,8 +125,7 @@ class DraftModel:
         batch = self._batch([sequence.first_span() for sequence in sequences], sequences)
         if all(s.fits_one_call(depth, self.model.max_context) for s in sequences):
             choices = {sequence.choice for sequence in sequences}
-            stops = any(sequence.stop is not None for sequence in sequences)
-            if choices == {Choice.DETERMINISTIC} and not stops:
+            if choices == {Choice.DETERMINISTIC}:
                 chains = self.model.greedy_chain(batch, depth, self.vocab_size).unbind()
                 _note_fed_rows(sequences, depth)
                 return [
@@ -133,7 +133,7 @@ class DraftModel:
                 ]
             if self._drafts_in_one_call and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
                 levels = self._sampled_chains(sequences, batch, depth, Choice.COUPLED in choices)
-                _note_fed_rows(sequences, num_levels(sequences, levels))
+                _note_fed_rows(sequences, depth)
                 return _proposals_of(sequences, levels)
         return _proposals_of(sequences, draft_levels(self.model, sequences, batch, self.vocab_size))
 
@@ -158,20 +158,17 @@ class DraftModel:
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         keys = race_keys(sequences, depth) if by_race else draft_keys(sequences, depth)
         device = self.model.device
-        stops = [sequence.stop for sequence in sequences]
         drawn = self.model.sampled_chain(
             batch,
             keys.to(device),
             temperatures.to(device),
             self.vocab_size,
             by_race=by_race,
-            stops=() if all(stop is None for stop in stops) else stops,
         )
         greedy = all(sequence.choice is Choice.DETERMINISTIC for sequence in sequences)
         return Levels(
             tokens=drawn.tokens,
             draft_probs=None if greedy else drawn.probs,
-            stop_values=() if drawn.stop_values is None else measured(drawn.stop_values),
         )
 
     def _batch(self, spans: Sequence[Span], sequences: Sequence[DraftSequence]) -> RowBatch:
@@ -210,14 +207,13 @@ class DraftModel:
 def divided(sequences: Sequence[DraftSequence]) -> tuple[list[DraftSequence], list[DraftSequence]]:
     """Return the sequences drafted as chains, sorted by descending budget, and those with trees.
 
-    Beside a tree a chain is drafted in the same passes, unless a stop rule may end it or it shares
-    the target's noise.
+    Beside a tree a chain is drafted in the same passes, unless it shares the target's noise.
     """
     trees = [sequence for sequence in sequences if sequence.branches]
     chains: list[DraftSequence] = []
     for sequence in sequences:
         if not sequence.branches:
-            apart = sequence.stop is not None or sequence.choice is Choice.COUPLED
+            apart = sequence.choice is Choice.COUPLED
             (chains if apart or not trees else trees).append(sequence)
     return sorted(chains, key=lambda sequence: -sequence.budget), trees
 
@@ -238,18 +234,6 @@ def _note_fed_rows(sequences: Sequence[DraftSequence], depth: int) -> None:
         sequence.num_fed = depth - 1
 
 
-def measured(values: Tensor) -> list[list[float]]:
-    """Return each sequence's values of its stop rule without the model's -1 for "not measured"."""
-    columns: list[list[float]] = values.t().tolist()
-    return [[value for value in column if value != -1.0] for column in columns]
-
-
-def num_levels(sequences: Sequence[DraftSequence], levels: Levels) -> int:
-    if not levels.stop_values or any(sequence.stop is None for sequence in sequences):
-        return len(levels.tokens)
-    return max(map(len, levels.stop_values))
-
-
 def _greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
     """Return a chain of most likely tokens, cut to the budget."""
     tokens = chain[: sequence.budget] if sequence.budget < chain.shape[0] else chain
@@ -258,7 +242,6 @@ def _greedy_proposal(sequence: DraftSequence, chain: Tensor) -> Proposal:
         tree=TokenTree.chain(sequence.budget),
         choice=Choice.DETERMINISTIC,
         stop_reason=sequence.stop_reason,
-        stop_values=sequence.stop_values,
         assurance=Assurance(tokens=tokens, draft_probs=None),
     )
 
@@ -282,8 +265,6 @@ def _proposals_of(sequences: Sequence[DraftSequence], levels: Levels) -> list[Pr
     then depend on drawn tokens and bias the text; to end the chain there does not. A failure at the
     first node depends on committed tokens alone and is left for the engine to refuse.
     """
-    for sequence, values in zip(sequences, levels.stop_values, strict=False):
-        sequence.apply_stop_rule(values)
     if levels.draft_probs is None:
         chains = levels.tokens.t().unbind()
         return [_greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)]
@@ -305,14 +286,12 @@ def _sampled_proposal(
     num_valid = next((n for n in range(sequence.budget) if failed[n]), sequence.budget)
     length = max(1, num_valid)
     tokens, draft_probs = tokens[:length], levels.draft_probs[:length, index]
-    values = sequence.stop_values
     return Proposal(
         tokens=tokens,
         tree=TokenTree.chain(length),
         choice=sequence.choice,
         draft_probs=draft_probs,
         stop_reason=sequence.stop_reason if length == sequence.budget else "invalid_probs",
-        stop_values=None if values is None else values[:length],
         assurance=Assurance(tokens=tokens, draft_probs=draft_probs) if num_valid else None,
     )
 
@@ -329,9 +308,17 @@ class SelfDraft(DraftModel):
         method: its name in plans, traces and metrics, as in `--draft`: "self:int4" or "self:2".
     """
 
+    reads_text = False
+
     def __init__(self, model: LanguageModel, vocab_size: int, method: str = "self") -> None:
         super().__init__(model, vocab_size)
         self.method = method
+
+    def level_cost(self, target: LanguageModel) -> float | None:
+        """Return the bytes that a pass reads, as a share of the target's."""
+        if isinstance(target, QuantisableModel) and isinstance(self.model, QuantisableModel):
+            return self.model.bytes_read / target.bytes_read
+        return None
 
     def _open(self, request: DraftRequest) -> Context:
         assert request.context is not None

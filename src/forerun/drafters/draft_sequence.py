@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +19,6 @@ from forerun.sampling.noise import Purpose, draw, position_key, step_keys, unifo
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal
 from forerun.sampling.walk import target_tokens
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree
 
 ONE_NODE = Tree(num_nodes=1, depth=1, width=1)
@@ -33,9 +31,7 @@ class DraftSequence:
     Attributes:
         context: its committed tokens and their rows in the draft's own KV cache.
         tree_params: of the distributions that a tree's nodes are chosen by.
-        stop_reason: what set the budget: "budget" (the plan), "context" (the draft's own context),
-            "stop_rule" or "invalid_probs".
-        stop_values: what the rule measured before every node; None without a rule.
+        stop_reason: what set the budget: "budget" (the plan) or "context" (that of the draft).
         num_fed: draft tokens of a chain that were fed; their rows are staged in the cache.
         tree_shape: the largest tree to draft; a chain is the tree of width 1.
         tree_rows: the draft tokens of a tree that were fed, as paths, in the order of their rows.
@@ -53,8 +49,6 @@ class DraftSequence:
     choice: Choice
     budget: int = 0
     stop_reason: str = "budget"
-    stop: StopRule | None = None
-    stop_values: tuple[float, ...] | None = None
     num_chain: int = 0
     num_fed: int = 0
     tree_shape: Tree = ONE_NODE
@@ -87,13 +81,12 @@ class DraftSequence:
         return len(self.request.ids)
 
     def begin_step(self, plan: Plan, max_context: int) -> None:
-        """Set this step's budget, cut to the draft's context, and its stop rule."""
+        """Set this step's budget, cut to the draft's context."""
         shape = plan.shape
         planned = min(shape.num_nodes, shape.depth)
         room = max(0, max_context - len(self.context.ids))
         self.budget = min(planned, room)
         self.stop_reason = "budget" if self.budget == planned else "context"
-        self.stop, self.stop_values = plan.stop, None
         self.tree_shape = Tree(num_nodes=max(1, self.budget), depth=max(1, self.budget), width=1)
         self.tree_choice = self.choice
         if isinstance(shape, Tree) and shape.width > 1:
@@ -102,34 +95,13 @@ class DraftSequence:
 
     def _choice_of_tree(self, plan: Plan) -> Choice:
         """Return how nodes of a tree are chosen for the verification of the request."""
-        verification = plan.verification or self.params.verification
-        if verification == "walk":
+        if (plan.verification or self.params.verification) == "walk":
             return Choice.DETERMINISTIC
-        if self.choice is not Choice.SAMPLED:
-            return self.choice
-        if verification == "greedy_coupling":
-            return Choice.TOP_AND_SAMPLED
-        return Choice.WITHOUT_REPLACEMENT
+        return Choice.WITHOUT_REPLACEMENT if self.choice is Choice.SAMPLED else self.choice
 
     @property
     def branches(self) -> bool:
         return self.tree_shape.width > 1
-
-    def apply_stop_rule(self, values: Sequence[float]) -> None:
-        """Cut the budget to the nodes before the first that the stop rule rejects.
-
-        A NaN value comes from invalid probabilities; drafting ends before them, as it does where a
-        token would be drawn from them. The first node is kept in any case; its NaN is not reported.
-        """
-        if self.stop is None:
-            return
-        for node, value in enumerate(values[: self.budget]):
-            if math.isnan(value) or (node > 0 and self.stop.stops(value)):
-                self.stop_reason = "invalid_probs" if math.isnan(value) else "stop_rule"
-                self.budget = max(1, node)
-                values = values[:node]
-                break
-        self.stop_values = tuple(values[: self.budget])
 
     def fits_one_call(self, num_tokens: int, max_context: int) -> bool:
         fits = len(self.context.ids) + num_tokens - 1 <= max_context
@@ -149,7 +121,6 @@ class DraftSequence:
     def note_chain(self, num_tokens: int, num_levels: int) -> int:
         """Note a chain that was drafted elsewhere; returns the rows that it staged."""
         self.budget, self.stop_reason = num_tokens, "budget"
-        self.stop, self.stop_values = None, None
         self.num_chain, self.num_fed = self.context.num_pending, num_levels - 1
         self.tree_rows = {}
         return self.num_chain + self.num_fed
@@ -198,19 +169,16 @@ class Levels:
     Attributes:
         draft_probs: the rows they were drawn from, likewise; None where all chains are
             deterministic.
-        stop_values: per sequence, what its stop rule measured before its draws, up to the first
-            node it leaves out; empty where no sequence has a rule.
     """
 
     tokens: Int64[Tensor, "levels sequences"]
     draft_probs: Float[Tensor, "levels sequences vocab"] | None
-    stop_values: Sequence[Sequence[float]] = ()
 
 
 def draft_levels(
     model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> Levels:
-    """Draft every sequence to its budget, or until the stop rules have ended all chains."""
+    """Draft every sequence to its budget."""
     num_levels, device = sequences[0].budget, model.device
     chooser = Chooser(sequences, num_levels, device)
     params = pack_params([sequence.params for sequence in sequences], device)
@@ -218,7 +186,6 @@ def draft_levels(
     if any(sequence.choice is not Choice.DETERMINISTIC for sequence in sequences):
         draft_probs = torch.empty(num_levels, len(sequences), vocab_size, device=device)
     positions = batch.positions.index_select(0, batch.logit_rows)
-    stopping = Stopping(sequences, device) if any(b.stop is not None for b in sequences) else None
     drafted: list[Tensor] = []
     for level in range(num_levels):
         if level > 0:
@@ -232,55 +199,11 @@ def draft_levels(
             row_histories(sequences, drafted),
             out=None if draft_probs is None else draft_probs[level, : len(sequences)],
         )
-        if stopping is not None:
-            stopping.measure(logits, probs)
         drafted.append(chooser.choose(probs, level))
-        if stopping is not None and stopping.ended(len(sequences)):
-            break
     return Levels(
         tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True),
-        draft_probs=None if draft_probs is None else draft_probs[: len(drafted)],
-        stop_values=() if stopping is None else stopping.values,
+        draft_probs=draft_probs,
     )
-
-
-class Stopping:
-    """Evaluates stop rules before each draw and notes which chains have ended."""
-
-    def __init__(self, sequences: Sequence[DraftSequence], device: torch.device) -> None:
-        self.rules = [s.stop for s in sequences]
-        self.values: list[list[float]] = [[] for _ in sequences]
-        self._stopped = [False] * len(sequences)
-        is_entropy = [rule is not None and rule.measure == "entropy" for rule in self.rules]
-        is_greedy = [s.choice is Choice.DETERMINISTIC for s in sequences]
-        self._some_entropy, self._some_greedy = any(is_entropy), any(is_greedy)
-        self._is_entropy = torch.tensor(is_entropy, device=device)
-        self._is_greedy = torch.tensor(is_greedy, device=device)[:, None]
-
-    def measure(
-        self, logits: Float[Tensor, "going vocab"], probs: Float[Tensor, "going vocab"]
-    ) -> None:
-        """Measure the stop rules of the first chains, as many as `logits` has rows."""
-        for index, value in enumerate(self._measured(logits, probs)):
-            rule = self.rules[index]
-            if rule is None or self._stopped[index]:
-                continue
-            self.values[index].append(value)
-            self._stopped[index] = len(self.values[index]) > 1 and rule.stops(value)
-
-    def ended(self, num_going: int) -> bool:
-        return all(self._stopped[:num_going])
-
-    def _measured(self, logits: Tensor, probs: Tensor) -> list[float]:
-        going = len(probs)
-        if self._some_greedy:
-            probs = torch.where(self._is_greedy[:going], logits.float().softmax(-1), probs)
-        values = probs.amax(-1)
-        if self._some_entropy:
-            entropy = torch.special.entr(probs).sum(-1)
-            values = torch.where(self._is_entropy[:going], entropy, values)
-        measured: list[float] = values.tolist()
-        return measured
 
 
 def draft_keys(

@@ -166,16 +166,16 @@ class SharedTokenDraft(OwnTokenDraft):
                 self._note_committed(name, own)
 
 
-class TextDraft:
+class TextDraft(Drafter):
     """String-level exact match (SLEM): the draft's text, encoded again, as a deterministic chain.
 
     The draft continues the text greedily in its own tokens: as many as it has for the planned
     number of the target's tokens in the text so far, and one more. Chains are drafted for plans of
-    trees too, and stop rules are not followed.
+    trees too.
     """
 
     method = "slem"
-    required_features: tuple[int, ...] = ()
+    reads_text = True
 
     def __init__(self, model: LanguageModel, vocabulary: VocabularyMap) -> None:
         self.vocabulary = vocabulary
@@ -215,9 +215,6 @@ class TextDraft:
             choice=Choice.DETERMINISTIC,
             stop_reason=own.stop_reason,
         )
-
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Do nothing: committed tokens are read with the next draft."""
 
     def forget(self, request_id: str) -> None:
         self.draft.forget(request_id)

@@ -20,16 +20,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from forerun.control.base import Plan, Tree
-from forerun.drafters.base import DraftRequest, StepOutcome, check_made_for
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome, check_made_for
 from forerun.drafters.tree_growth import Candidates, build_tree
 from forerun.drafters.tree_growth import Path as TokenPath
 from forerun.errors import InvalidModel
 from forerun.models.base import LanguageModel, StoredModel
 from forerun.models.checkpoint import read_object
 from forerun.models.tensor_files import check_tensors, read_tensors, write_files
-from forerun.sampling.config import Choice
 from forerun.sampling.kernels import on_host
-from forerun.sampling.proposal import Assurance, Proposal
+from forerun.sampling.proposal import Proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +231,7 @@ logger = logging.getLogger("forerun.drafting")
 MAX_WIDTH = 8
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts chains and trees with Medusa heads."""
 
     method = "medusa"
@@ -264,12 +263,10 @@ class MedusaDrafter:
         logits: Tensor = self.heads(self.target.final_norm(hidden), self.target.head, depth)
         log_probs = logits.float().log_softmax(-1)
         top = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
-        entropies = torch.special.entr(log_probs.exp()).sum(-1)
-        lists = on_host(top.indices, top.values, entropies)
+        lists = on_host(top.indices, top.values)
         for place, (at, shape) in enumerate(zip(able, shapes, strict=True)):
-            tokens, values, measured = ([level[place] for level in column] for column in lists)
-            candidates = [*zip(tokens, values, strict=True)]
-            proposals[at] = proposal_of(candidates, measured, shape, plans[at])
+            tokens, values = ([level[place] for level in column] for column in lists)
+            proposals[at] = proposal_of([*zip(tokens, values, strict=True)], shape)
         return proposals
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
@@ -300,36 +297,13 @@ def shape_of(plan: Plan, num_heads: int) -> Tree:
     return Tree(num_nodes=min(shape.num_nodes, depth), depth=depth, width=1)
 
 
-def proposal_of(
-    candidates: Sequence[Candidates], entropies: Sequence[float], shape: Tree, plan: Plan
-) -> Proposal:
-    """Return the most probable paths, or a chain up to the plan's stop rule."""
-    values: tuple[float, ...] | None = None
-    reason = "budget"
-    if plan.stop is not None and shape.width == 1:
-        is_entropy = plan.stop.measure == "entropy"
-        measured = [
-            entropy if is_entropy else float(torch.tensor(level[1][0]).exp())
-            for level, entropy in zip(candidates, entropies, strict=True)
-        ][: shape.depth]
-        length = next((n for n, v in enumerate(measured) if n and plan.stop.stops(v)), shape.depth)
-        reason = "stop_rule" if length < shape.depth else "budget"
-        shape = replace(shape, num_nodes=min(shape.num_nodes, length), depth=length)
-        values = tuple(measured[:length])
+def proposal_of(candidates: Sequence[Candidates], shape: Tree) -> Proposal:
+    """Return the most probable paths."""
 
     def expand(path: TokenPath) -> Candidates | None:
         return candidates[len(path)] if len(path) < len(candidates) else None
 
-    built = build_tree(expand, shape)
-    tokens = torch.tensor(built.tokens, dtype=torch.int64)
-    return Proposal(
-        tokens=tokens,
-        tree=built.tree,
-        choice=Choice.DETERMINISTIC,
-        stop_reason=reason,
-        stop_values=values,
-        assurance=Assurance(tokens=tokens, draft_probs=None),
-    )
+    return build_tree(expand, shape).proposal("budget", is_assured=True)
 
 
 def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from forerun.control.base import Plan, Tree
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.tree_growth import Candidates, Path, build_tree
 from forerun.sampling.proposal import Proposal
 
@@ -31,11 +31,10 @@ MAX_SCOPES = 16
 Table = dict[int, list[int]]
 
 
-class RecyclingDrafter:
+class RecyclingDrafter(Drafter):
     """Drafts trees from tables of the target's most likely tokens, one table per scope."""
 
     method = "recycling"
-    required_features: tuple[int, ...] = ()
     required_top_k = NUM_KEPT
     max_width = NUM_KEPT
 

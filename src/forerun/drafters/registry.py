@@ -1,6 +1,6 @@
 """Registry of drafters: builders by name, and loaders by the type of a checkpoint.
 
-A new drafter implements `forerun.drafters.base.Drafter`. Code outside forerun gives an instance to
+A new drafter is a `forerun.drafters.base.Drafter`. Code outside forerun gives an instance to
 `Engine.with_draft`, or calls `register_checkpoint` so that `Engine.load` recognises its folder.
 Only drafters of forerun itself have a name, which is an entry in `DRAFTERS`.
 """
@@ -17,23 +17,20 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.control.base import Plan, Tree
+from forerun.control.base import Plan
 from forerun.drafters.base import (
     FAILURES,
     Drafter,
     DraftRequest,
     Pause,
     StepOutcome,
-    TopTokensDrafter,
-    TreeDrafter,
 )
-from forerun.drafters.config import DrafterName, NamedDrafter, SuffixConfig
+from forerun.drafters.config import DrafterName, NamedDrafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.tree_growth import merged
 from forerun.errors import DrafterError, InvalidRequest
 from forerun.models.architecture import QUANTISED
 from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
@@ -43,6 +40,8 @@ from forerun.sampling.proposal import Proposal
 
 logger = logging.getLogger("forerun.drafting")
 
+MAX_DIGITS = 12
+"""Most digits of a number after a colon."""
 MAX_FAILED = 4096
 """Latest failures that are remembered; a bound on memory alone."""
 
@@ -51,11 +50,8 @@ IN_KERNELS = (DraftModel, SelfDraft, Eagle3Drafter)
 """Drafters whose chains the CPU kernels draft; other heads are draft models, too."""
 
 
-class SeveralDrafters:
+class SeveralDrafters(Drafter):
     """Passes every request on to the drafter that its plan names.
-
-    A plan for a tree may name several, as in "suffix+draft_model": the best nodes of all their
-    trees with `Proposal.log_probs` are proposed as one deterministic tree, verified by the walk.
 
     A pause of one of them is not a pause of all, so it only means that it proposes nothing. One
     that fails for a single request is not asked for it again, and the others go on. A failure for a
@@ -64,69 +60,46 @@ class SeveralDrafters:
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = drafters
-        self._proposed: dict[str, Mapping[str, Proposal | None]] = {}
+        self.method = next(iter(drafters))
+        each = drafters.values()
+        self.required_features = tuple(sorted({i for d in each for i in d.required_features}))
+        self.required_top_k = max(drafter.required_top_k for drafter in each)
+        self._drafted_by: dict[str, str] = {}
         self._failed: dict[tuple[str, str], None] = {}  # the engine forgets a request and retries
 
-    @property
-    def method(self) -> str:
-        """Method of the first drafter, the default where no controller chooses."""
-        return next(iter(self.drafters))
-
-    @property
-    def required_features(self) -> tuple[int, ...]:
-        """Layers whose features at least one of the drafters reads."""
-        return tuple(sorted({i for d in self.drafters.values() for i in d.required_features}))
-
-    @property
-    def required_top_k(self) -> int:
-        """The largest number of the target's top tokens that one of the drafters needs."""
-        each = self.drafters.values()
-        return max([d.required_top_k for d in each if isinstance(d, TopTokensDrafter)], default=0)
+    def by_method(self) -> Mapping[str, Drafter]:
+        return self.drafters
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Return every request's proposal from the drafters of its plan."""
-        answers: list[dict[str, Proposal | None]] = [{} for _ in requests]
-        named = [self._named(plan) for plan in plans]
-        for method in dict.fromkeys(method for methods in named for method in methods):
+        """Return every request's proposal from the drafter of its plan."""
+        answers: list[Proposal | None] = [None] * len(requests)
+        for method in dict.fromkeys(plan.method for plan in plans):
+            if method not in self.drafters:
+                raise DrafterError(
+                    f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
+                )
             places = [
                 at
-                for at, methods in enumerate(named)
-                if method in methods and (requests[at].request_id, method) not in self._failed
+                for at, (request, plan) in enumerate(zip(requests, plans, strict=True))
+                if plan.method == method and (request.request_id, method) not in self._failed
             ]
             if not places:
                 continue
-            # A merged tree is deterministic, and so are its parts.
-            asked = [
-                plans[at] if len(named[at]) == 1 else replace(plans[at], verification="walk")
-                for at in places
-            ]
+            asked, its_plans = [requests[at] for at in places], [plans[at] for at in places]
             try:
-                found = self.drafters[method].propose([requests[at] for at in places], asked)
+                found = self.drafters[method].propose(asked, its_plans)
             except FAILURES as error:
                 if len(requests) > 1:
                     raise
                 self._fail(requests[0].request_id, method, error)
                 continue
             for at, answer in zip(places, found, strict=True):
-                answers[at][method] = None if isinstance(answer, Pause) else answer
-        for request, parts in zip(requests, answers, strict=True):
-            self._proposed[request.request_id] = parts
-        return [
-            _united([p for p in parts.values() if p is not None and p.num_drafted], plan)
-            for parts, plan in zip(answers, plans, strict=True)
-        ]
-
-    def _named(self, plan: Plan) -> list[str]:
-        """Return the names of a plan's drafters; the first one drafts if the plan is a chain."""
-        methods = [plan.method] if plan.method in self.drafters else plan.method.split("+")
-        for method in methods:
-            if method not in self.drafters:
-                raise DrafterError(
-                    f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
-                )
-        return methods if isinstance(plan.shape, Tree) else methods[:1]
+                answers[at] = None if isinstance(answer, Pause) else answer
+        for request, plan in zip(requests, plans, strict=True):
+            self._drafted_by[request.request_id] = plan.method
+        return answers
 
     def model_of(self, request_id: str, method: str) -> DraftModel | None:
         """Return the draft model of a method if kernels may run its drafting.
@@ -144,25 +117,24 @@ class SeveralDrafters:
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
         drafter = self.drafters[plan.method]
         assert isinstance(drafter, DraftModel)
-        proposal = drafter.note_chain(request_id, plan, tokens, num_levels)
-        self._proposed[request_id] = {plan.method: proposal}
-        return proposal
+        self._drafted_by[request_id] = plan.method
+        return drafter.note_chain(request_id, plan, tokens, num_levels)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Pass every outcome to every drafter, together with the drafter's own proposal."""
-        parts = [self._proposed.pop(outcome.request_id, {}) for outcome in outcomes]
+        """Pass every outcome to every drafter, with the proposal to the one that made it."""
+        drafted_by = [self._drafted_by.pop(outcome.request_id, None) for outcome in outcomes]
         layers = self.required_features
         for method, drafter in self.drafters.items():
             columns = [layers.index(layer) for layer in drafter.required_features]
             seen = [
                 replace(
                     outcome,
-                    proposal=own.get(method) if outcome.proposal is not None else None,
+                    proposal=outcome.proposal if by == method else None,
                     features=outcome.features[:, columns]
                     if columns and outcome.features is not None
                     else None,
                 )
-                for outcome, own in zip(outcomes, parts, strict=True)
+                for outcome, by in zip(outcomes, drafted_by, strict=True)
                 if (outcome.request.request_id, method) not in self._failed
             ]
             try:
@@ -180,18 +152,10 @@ class SeveralDrafters:
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request in every drafter, even if one of them raises."""
-        self._proposed.pop(request_id, None)
+        self._drafted_by.pop(request_id, None)
         with ExitStack() as others:
             for drafter in self.drafters.values():
                 others.callback(drafter.forget, request_id)
-
-
-def _united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
-    """Merge the trees with `log_probs`, if two or more have them; otherwise take the first part."""
-    ranked = [part for part in parts if part.log_probs is not None]
-    if len(ranked) > 1 and isinstance(plan.shape, Tree):
-        return merged(ranked, plan.shape).proposal("budget")
-    return parts[0] if parts else None
 
 
 def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
@@ -208,8 +172,7 @@ def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
 
 def tree_methods(drafter: Drafter) -> tuple[str, ...]:
     """Return the methods that propose trees, of one drafter or of several behind one interface."""
-    each = drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
-    return tuple(name for name, d in each.items() if isinstance(d, TreeDrafter) and d.max_width > 1)
+    return tuple(name for name, each in drafter.by_method().items() if each.max_width > 1)
 
 
 CheckpointTest = Callable[[Mapping[str, Any]], bool]
@@ -219,13 +182,14 @@ CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
 
 
 def suffix(argument: str, target: LanguageModel) -> Drafter:
-    """Build `suffix`, which copies from a request itself, or `suffix:N` with N stored tokens."""
-    return SuffixDrafter(SuffixConfig(store_tokens=_whole_number(f"suffix:{argument}", argument)))
+    """Build `suffix`, which copies from a request itself."""
+    _refuse_argument("suffix", argument)
+    return SuffixDrafter()
 
 
 def recycling(argument: str, target: LanguageModel) -> Drafter:
     """Build `recycling`, which drafts from the target's own most likely tokens."""
-    _refuse_argument(argument)
+    _refuse_argument("recycling", argument)
     return RecyclingDrafter()
 
 
@@ -251,13 +215,13 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
 
 def parse_num_layers(argument: str, num_target_layers: int) -> int:
     """Return N of the draft `self:N`; raises InvalidRequest where the target has no more layers."""
-    name = f"self:{argument}"
-    if not argument.isdigit():
+    name = f"self:{argument:.40}"
+    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
         raise InvalidRequest(
             f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
             "for all of the target in fewer bits, or self:N for its first N layers"
         )
-    number = _whole_number(name, argument)
+    number = int(argument)
     if not 0 < number < num_target_layers:
         raise InvalidRequest(
             f"{name} drafts with {number} of the target's {num_target_layers} layers; give a "
@@ -279,22 +243,17 @@ DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = Mappin
 """Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 
 
-def check_named(wanted: NamedDrafter, num_target_layers: int | None) -> None:
+def check_named(wanted: NamedDrafter, num_target_layers: int) -> None:
     """Refuse an argument that the drafter cannot have, before a target is loaded.
-
-    Args:
-        num_target_layers: None where it is not known.
 
     Raises:
         InvalidModel: the model of `mtp:MODEL` is missing or has no such module.
         InvalidRequest: the argument is of no use.
     """
     argument = wanted.argument
-    if wanted.name == "suffix":
-        _whole_number(f"suffix:{argument}", argument)
-    elif wanted.name == "recycling":
-        _refuse_argument(argument)
-    elif wanted.name == "self" and argument not in QUANTISED and num_target_layers is not None:
+    if wanted.name in ("suffix", "recycling"):
+        _refuse_argument(wanted.name, argument)
+    elif wanted.name == "self" and argument not in QUANTISED:
         parse_num_layers(argument, num_target_layers)
     elif wanted.name == "mtp":
         open_module(argument)
@@ -305,22 +264,9 @@ def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
     return DRAFTERS[wanted.name](wanted.argument, target)
 
 
-def _refuse_argument(argument: str) -> None:
+def _refuse_argument(name: str, argument: str) -> None:
     if argument:
-        raise InvalidRequest(f"recycling:{argument}: this drafter takes no argument")
-
-
-def _whole_number(text: str, argument: str) -> int:
-    """Return the number after the colon, or 0 if there is none."""
-    if not argument:
-        return 0
-    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
-        raise InvalidRequest(f"draft {text!r} needs a whole number after the colon")
-    return int(argument)
-
-
-MAX_DIGITS = 12
-"""Most digits of a number after a colon; Python refuses to parse more than 4,300."""
+        raise InvalidRequest(f"{name}:{argument}: this drafter takes no argument")
 
 
 def eagle3(folder: Path, target: LanguageModel) -> Drafter:

@@ -1,14 +1,13 @@
 """A drafter without a model, which copies the tokens after an earlier match of the text's end.
 
 No model and no training: chains, or trees of several continuations, are copied from the request's
-own prompt and output and, if asked, from outputs of earlier requests of the same scope. They are
-deterministic, so they are verified by the walk and bias nothing. Where copying is not expected to
-pay, nothing is drafted. Cost per token: a few microseconds, and the bytes named below.
+own prompt and output. They are deterministic, so they are verified by the walk and bias nothing.
+Where copying is not expected to pay, nothing is drafted. Cost per token: a few microseconds, and
+the bytes named below.
 
 In a tree the continuations of a state follow it with the shares of its occurrences. What the
 longest match leaves over, as its hit rate says, goes to the next shorter suffix that also occurs
-elsewhere, as in prediction by partial matching (Cleary and Witten 1984). Texts are combined by the
-larger probability.
+elsewhere, as in prediction by partial matching (Cleary and Witten 1984).
 
 The states are the substrings of the text, those that end at the same places together. Construction
 is Blumer et al. 1985 (doi:10.1016/0304-3975(85)90157-4), online and amortised O(1) per token. What
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -31,7 +29,7 @@ from itertools import accumulate
 import torch
 
 from forerun.control.base import Chain, Plan, Tree
-from forerun.drafters.base import DraftRequest, Pause, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.tree_growth import BuiltTree, Candidates, Path, build_tree
 from forerun.sampling.config import Choice
@@ -42,8 +40,6 @@ NONE = -1
 """No state, no token."""
 ROOT = 0
 """The empty string."""
-SEPARATOR = -2
-"""Stands between texts; nothing that is matched or drafted contains it."""
 MAX_UPDATES = 32
 """Suffixes whose counts a token updates, the longest first.
 
@@ -66,10 +62,6 @@ class SuffixAutomaton:
         self._child = array("i", [NONE])
         # All continuations of the states that have several.
         self._branches: dict[int, dict[int, int]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return self._length[self.last]
 
     def length(self, state: int) -> int:
         """Return the length in tokens of the longest string of `state`."""
@@ -224,14 +216,13 @@ class Copy:
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
-    value: float = 1.0
 
 
 NOTHING = Copy()
 
 
 @dataclass(slots=True, eq=False)
-class OwnMatch:
+class Match:
     """Finds the longest earlier occurrence of a text's end within the same text."""
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -245,36 +236,6 @@ class OwnMatch:
 
     def advance(self, token: int) -> None:
         self.automaton.append(token)
-
-
-@dataclass(slots=True, eq=False)
-class StoredMatch:
-    """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile."""
-
-    automaton: SuffixAutomaton
-    rates: HitRates = field(default_factory=HitRates)
-    place: tuple[int, int] = (ROOT, 0)
-
-    def advance(self, token: int) -> None:
-        """Append one token to the text, in amortised constant time."""
-        automaton = self.automaton
-        state, length = self.place
-        while True:
-            # Texts added since may have moved the shorter strings of a state to a new state.
-            while state != ROOT and length <= automaton.length(link := automaton.link(state)):
-                state = link
-            after = automaton.follow(state, token)
-            if after != NONE:
-                self.place = (after, length + 1)
-                return
-            if state == ROOT:
-                self.place = (ROOT, 0)
-                return
-            state = automaton.link(state)
-            length = automaton.length(state)
-
-
-Match = OwnMatch | StoredMatch
 
 
 def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
@@ -298,7 +259,7 @@ def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
                 break
             continue
         reached *= rates.probability(length + len(tokens), share)
-        if token == SEPARATOR or reached * kappa <= emitted * config.row_cost:
+        if reached * kappa <= emitted * config.row_cost:
             break
         tokens.append(token)
         emitted += reached
@@ -306,7 +267,7 @@ def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
         state = automaton.follow(state, token)
     if emitted <= kappa:
         return NOTHING
-    return Copy(tokens=tuple(tokens), score=emitted - 1, value=emitted / kappa)
+    return Copy(tokens=tuple(tokens), score=emitted - 1)
 
 
 MAX_SUFFIXES = 4
@@ -315,13 +276,12 @@ Suffixes = list[tuple[int, int]]
 """States of one text with the lengths of the matches that they stand for, the longest first."""
 
 
-def branches_on(matches: Sequence[Match], shape: Tree, config: SuffixConfig) -> BuiltTree | None:
+def branches_on(match: Match, shape: Tree, config: SuffixConfig) -> BuiltTree | None:
     """Return the tree of copied tokens whose every node is expected to make the step faster."""
-    longest = max(match.place[1] for match in matches)
-    depth = min(shape.depth, int(config.tokens_per_match * longest))
+    depth = min(shape.depth, int(config.tokens_per_match * match.place[1]))
     if depth < 1:
         return None
-    lookup = Lookup(matches, shape.width)
+    lookup = Lookup(match, shape.width)
     shape = Tree(num_nodes=shape.num_nodes, depth=depth, width=shape.width)
     built = build_tree(lookup.expand, shape, min_gain=config.row_cost / (1 + config.step_cost))
     size = most_valuable(built, config)
@@ -349,25 +309,20 @@ def most_valuable(built: BuiltTree, config: SuffixConfig) -> int:
 
 
 class Lookup:
-    """Finds the tokens that may follow the paths of one tree, in the texts of its matches."""
+    """Finds the tokens that may follow the paths of one tree, in the text of its match."""
 
-    def __init__(self, matches: Sequence[Match], width: int) -> None:
-        self.matches = matches
+    def __init__(self, match: Match, width: int) -> None:
+        self.match = match
         self.width = width
-        self._suffixes: dict[Path, list[Suffixes]] = {(): [_suffixes_of(m) for m in matches]}
+        self._suffixes: dict[Path, Suffixes] = {(): _suffixes_of(match)}
 
     def expand(self, path: Path) -> Candidates:
         """Return the most probable continuations of a path; see `tree_growth.build_tree`."""
         suffixes = self._suffixes.get(path)
         if suffixes is None:
-            suffixes = self._suffixes[path] = [
-                followed(match, states, path[-1])
-                for match, states in zip(self.matches, self._suffixes[path[:-1]], strict=True)
-            ]
-        probs: dict[int, float] = {}
-        for match, states in zip(self.matches, suffixes, strict=True):
-            for token, prob in continuations(match, states, self.width).items():
-                probs[token] = max(prob, probs.get(token, 0.0))
+            suffixes = followed(self.match, self._suffixes[path[:-1]], path[-1])
+            self._suffixes[path] = suffixes
+        probs = continuations(self.match, suffixes, self.width)
         best = sorted(probs.items(), key=lambda item: -item[1])[: self.width]
         return [token for token, _ in best], [math.log(prob) for _, prob in best]
 
@@ -396,8 +351,7 @@ def continuations(match: Match, suffixes: Suffixes, width: int) -> dict[int, flo
         rate = match.rates.probability(length, 1.0)
         followers = match.automaton.followers(state, width)
         for token, share in followers:
-            if token != SEPARATOR:
-                probs[token] = probs.get(token, 0.0) + left * rate * share
+            probs[token] = probs.get(token, 0.0) + left * rate * share
         if followers:
             left *= 1 - rate
     return {token: prob for token, prob in probs.items() if prob > 0}
@@ -407,16 +361,14 @@ MOST_IDLE = 9
 """Number of calls without a copy after which pauses grow no further."""
 
 
-class SuffixDrafter:
-    """Copies tokens from the request's own text and from stored outputs of other requests."""
+class SuffixDrafter(Drafter):
+    """Copies tokens from the request's own text."""
 
     method = "suffix"
-    required_features: tuple[int, ...] = ()
     max_width = 8
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config or SuffixConfig()
-        self.store = OutputStore(self.config.store_tokens)
         self._readers: dict[str, Reader] = {}
 
     def propose(
@@ -432,47 +384,33 @@ class SuffixDrafter:
         """Return the state of a request after its latest tokens were read."""
         reader = self._readers.get(request.request_id)
         if reader is None:
-            stored = () if request.scope is None else self.store.texts_of(request.scope)
-            reader = Reader(request, [OwnMatch(), *map(StoredMatch, stored)])
-            self._readers[request.request_id] = reader
+            reader = self._readers[request.request_id] = Reader(request)
         reader.read()
         return reader
 
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Do nothing: committed tokens are read before the next draft."""
-
     def forget(self, request_id: str) -> None:
-        """Drop a request's text; if it has a scope and there is a store, store its output."""
-        reader = self._readers.pop(request_id, None)
-        if reader is None:
-            return
-        request = reader.request
-        if request.scope is not None:
-            self.store.add(request.scope, request.ids[request.num_prompt :])
+        self._readers.pop(request_id, None)
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """The state of one request: where the end of its text occurs in the texts to copy from."""
+    """The state of one request: where the end of its text occurs earlier in it."""
 
     request: DraftRequest
-    matches: Sequence[Match]
+    match: Match = field(default_factory=Match)
     num_read: int = 0
     num_idle: int = 0
 
     def read(self) -> None:
         """Read the tokens committed since the last call, and count hits for output tokens."""
-        ids, num_prompt = self.request.ids, self.request.num_prompt
-        first, end = self.num_read, len(ids)
-        output = max(first, num_prompt)
-        for match in self.matches:
-            advance = match.advance
-            for token in ids[first:output]:
-                advance(token)
-            for token in ids[output:end]:
-                judge(match, token)
-                advance(token)
-        self.num_read = end
+        ids, match = self.request.ids, self.match
+        output = max(self.num_read, self.request.num_prompt)
+        for token in ids[self.num_read : output]:
+            match.advance(token)
+        for token in ids[output:]:
+            judge(match, token)
+            match.advance(token)
+        self.num_read = len(ids)
 
     def propose(self, shape: Chain | Tree, config: SuffixConfig) -> Proposal | Pause:
         """Return the best copy, or a pause that grows with each call that finds none.
@@ -480,12 +418,12 @@ class Reader:
         The search costs about as much as drafting, because the CPU caches are cold after a pass.
         """
         if isinstance(shape, Tree) and shape.width > 1:
-            tree = branches_on(self.matches, shape, config)
+            tree = branches_on(self.match, shape, config)
             if tree is not None:
                 self.num_idle = int(self.num_idle / (1 + tree.expected_accepted))
                 return tree.proposal("score")
         else:
-            copy = self._best(min(shape.num_nodes, shape.depth), config)
+            copy = copy_on(self.match, min(shape.num_nodes, shape.depth), config)
             if copy.tokens:
                 self.num_idle = int(self.num_idle / (1 + copy.score))
                 return Proposal(
@@ -497,14 +435,6 @@ class Reader:
         self.num_idle = min(MOST_IDLE, self.num_idle + 1)
         return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 
-    def _best(self, most: int, config: SuffixConfig) -> Copy:
-        best = NOTHING
-        for match in self.matches:
-            copy = copy_on(match, most, config)
-            if copy.value > best.value:
-                best = copy
-        return best
-
 
 def judge(match: Match, token: int) -> None:
     """Count whether the most frequent continuation would have been the next token."""
@@ -512,45 +442,3 @@ def judge(match: Match, token: int) -> None:
     favourite, share = match.automaton.favourite(state)
     if length and favourite != NONE:
         match.rates.observe(length, share, favourite == token)
-
-
-SHELVES = 2
-"""Per scope: one that is filled, and the last one that was."""
-
-
-class OutputStore:
-    """Outputs of finished requests by scope; the scope unused for longest is dropped first.
-
-    An automaton cannot forget, so a scope's texts are in two: when the younger is full, the older
-    is dropped.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._shelves: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for shelves in self._shelves.values() for s in shelves)
-
-    def texts_of(self, scope: str) -> tuple[SuffixAutomaton, ...]:
-        if scope not in self._shelves:
-            return ()
-        self._shelves.move_to_end(scope)
-        return tuple(self._shelves[scope])
-
-    def add(self, scope: str, tokens: Sequence[int]) -> None:
-        """Store the output of a finished request, or as much of its end as there is room for."""
-        room = self.max_tokens // SHELVES
-        kept = tokens[max(0, len(tokens) - room + 1) :]
-        if not kept or room < 1:
-            return
-        shelves = self._shelves.setdefault(scope, [SuffixAutomaton()])
-        self._shelves.move_to_end(scope)
-        if shelves[0].num_tokens + len(kept) + 1 > room:
-            shelves.insert(0, SuffixAutomaton())
-            del shelves[SHELVES:]
-        for token in (*kept, SEPARATOR):
-            shelves[0].append(token)
-        while self.num_tokens > self.max_tokens:
-            self._shelves.popitem(last=False)

@@ -85,7 +85,6 @@ class BuiltTree:
             choice=Choice.DETERMINISTIC,
             stop_reason=stop_reason,
             assurance=Assurance(tokens=tokens, draft_probs=None) if is_assured else None,
-            log_probs=self.log_probs,
         )
 
 
@@ -95,26 +94,6 @@ def token_paths(tree: TokenTree, tokens: Sequence[int]) -> list[Path]:
     for parent, token in zip(tree.parents, tokens, strict=False):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
-
-
-def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
-    """Return the best nodes of several deterministic trees as one."""
-    best: dict[Path, float] = {}
-    for proposal in proposals:
-        assert proposal.log_probs is not None
-        paths = token_paths(proposal.tree, proposal.tokens.tolist())
-        for path, log_prob in zip(paths, proposal.log_probs, strict=True):
-            best[path] = max(log_prob, best.get(path, -math.inf))
-    children: dict[Path, list[tuple[float, int]]] = {}
-    for path, log_prob in best.items():
-        given = best.get(path[:-1], 0.0)
-        children.setdefault(path[:-1], []).append((given - log_prob, path[-1]))
-
-    def expand(path: Path) -> Candidates | None:
-        ranked = sorted(children.get(path, ()))
-        return [token for _, token in ranked], [-cost for cost, _ in ranked]
-
-    return build_tree(expand, shape)
 
 
 def build_tree(
@@ -351,26 +330,6 @@ def _without_replacement(
     return Drawings(tokens=tokens, chances=chances, rows=probs)
 
 
-def draw_behind_top(
-    probs: Float[Tensor, "rows vocab"],
-    keys: Int64[Tensor, "rows siblings"],
-    counts: Int64[Tensor, " rows"],
-) -> Drawings:
-    """Return the most likely tokens of every row and one more, drawn from the other tokens."""
-    num_ranks = min(keys.shape[1], probs.shape[1])
-    values, tokens = probs.topk(num_ranks, dim=-1)
-    last = torch.minimum(counts, (values > 0).sum(-1)).clamp(min=1)[:, None] - 1
-    ranks = torch.arange(num_ranks, device=probs.device)[None]
-    rest = probs.scatter(1, tokens, values.masked_fill(ranks < last, 0.0))
-    rest /= rest.sum(-1, keepdim=True)
-    drawn = draw(rest, uniform(keys.gather(1, last))[:, 0])[:, None]
-    return Drawings(
-        tokens=torch.where(ranks == last, drawn, tokens),
-        chances=torch.where(ranks <= last, values.amax(-1, keepdim=True), 0.0),
-        rows=rest,
-    )
-
-
 def draft_trees(
     model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> list[Proposal]:
@@ -453,9 +412,6 @@ def choose(
         values, tokens = probs.topk(min(width, probs.shape[1]), dim=-1)
         return Drawings(tokens=tokens, chances=values, rows=probs)
     keys = [keys for g in growths if isinstance(g, Drawn) for keys in g.noise_keys()]
-    counts = torch.tensor([*map(len, keys)], device=probs.device)
     padded = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, keys)], batch_first=True)
-    if choice is Choice.TOP_AND_SAMPLED:
-        return draw_behind_top(probs, padded.to(probs.device), counts)
     draw = race_siblings if choice is Choice.COUPLED else draw_siblings
     return draw(probs, padded.to(probs.device))

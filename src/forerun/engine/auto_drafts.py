@@ -15,7 +15,7 @@ from forerun.drafters.registry import find_checkpoint
 from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine.config import EngineConfig
 from forerun.engine.loading import Source
-from forerun.errors import ForerunError, InvalidRequest
+from forerun.errors import ForerunError
 from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 from forerun.models.checkpoint import ModelFiles
@@ -120,21 +120,15 @@ def _copy_bytes(run: ModelRun, runner: Runner, room: int) -> int:
 
 
 def with_auto(
-    drafts: Sequence[Source], target: object, device: str, dtype: str, config: EngineConfig
+    drafts: Sequence[Source], target: ModelFiles, device: str, dtype: str, config: EngineConfig
 ) -> tuple[list[Source], list[Source]]:
     """Replace "auto" by the drafts that it stands for, and "mtp" by "mtp:TARGET".
 
     Returns the drafts, and those of them that "auto" stands for.
     """
-    if isinstance(target, str | Path | ModelFiles):
-        name = target.name if isinstance(target, ModelFiles) else target
-        drafts = [f"{MTP}:{name}" if draft == MTP else draft for draft in drafts]
+    drafts = [f"{MTP}:{target.name}" if draft == MTP else draft for draft in drafts]
     if AUTO not in drafts:
         return [*drafts], []
-    if not isinstance(target, str | Path | ModelFiles):
-        raise InvalidRequest(
-            'draft="auto" needs a target by its folder or name; name a draft for a loaded model'
-        )
     names = auto_drafts(target, device, config.runner, dtype, config.weights)
     at = drafts.index(AUTO)
     others = [draft for draft in drafts if draft != AUTO]

@@ -85,7 +85,7 @@ class EngineConfig:
             youngest of the lowest priority waits and is read again later (None: no limit but
             max_batch x max_context).
         sharing: which requests may reuse what was computed from each other's tokens: KV of a common
-            beginning, and a drafter's store of texts. "tenant": within a tenant; "all": across
+            beginning, and what a drafter has learned. "tenant": within a tenant; "all": across
             tenants too; "none": only the samples of one request share their prompt.
         num_kept: places in the KV beyond max_batch, each of max_context tokens, where sequences
             that ended are kept for others that begin alike. Idle places keep some anyway.

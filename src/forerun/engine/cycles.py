@@ -201,7 +201,7 @@ class CycleRunner:
 
     def _drafts_as_planned(self, entry: ScheduledSequence, member: _Member) -> bool:
         plan = entry.plan
-        if not isinstance(plan.shape, Chain) or plan.stop or plan.verification:
+        if not isinstance(plan.shape, Chain) or plan.verification:
             return False
         return not entry.sequence.draft.failed and member.draft is self._draft_of(entry)
 

@@ -25,7 +25,6 @@ from forerun.drafters.base import (
     DraftRequest,
     Pause,
     StepOutcome,
-    TopTokensDrafter,
 )
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.registry import SeveralDrafters
@@ -49,15 +48,13 @@ class GuardedDrafter:
     asked to continue it: also after a failure made it drop its state.
 
     Attributes:
-        required_top_k: see `TopTokensDrafter`; 0 for most drafters.
+        required_top_k: that of the drafter; 0 for most.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
-        self.required_top_k = 0
-        if isinstance(drafter, TopTokensDrafter):
-            self.required_top_k = drafter.required_top_k
+        self.required_top_k = drafter.required_top_k
 
     def propose(self, entries: Seq[ScheduledSequence]) -> None:
         """Give every entry a checked proposal, or none if its sequence is decoded plainly."""
@@ -272,7 +269,7 @@ def probs_figures(proposal: Proposal) -> Tensor:
     """Return the largest error of a row sum, the smallest entry and the smallest drawn probability.
 
     In trees the last is looked at where verification needs it: of siblings that were drawn without
-    replacement, and of last children. A token that was drawn twice counts as impossible.
+    replacement. A token that was drawn twice counts as impossible.
     """
     rows = proposal.draft_probs
     assert rows is not None
@@ -281,21 +278,18 @@ def probs_figures(proposal: Proposal) -> Tensor:
     drawn = torch.ones_like(excess)
     if proposal.tree.is_chain:
         drawn = rows.gather(-1, proposal.tokens[:, None].to(rows.device)).amin()
-    elif proposal.choice in (Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED):
+    elif proposal.choice is Choice.WITHOUT_REPLACEMENT:
         drawn = smallest_drawn(proposal, rows)
     return torch.stack([figure.to(torch.float64) for figure in (excess, smallest, drawn)])
 
 
 def smallest_drawn(proposal: Proposal, rows: Tensor) -> Tensor:
-    """Smallest probability of a drawn node in a tree; 0 where siblings violate the drawing rule."""
+    """Smallest probability of a drawn node in a tree; 0 where siblings share a token."""
     tree, tokens = proposal.tree, proposal.tokens.to(rows.device)
-    is_top = proposal.choice is Choice.TOP_AND_SAMPLED
     smallest = rows.new_ones(())
     for row, parent in enumerate(expanded(tree)):
         children = tree.children(parent)
         ids = tokens[list(children)]
-        probs = rows[row, ids]
-        drawn = probs[-1] if is_top else probs.amin()
-        is_wrong = len(set(ids.tolist())) < len(children) or bool(is_top and probs[:-1].any())
-        smallest = torch.minimum(smallest, drawn * (not is_wrong))
+        is_wrong = len(set(ids.tolist())) < len(children)
+        smallest = torch.minimum(smallest, rows[row, ids].amin() * (not is_wrong))
     return smallest

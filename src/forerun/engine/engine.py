@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # typeshed does not describe it
-import inspect
 import logging
 import math
 import os
@@ -11,13 +10,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import fields, replace
-from functools import wraps
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.control.base import Controller, MethodChoice
 from forerun.control.costs import CostSource
@@ -25,9 +22,8 @@ from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import NONE
-from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.auto_drafts import with_auto
-from forerun.engine.config import OTHER_NAMES, EngineConfig, RequestTerms
+from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Conversation, Intake, Prompt, as_prompts, params_for
 from forerun.engine.loading import (
@@ -138,31 +134,6 @@ class EngineGuard:
         self._interrupted = True
 
 
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
-_KINDS: tuple[type, ...] = (SamplingParams, RequestTerms)
-
-
-def _explains_unknown_arguments(method: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Refuse unknown arguments of a method with an error that gives the right name or object."""
-    known = inspect.signature(method).parameters
-    homes = {field.name: kind.__name__ for kind in _KINDS for field in fields(kind)}
-
-    @wraps(method)
-    def checked(*args: Params.args, **named: Params.kwargs) -> Result:
-        for name in named.keys() - known.keys():
-            own = "max_tokens" if name == "max_new_tokens" else OTHER_NAMES.get(name, name)
-            hint = f"it takes {', '.join(name for name in known if name != 'self')}"
-            if own in known:
-                hint = f"it is called {own} here"
-            elif own in homes:
-                hint = f"give {homes[own]}({own}=...)"
-            raise InvalidRequest(f"{method.__name__} takes no {name!r}: {hint}")
-        return method(*args, **named)
-
-    return checked
-
-
 class Engine:
     """Speculative decoding with one target; all methods must be called from one thread.
 
@@ -253,7 +224,6 @@ class Engine:
         target: Source | None = None,
         draft: Source | Seq[Source] | None = None,
         *,
-        tokenizer: object = None,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         config: EngineConfig | None = None,
@@ -264,13 +234,10 @@ class Engine:
         """Load a target, and optionally a draft, from a local folder, the hub or the zoo.
 
         Args:
-            target: folder, hub name, "zoo:smollm2-135m", or a model that transformers has loaded,
-                whose weights are then shared.
+            target: folder, hub name or "zoo:smollm2-135m".
             draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `DRAFTERS` such
                 as "suffix", or several; "auto" finds some (`auto_drafts`). None and "none" decode
                 plainly.
-            tokenizer: of a loaded target: of transformers, or a folder or name to read it from. A
-                loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
             device: "auto", "cpu", "cuda" or "mps".
             controller: an object that chooses K; None builds the one that `config` names.
@@ -289,15 +256,14 @@ class Engine:
             raise InvalidRequest(_without_target(settings))
         dtype = str(dtype).removeprefix("torch.")
         config = (config or EngineConfig()).with_settings(settings)
-        if isinstance(target, str | Path):
-            target = ModelFiles.open(target)
+        target = ModelFiles.open(target)
         asked = [] if draft in (None, NONE) else as_sources(draft)
         drafts, found = with_auto(asked, target, device, dtype, config)
         check_choice(drafts, config, controller)
         defaults = sampling_defaults(target)
         # What "auto" stands for has been checked, and is left out if it cannot be loaded.
         drafts = [name if name in found else check_draft(name, target) for name in drafts]
-        model, own, ends = load_target(target, tokenizer, dtype=dtype, device=device, config=config)
+        model, own, ends = load_target(target, dtype=dtype, device=device, config=config)
         engine = cls(target=model, tokenizer=own, config=config, eos_token_ids=ends)
         engine.intake.defaults = defaults
         if draft in (None, NONE):
@@ -305,7 +271,6 @@ class Engine:
         drafter = load_drafters(drafts, model, own, dtype=dtype, config=config, optional=found)
         return engine.with_draft(drafter, controller=controller, costs=costs)
 
-    @_explains_unknown_arguments
     def with_draft(
         self,
         draft: Source | Seq[Source] | Drafter | None,
@@ -348,7 +313,6 @@ class Engine:
             observers=self.observers,
         )
 
-    @_explains_unknown_arguments
     def generate(
         self,
         prompts: str | Seq[Prompt],
@@ -394,7 +358,6 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
 
-    @_explains_unknown_arguments
     def stream(
         self,
         prompt: Prompt,
@@ -425,7 +388,6 @@ class Engine:
             del self._inboxes[request_id]
             self.abort(request_id)
 
-    @_explains_unknown_arguments
     def chat(
         self,
         messages: Conversation | Seq[Conversation],
@@ -450,7 +412,6 @@ class Engine:
         ids = [self.intake.render(conversation) for conversation in conversations]
         return self.generate(ids, sampling_params, terms)
 
-    @_explains_unknown_arguments
     def add_request(
         self,
         prompt: Prompt,
@@ -658,12 +619,10 @@ class Engine:
 
     def capabilities(self) -> Capabilities:
         """Return what the engine supports."""
-        drafter = self.drafter
-        methods: tuple[str, ...] = () if drafter is None else (drafter.method,)
-        if isinstance(drafter, SeveralDrafters):
-            methods = tuple(drafter.drafters)
         return Capabilities(
-            max_context=self.max_context, max_batch=self.config.max_batch, methods=methods
+            max_context=self.max_context,
+            max_batch=self.config.max_batch,
+            methods=() if self.drafter is None else tuple(self.drafter.by_method()),
         )
 
 

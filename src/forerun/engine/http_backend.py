@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from forerun.client.client import Client, ModelCard, ServerAnswer
+from forerun.client.client import Client, ServerAnswer
 from forerun.client.connection import ClientConfig
 from forerun.client.door import Transport
 from forerun.client.urls import shown_url
 from forerun.engine.results import (
-    BackendStats,
-    Capabilities,
     Completion,
     FinishReason,
     RequestOutput,
@@ -99,7 +97,6 @@ class _Arriving:
     """A request whose events are received."""
 
     started_s: float = field(default_factory=time.monotonic)
-    ended: threading.Event = field(default_factory=threading.Event)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     sources: list[TokenSource] = field(default_factory=list)
@@ -181,12 +178,7 @@ class HttpBackend:
             self.client.close()
             raise
         self.model, self._owner = card.id, card.owned_by
-        self._capabilities = _capabilities(card, config.max_connections)
-        self._lock = threading.Lock()
-        self._num_requests = 0
-        self._arriving: dict[str, _Arriving] = {}
-        self._num_emitted = 0
-        self._acceptance = AcceptanceCounts()
+        self._numbers = itertools.count()
 
     def __enter__(self) -> HttpBackend:
         return self
@@ -236,78 +228,32 @@ class HttpBackend:
 
         Raises as `generate`.
         """
-        request_id, arriving = self._begin()
-        try:
-            yield from self._chunks(request_id, arriving, prompt, params or SamplingParams())
-        finally:
-            self._end(request_id)
-
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at its next event and return its output; None if its id is unknown."""
-        with self._lock:
-            arriving = self._arriving.get(request_id)
-        if arriving is None:
-            return None
-        arriving.ended.set()
-        return RequestOutput(
-            request_id=request_id, prompt_token_ids=(), completions=(arriving.completion(),)
-        )
-
-    def stats(self) -> BackendStats:
-        """Return counts of this client's requests, including running ones."""
-        with self._lock:
-            counts = self._acceptance
-            return BackendStats(
-                num_running=len(self._arriving),
-                num_waiting=0,
-                num_steps=counts.num_steps,
-                num_drafted=counts.num_drafted,
-                num_accepted=counts.num_accepted,
-                num_emitted=self._num_emitted,
-            )
-
-    def capabilities(self) -> Capabilities:
-        """Return the features and limits that the server reports."""
-        return self._capabilities
+        yield from self._chunks(self._new_id(), _Arriving(), prompt, params or SamplingParams())
 
     def _fields(self, params: SamplingParams) -> dict[str, object]:
         if params.n != 1 or params.logprobs is not None:
             raise InvalidRequest("a server is asked for one sample without log-probabilities")
         return {"model": self.model, **sampling_fields(params, self._owner), **self.extra}
 
-    def _begin(self) -> tuple[str, _Arriving]:
-        with self._lock:
-            request_id = f"http-{self._num_requests}"
-            self._num_requests += 1
-            arriving = self._arriving[request_id] = _Arriving()
-        return request_id, arriving
-
-    def _end(self, request_id: str) -> None:
-        with self._lock:
-            arriving = self._arriving.pop(request_id)
-            counted = arriving.num_counted
-            self._num_emitted += len(arriving.token_ids) if counted is None else counted
-            self._acceptance += arriving.acceptance
+    def _new_id(self) -> str:
+        return f"http-{next(self._numbers)}"
 
     def _finish(self, prompt: str | Seq[int], params: SamplingParams) -> RequestOutput:
-        request_id, arriving = self._begin()
-        try:
-            for _ in self._chunks(request_id, arriving, prompt, params):
-                pass
-            prompt_ids = () if isinstance(prompt, str) else tuple(prompt)
-            if self.tokenizer is not None:
-                if isinstance(prompt, str):
-                    prompt_ids = tuple(self.tokenizer.encode(prompt))
-                if not arriving.token_ids:
-                    ids = self.tokenizer.encode(arriving.text, add_special_tokens=False)
-                    arriving.token_ids = ids
-            return RequestOutput(
-                request_id=request_id,
-                prompt_token_ids=prompt_ids,
-                completions=(arriving.completion(),),
-            )
-        finally:
-            self._end(request_id)
+        request_id, arriving = self._new_id(), _Arriving()
+        for _ in self._chunks(request_id, arriving, prompt, params):
+            pass
+        prompt_ids = () if isinstance(prompt, str) else tuple(prompt)
+        if self.tokenizer is not None:
+            if isinstance(prompt, str):
+                prompt_ids = tuple(self.tokenizer.encode(prompt))
+            if not arriving.token_ids:
+                ids = self.tokenizer.encode(arriving.text, add_special_tokens=False)
+                arriving.token_ids = ids
+        return RequestOutput(
+            request_id=request_id,
+            prompt_token_ids=prompt_ids,
+            completions=(arriving.completion(),),
+        )
 
     def _chunks(
         self, request_id: str, arriving: _Arriving, prompt: str | Seq[int], params: SamplingParams
@@ -316,8 +262,6 @@ class HttpBackend:
         pieces = self.client.stream(prompt, self._fields(params), seed=params.seed)
         try:
             for piece in pieces:
-                if arriving.ended.is_set():
-                    return
                 try:
                     chunk = _read(piece, arriving, request_id)
                 except (OverflowError, ValueError) as error:
@@ -349,12 +293,3 @@ def _read(piece: ServerAnswer, arriving: _Arriving, request_id: str) -> StreamCh
         stop_reason=piece.stop_reason,
     )
     return chunk if chunk.text or chunk.token_ids or reason else None
-
-
-def _capabilities(card: ModelCard, max_batch: int) -> Capabilities:
-    return Capabilities(
-        max_context=card.max_model_len or 0,
-        max_batch=max_batch,
-        methods=card.drafters or (),
-        logprobs=False,
-    )

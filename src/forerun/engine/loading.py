@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TypeAlias
 
 from forerun.control.base import Controller, Tree
 from forerun.control.costs import CostSource, DrafterTraits
 from forerun.control.named import ControllerInputs, FixedController, build_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
-from forerun.drafters.draft_model import DraftModel, SelfDraft
-from forerun.drafters.eagle3.load import GOLDEN_FILE
-from forerun.drafters.foreign import TextDraft, foreign_drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.foreign import foreign_drafter
 from forerun.drafters.registry import (
     SeveralDrafters,
     build_drafter,
@@ -27,27 +25,22 @@ from forerun.drafters.registry import (
 from forerun.engine.config import EngineConfig
 from forerun.errors import (
     ForerunError,
-    IncompatibleDraft,
     InvalidModel,
     InvalidRequest,
     UnsupportedFeatures,
 )
-from forerun.models.architecture import QUANTISED, WeightFormat
+from forerun.models.architecture import WeightFormat
 from forerun.models.base import LanguageModel, QuantisableModel
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
-from forerun.models.load import load_model, share_loaded
+from forerun.models.draft_card import staleness
+from forerun.models.load import load_model
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
-from forerun.terminal_text import shell_command
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger("forerun.loading")
 
 Loaded = tuple[LanguageModel, Tokenizer]
-Source: TypeAlias = "str | Path | ModelFiles | PreTrainedModel"
-"""What `ModelFiles.open` takes, or a model that transformers has loaded."""
+Source: TypeAlias = str | Path | ModelFiles
+"""What `ModelFiles.open` takes."""
 
 
 def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
@@ -61,77 +54,15 @@ def as_sources(drafts: Source | Sequence[Source] | int) -> Sequence[Source]:
     return [drafts]
 
 
-def _is_source(value: object) -> TypeGuard[Source]:
-    """Whether a value is a loaded model or the name of a model."""
-    # A loaded model implies that transformers was imported, which takes seconds.
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and isinstance(value, transformers.PreTrainedModel):
-        return True
-    return isinstance(value, str | Path | ModelFiles)
-
-
 def load_target(
-    source: Source, tokenizer: object, *, dtype: str, device: str, config: EngineConfig
+    source: Source, *, dtype: str, device: str, config: EngineConfig
 ) -> tuple[LanguageModel, Tokenizer, frozenset[int]]:
-    """Load a target or use a loaded one, with its tokenizer and end-of-text token ids."""
-    if not _is_source(source):
-        raise InvalidRequest(
-            f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
-            "of transformers"
-        )
-    if isinstance(source, str | Path | ModelFiles):
-        files = ModelFiles.open(source)
-        model, own = load_pair_member(
-            files, dtype=dtype, device=device, config=config, weights=config.weights
-        )
-        if tokenizer is not None:
-            own = _as_tokenizer(tokenizer)
-        return model, own, files.eos_token_ids(own)
-    if tokenizer is None:
-        raise InvalidRequest(
-            "a target that is already loaded needs its tokenizer: "
-            "Engine.load(model, tokenizer=AutoTokenizer.from_pretrained(...))"
-        )
-    own = _as_tokenizer(tokenizer)
-    listed = [own.eos_token_id]
-    for settings in (source.generation_config, source.config):
-        found = getattr(settings, "eos_token_id", None)
-        listed += found if isinstance(found, list) else [found]
-    ends = frozenset(token for token in listed if token is not None)
-    return _adapt_loaded(source, config), own, ends
-
-
-def _adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
-    """Wrap a model that transformers loaded, with a KV store for the configured batch."""
-    if config.weights in QUANTISED:
-        raise InvalidRequest(
-            f"weights in {config.weights} are made while a model is read; give its folder or name"
-        )
-    model = share_loaded(
-        network,
-        max_batch=config.num_slots,
-        max_context=config.max_context,
-        max_staged_rows=config.max_nodes + 1,
+    """Load a target, with its tokenizer and end-of-text token ids."""
+    files = ModelFiles.open(source)
+    model, own = load_pair_member(
+        files, dtype=dtype, device=device, config=config, weights=config.weights
     )
-    check_room(type(network).__name__, model, config)
-    return model
-
-
-def _as_tokenizer(tokenizer: object) -> Tokenizer:
-    """Return a forerun tokenizer for a transformers tokenizer, a folder or a name."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    if isinstance(tokenizer, str | Path):
-        return ModelFiles.find(tokenizer).tokenizer
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-        raise InvalidRequest(
-            f"the tokenizer is {type(tokenizer).__name__}; give a tokenizer of transformers, or a "
-            "folder or name to read it from"
-        )
-    from forerun.models.tokenizers import adopt
-
-    return adopt(tokenizer)
+    return model, own, files.eos_token_ids(own)
 
 
 def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None:
@@ -189,20 +120,16 @@ def load_drafter(
     named = parse_drafter(draft) if isinstance(draft, str) else None
     if named is not None:
         return build_drafter(named, target)
-    if isinstance(draft, str | Path | ModelFiles):
-        files = ModelFiles.find(draft)
-        if (load := find_checkpoint(files.config)) is not None:
-            return load(files.folder, target)
-        loaded = load_pair_member(
-            files,
-            dtype=dtype,
-            device=str(target.device),
-            config=config,
-            weights=config.draft_weights,
-        )
-    else:  # the tokenizer it was trained with is unknown and taken to be the target's
-        loaded = _adapt_loaded(draft, config), tokenizer
-    model, own = loaded
+    files = ModelFiles.find(draft)
+    if (load := find_checkpoint(files.config)) is not None:
+        return load(files.folder, target)
+    model, own = load_pair_member(
+        files,
+        dtype=dtype,
+        device=str(target.device),
+        config=config,
+        weights=config.draft_weights,
+    )
     if _reads_as_much(model, target):
         logger.warning(
             "a pass of the draft reads as many weights as one of the target (%d parameters, %d): "
@@ -246,12 +173,12 @@ def check_choice(
     drafts: Sequence[Source], config: EngineConfig, controller: Controller | None
 ) -> None:
     """Refuse several drafts of which the configured controller would use only the first."""
-    takes_first = controller is None and config.tree is None and config.controller == "fixed"
-    if takes_first and len(drafts) > 1 and config.max_nodes:
+    is_fixed = config.tree is not None or config.controller == "fixed"
+    if controller is None and is_fixed and len(drafts) > 1 and config.max_nodes:
         raise InvalidRequest(
             f"several drafts ({', '.join(map(str, drafts))}) need a controller that chooses "
-            'between them, and "fixed" takes the first; use EngineConfig(controller="auto"), '
-            "or a tree, which the best nodes of all make up"
+            "between them, and a fixed K or tree takes the first; use "
+            'EngineConfig(controller="auto") without a tree'
         )
 
 
@@ -294,120 +221,58 @@ def default_controller(
         return FixedController(0)
     if config.tree is not None:
         return FixedController(config.tree, tree_method(drafter, config.tree))
-    methods = _method_names(drafter)
+    drafters = drafter.by_method()
     inputs = ControllerInputs(
-        methods=methods,
+        methods=tuple(drafters),
         num_speculative_tokens=k,
         costs=costs,
         tree_methods=tree_methods(drafter),
         max_tree_nodes=config.max_nodes,
-        traits=_traits(drafter, target),
+        traits={
+            method: DrafterTraits(
+                level_cost=None if target is None else draft.level_cost(target),
+                reads_text=draft.reads_text,
+            )
+            for method, draft in drafters.items()
+        },
     )
     return build_controller(config.controller, inputs)
 
 
-def _method_names(drafter: Drafter) -> tuple[str, ...]:
-    return tuple(_named(drafter))
-
-
-def _named(drafter: Drafter) -> Mapping[str, Drafter]:
-    return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
-
-
-def _traits(drafter: Drafter, target: LanguageModel | None) -> dict[str, DrafterTraits]:
-    """Return what the engine knows of its drafters before they have drafted.
-
-    A self-draft costs the bytes that its pass reads, as a share of the target's. Other draft models
-    and heads have a KV cache of their own, into which they read the whole text.
-    """
-    found = {}
-    for method, draft in _named(drafter).items():
-        if isinstance(draft, SelfDraft):
-            if isinstance(target, QuantisableModel) and isinstance(draft.model, QuantisableModel):
-                share = draft.model.bytes_read / target.bytes_read
-                found[method] = DrafterTraits(level_cost=share)
-        elif isinstance(draft, DraftModel | TextDraft):
-            found[method] = DrafterTraits(reads_text=True)
-    return found
-
-
 def tree_method(drafter: Drafter, tree: Tree) -> str:
-    """Return the method name of tree plans, which joins the names of all drafters.
+    """Return the method of tree plans, that of the first drafter.
 
-    Raises InvalidRequest where a drafter proposes chains only.
+    Raises InvalidRequest where it proposes chains only.
     """
-    methods = _method_names(drafter)
-    for method in methods:
-        if method not in tree_methods(drafter):
-            raise InvalidRequest(
-                f"the drafter {method} proposes chains only, so it cannot draft the tree {tree}; "
-                "leave the tree out or use another draft"
-            )
-    return "+".join(methods)
+    if drafter.method not in tree_methods(drafter):
+        raise InvalidRequest(
+            f"the drafter {drafter.method} proposes chains only, so it cannot draft the tree "
+            f"{tree}; leave the tree out or use another draft"
+        )
+    return drafter.method
 
 
 def check_draft(draft: Source, target: Source) -> Source:
     """Check a draft's name and files before any weights are read, and return it with its files.
 
-    The text is exact whatever the draft, so a draft model of a target that has changed is only
-    warned of. A head on hidden states is refused for other weights unless it has golden rows, which
-    are computed again when it is loaded. A head without card and golden rows is warned of. Drafters
-    without a model have no card; a target that is already loaded has no files to compare.
+    The text is exact whatever the draft, so there is only a warning where its card names a target
+    that has changed. Drafters without a model have no card.
 
     Raises:
         InvalidModel: there is no such model, or its files cannot be used.
-        IncompatibleDraft: a head was trained for other weights.
         InvalidRequest: a drafter's argument cannot be honoured.
     """
-    files = ModelFiles.open(target) if isinstance(target, str | Path | ModelFiles) else None
+    files = ModelFiles.open(target)
     if isinstance(draft, str) and (named := parse_drafter(draft)) is not None:
-        check_named(named, None if files is None else files.sizes.num_layers)
-        return draft
-    if not isinstance(draft, str | Path | ModelFiles):
+        check_named(named, files.sizes.num_layers)
         return draft
     found = ModelFiles.find(draft)
     if find_checkpoint(found.config) is None:
         _ = ModelFiles.open(found).sizes
-    if files is None:
-        return found
-    folder = found.folder
     try:
-        if _is_unproven_head(found) and read_card(folder) is None:
-            logger.warning(
-                "the head in %s has neither golden rows nor a card: whether it was trained for "
-                "this target, and on the layers that it reads, cannot be checked",
-                folder,
-            )
-        check_head_card(found, files)
-        changed = staleness(folder, files)
+        changed = staleness(found.folder, files)
     except InvalidModel as error:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:
         logger.warning("%s", changed)
     return found
-
-
-def check_head_card(head: ModelFiles, target: ModelFiles) -> None:
-    """Refuse a head without golden rows if its card names other weights than the target's.
-
-    Raises:
-        InvalidModel: the card or the target cannot be read.
-        IncompatibleDraft: the weights are others.
-    """
-    folder = head.folder
-    card = read_card(folder) if _is_unproven_head(head) else None
-    if card is not None and "weights" in changes_of_target(card, target):
-        at = target.folder
-        raise IncompatibleDraft(
-            f"the head in {folder} was trained for {card.target}, and the weights in {at} are "
-            f"not those (hash {identify(target).weights}, its card has {card.made_for.weights}): "
-            "use a head that was trained for this target, or train this one further: "
-            + shell_command(
-                "forerun align --refresh {head} --target {target}", head=folder, target=at
-            )
-        )
-
-
-def _is_unproven_head(draft: ModelFiles) -> bool:
-    is_head = find_checkpoint(draft.config) is not None
-    return is_head and not (draft.folder / GOLDEN_FILE).is_file()

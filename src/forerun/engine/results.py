@@ -253,15 +253,11 @@ class Capabilities:
     Attributes:
         max_context: prompt plus output tokens of one sequence.
         methods: names of its drafters; empty where it decodes plainly.
-        seeds: whether the text is a function of the seed.
     """
 
     max_context: int
     max_batch: int
     methods: tuple[str, ...] = ()
-    token_prompts: bool = True
-    logprobs: bool = True
-    seeds: bool = True
 
 
 @runtime_checkable
@@ -280,12 +276,3 @@ class Backend(Protocol):
         self, prompt: str | Seq[int], sampling_params: SamplingParams | None = None, /
     ) -> Iterator[StreamChunk]:
         """Yield the chunks of one prompt; closing the iterator aborts the request."""
-
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and return its output so far; None where the id is unknown."""
-
-    def stats(self) -> BackendStats:
-        """Return counts since the backend was created."""
-
-    def capabilities(self) -> Capabilities:
-        """Return the features and limits of the backend."""

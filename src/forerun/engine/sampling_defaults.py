@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import MIN_TEMPERATURE, RANGES
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def sampling_defaults(source: str | Path | ModelFiles | PreTrainedModel) -> dict[str, float]:
+def sampling_defaults(files: ModelFiles) -> dict[str, float]:
     """Return the sampling parameters that a model states in generation_config.json or in its GGUF.
 
     Raises InvalidModel where a value is of another type or out of range.
     """
-    if not isinstance(source, str | Path | ModelFiles):
-        found = getattr(source, "generation_config", None)
-        stated = {} if found is None else found.to_diff_dict()  # what differs from the library's
-        return parse_defaults(stated, "generation_config of the loaded model")
-    files = ModelFiles.open(source)
     where = str(files.generation_path)
     return parse_defaults(files.generation_config, where, files.generation_names)
 

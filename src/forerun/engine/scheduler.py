@@ -35,7 +35,7 @@ from forerun.sampling.kernels import raw_logprobs
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.theory.tree import NO_TREE, TokenTree
 
-Rule = Literal["greedy", "walk", "block", "token", "traversal", "greedy_coupling"]
+Rule = Literal["greedy", "walk", "block", "token", "traversal"]
 """Names of the verifiers in `engine.verification`, which `ScheduledSequence.rule` chooses from.
 
 They are the methods of `resolve_verification`, of which "coupled" is a walk, and "greedy", which

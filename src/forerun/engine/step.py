@@ -383,7 +383,6 @@ class Stepper:
                 last_token_source=verdict.sources[entry.num_emitted - 1],
                 expected_accepted=verdict.expected_accepted,
                 stop_reason=entry.proposal.stop_reason if entry.proposal else None,
-                stop_values=entry.proposal.stop_values if entry.proposal else None,
                 path_ranks=ranks,
                 path_children=children,
             )

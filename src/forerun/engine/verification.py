@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -129,8 +128,8 @@ def _verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
         return _verify_greedy(batch)
     if rule == "walk":
         return _verify_walked(batch)
-    if rule == "traversal" or rule == "greedy_coupling":
-        return _verify_drawn_trees(batch, rule)
+    if rule == "traversal":
+        return _verify_drawn_trees(batch)
     return _verify_sampled(batch, rule)
 
 
@@ -337,15 +336,12 @@ def _drawn_chain(entry: ScheduledSequence) -> DrawnChain:
 # -------------------------------------------------------------------------------------------- trees
 
 
-def _verify_drawn_trees(
-    batch: VerifyBatch, rule: Literal["traversal", "greedy_coupling"]
-) -> list[Verdict]:
+def _verify_drawn_trees(batch: VerifyBatch) -> list[Verdict]:
     """Verify trees whose nodes were drawn from the draft, one tree after another."""
     probs = probabilities(batch)
     proposals = [entry.proposal for entry in batch.entries]
     draft_probs = [p.draft_probs for p in proposals if p and p.draft_probs is not None]
     outcomes = verify_trees(
-        rule,
         [entry.tree for entry in batch.entries],
         probs,
         draft_probs,

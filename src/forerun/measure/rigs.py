@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, TopTokensDrafter
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.config import NONE, parse_drafter
 from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter, HeadBatch
@@ -599,17 +599,20 @@ SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 REPEATED = "The quick brown fox jumps over the lazy dog, and it jumps back.\n"
 
 
-class FilledDraft:
+class FilledDraft(Drafter):
     """A drafter whose proposals are filled to K tokens, so that every step verifies as many."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.method = drafter.method
         self.required_features = drafter.required_features
-        self.required_top_k = 0
-        if isinstance(drafter, TopTokensDrafter):
-            self.required_top_k = drafter.required_top_k
-        self.observe, self.forget = drafter.observe, drafter.forget
+        self.required_top_k = drafter.required_top_k
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.drafter.observe(outcomes)
+
+    def forget(self, request_id: str) -> None:
+        self.drafter.forget(request_id)
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]

@@ -18,7 +18,6 @@ from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture, WeightFormat
 from forerun.models.kv_store import KVStore, TensorKVStore
 from forerun.models.slots import Prefix, common_length
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
 
@@ -339,12 +338,10 @@ class SampledTokens(NamedTuple):
 
     Attributes:
         probs: the distribution each was drawn from.
-        stop_values: what stop rules measured before each draw, -1 where nothing did; None without.
     """
 
     tokens: Int64[Tensor, "num_tokens sequences"]
     probs: Float32[Tensor, "num_tokens sequences vocab"]
-    stop_values: Float32[Tensor, "num_tokens sequences"] | None = None
 
 
 class LikelyTree(NamedTuple):
@@ -374,7 +371,6 @@ class DraftsInOneCall(Protocol):
         vocab_size: int,
         *,
         by_race: bool,
-        stops: Sequence[StopRule | None] = (),
     ) -> SampledTokens:
         """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
 
@@ -385,8 +381,6 @@ class DraftsInOneCall(Protocol):
             vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
                 throughout where logits are NaN or infinite, and so are those after it.
             by_race: draw as `sampling.walk.race` does, not by the inverse of the distribution.
-            stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
-                stops.
         """
 
     def likely_trees(

@@ -35,8 +35,7 @@ ZOO_HEADS = {"zoo:code-40m": "zoo:eagle3-for-40m"}
 FOLDER = Path(__file__).parent / "zoo"
 GGUF = ".gguf"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# The last are the golden rows of EAGLE-3 heads.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "golden.rows")
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 # Second copies of the weights, and subfolders with formats of other systems.
 IGNORED_HUB_FILES = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.model", "*/*.txt")
 LOOKUP_NAMES = frozenset(

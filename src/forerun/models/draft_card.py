@@ -1,8 +1,7 @@
 """The card of a draft (forerun.json): the target and method of its alignment, and the results.
 
 Torch-free. A card never decides whether a draft model may be used: the text is exact whatever the
-draft, so a target that has changed since is a matter of speed, and of a warning. A head on the
-target's hidden states is refused for other weights unless golden rows show that it fits them.
+draft, so a target that has changed since is a matter of speed, and of a warning.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from forerun.models.architecture import (
     WeightFormat,
 )
 from forerun.models.base import LanguageModel, RowBatch, Span
-from forerun.models.checkpoint import ModelFiles, check_sizes
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import (
     Decoder,
     StoredWeights,
@@ -44,7 +44,7 @@ from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estima
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -345,57 +345,6 @@ PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 @cache
 def _usual_threads() -> int:
     return torch.get_num_threads()
-
-
-def share_loaded(
-    model: PreTrainedModel,
-    *,
-    max_batch: int = 8,
-    max_context: int | None = None,
-    max_staged_rows: int = 64,
-) -> LanguageModel:
-    """A model that transformers has loaded, ready for an engine.
-
-    It runs through transformers' own modules, on its device and in its dtype. Its weights are
-    shared, not copied; the model itself stays as it is and can still be used. A folder given to
-    `load_model` runs faster, since its weights can be packed for the native runner.
-
-    Args:
-        max_context: tokens a sequence may have, cut to what the model was made for (None: all).
-        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
-
-    Raises:
-        InvalidModel: the model is not supported.
-        InvalidRequest: an argument cannot be honoured.
-        NotEnoughMemory: KV and logits do not fit; nothing has been allocated yet.
-    """
-    from transformers import PreTrainedModel
-
-    from forerun.models.huggingface import adapt, check_passes, sharing
-
-    if not isinstance(model, PreTrainedModel):
-        raise InvalidModel(f"{type(model).__name__} is no transformers model")
-    name = type(model).__name__
-    architecture = check_sizes(name, model.config.to_dict(), f"the loaded {name}")
-    _warn_of_limit(max_context, architecture)
-    geometry = geometry_of(
-        architecture,
-        num_slots=max_batch,
-        capacity=_choose_context(max_context, architecture),
-        max_staged_rows=max_staged_rows,
-        dtype=model.dtype,
-    )
-    check_fits(name, estimate(0, architecture, geometry), geometry, model.device)
-    check_passes(type(model), model.config)
-    adapted = adapt(
-        sharing(model),
-        num_slots=max_batch,
-        max_context=geometry.capacity,
-        max_staged_rows=max_staged_rows,
-        freeze=False,
-    )
-    try_out(adapted, f"the loaded {name}")
-    return adapted
 
 
 def choose_dtype(dtype: str, files: ModelFiles) -> torch.dtype:

@@ -26,13 +26,11 @@ from ctypes import (
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from forerun.cache import cache_folder, find_cached, hash_of, prepare_folder, unsafe, write_cached
 from forerun.errors import RunnerUnavailable
-from forerun.theory.stop_rule import Measure
 
 logger = logging.getLogger("forerun.preparation")
 
@@ -284,9 +282,6 @@ class MatrixFormat(IntEnum):
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types the kernels compute with, as `ForerunElement`."""
-
-MEASURES: Mapping[Measure, int] = MappingProxyType({"entropy": 1, "top_probability": 2})
-"""Measures that stop rules compare with a threshold, as `ForerunMeasure`."""
 
 _PASS = (c_void_p, POINTER(PassStruct), POINTER(StoreStruct))
 SIGNATURES = {

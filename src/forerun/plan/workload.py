@@ -26,7 +26,6 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord
 from forerun.theory.speedup import conditional_acceptance
 from forerun.theory.splitmix import FACTORS, INCREMENT, MASK, SHIFTS, finalise
-from forerun.theory.stop_rule import Measure, StopRule
 from forerun.theory.tree import TokenTree, static_tree
 from forerun.trace.files import Item, read_trace
 
@@ -519,26 +518,6 @@ def _draw_alphas(
     return [(*alphas, *[alphas[-1]] * max_k)[:max_k]] * count
 
 
-def measured(measure: Measure, alpha: float) -> float:
-    """Return the value that a stop rule would measure at a position.
-
-    The draft's top probability is taken to be the probability that its token is accepted, and the
-    rest of its distribution to be one other token.
-    """
-    if measure == "top_probability":
-        return alpha
-    shares = (alpha, 1.0 - alpha)
-    return -math.fsum(share * math.log(share) for share in shares if share)
-
-
-def _stopped_depth(rule: StopRule, alphas: Sequence[float], depth: int) -> int:
-    """Return how many of `depth` tokens are drafted; the first one always is."""
-    for position in range(1, depth):
-        if rule.stops(measured(rule.measure, alphas[position])):
-            return position
-    return depth
-
-
 PLAIN = Plan()
 
 
@@ -603,8 +582,6 @@ class SimulatedRequest:
             num_nodes, depth = len(self.tree.parents), max(self.tree.depths)
         else:
             num_nodes = depth = min(depth, num_nodes)
-            if plan.stop is not None:
-                num_nodes = depth = _stopped_depth(plan.stop, self.alphas, depth)
         if depth > 0:
             self.depth, self.num_nodes, self.plan = depth, num_nodes, plan
         elif self.depth:
@@ -697,7 +674,7 @@ class SimulatedCycle:
 
 
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
-    depth, rule = request.num_tested, request.plan.stop
+    depth = request.num_tested
     ranks, children = _accepted_path(request)
     last = "bonus" if request.num_accepted == depth else "recovered"
     return StepRecord(
@@ -719,9 +696,6 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
         context_tokens=request.num_committed - request.num_new,
         last_token_source=last if depth else "plain",
         expected_accepted=float(request.num_accepted),
-        stop_values=None
-        if rule is None
-        else tuple(measured(rule.measure, alpha) for alpha in request.alphas[:depth]),
         path_ranks=ranks,
         path_children=children,
     )

@@ -26,14 +26,11 @@ class Choice(StrEnum):
     WITHOUT_REPLACEMENT = "without_replacement"
     """Sampled; siblings were drawn one after the other from the same row, each without those before
     it, and are numbered in that order."""
-    TOP_AND_SAMPLED = "top_and_sampled"
-    """The last child of every node was drawn from its row of `draft_probs`, where its siblings, a
-    function of the committed tokens, have probability 0."""
 
     @property
     def is_drawn(self) -> bool:
         """Whether verification needs the distributions that tokens were drawn from."""
-        return self in (Choice.SAMPLED, Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED)
+        return self in (Choice.SAMPLED, Choice.WITHOUT_REPLACEMENT)
 
 
 class TokenSource(StrEnum):
@@ -196,8 +193,8 @@ def _check_grammar_length(name: str, kind: str, num_characters: int) -> None:
         raise InvalidRequest(f"{name}: {num_characters} characters; at most {most} are compiled")
 
 
-Verification = Literal["auto", "walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
-Method = Literal["walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
+Verification = Literal["auto", "walk", "coupled", "block", "token", "traversal"]
+Method = Literal["walk", "coupled", "block", "token", "traversal"]
 
 MIN_TEMPERATURE = 1e-5
 """Below it the distribution is greedy for all practical logits, and dividing may overflow fp32."""
@@ -443,7 +440,7 @@ def resolve_verification(
     target's noise. Every method is exact; they differ in acceptance and in what a seed fixes. A
     deterministic proposal or a greedy target is walked: for the first the walk is optimal, for the
     second every rule is an exact match. So is a tree whose siblings were drawn independently. On a
-    chain "traversal" is "block" and "greedy_coupling" is "token".
+    chain "traversal" is "block".
 
     Args:
         choice: how the nodes are (or will be) chosen.
@@ -457,38 +454,22 @@ def resolve_verification(
     if asked == "auto":
         if choice is Choice.COUPLED or params.seed is not None:
             return "coupled"
-        return "block" if is_chain else OF_TREES.get(choice, "walk")
-    if asked in DRAWN_ALIKE:
+        if is_chain:
+            return "block"
+        return "traversal" if choice is Choice.WITHOUT_REPLACEMENT else "walk"
+    if asked in ("block", "token", "traversal"):
         _check_exact_for(asked, choice, is_chain=is_chain)
-    return ON_CHAINS.get(asked, asked) if is_chain else asked
-
-
-ON_CHAINS: Mapping[Method, Method] = MappingProxyType(
-    {"traversal": "block", "greedy_coupling": "token"}
-)
-"""Verifiers of chains that are equal to verifiers of trees on a chain."""
-OF_TREES: Mapping[Choice, Method] = MappingProxyType(
-    {Choice.WITHOUT_REPLACEMENT: "traversal", Choice.TOP_AND_SAMPLED: "greedy_coupling"}
-)
-DRAWN_ALIKE: Mapping[Verification, Choice | None] = MappingProxyType(
-    {
-        "block": None,
-        "token": None,
-        "traversal": Choice.WITHOUT_REPLACEMENT,
-        "greedy_coupling": Choice.TOP_AND_SAMPLED,
-    }
-)
-"""Choice of siblings that a verifier of drawn tokens requires; None for verifiers of chains."""
+    return "block" if is_chain and asked == "traversal" else asked
 
 
 def _check_exact_for(asked: Verification, choice: Choice, *, is_chain: bool) -> None:
     """Refuse a verification method that is not exact for a proposal's choice of nodes."""
     if choice is Choice.COUPLED:
         reason = "a draft that shares the target's noise"
-    elif is_chain or choice is DRAWN_ALIKE[asked]:
+    elif is_chain or (asked == "traversal" and choice is Choice.WITHOUT_REPLACEMENT):
         return
     else:
-        reason = "a tree" if DRAWN_ALIKE[asked] is None else f"a tree of {choice.value} tokens"
+        reason = f"a tree of {choice.value} tokens" if asked == "traversal" else "a tree"
     raise InvalidRequest(
         f'verification is "{asked}", which is not exact for {reason}; use "auto" or "walk"'
     )

@@ -39,12 +39,9 @@ class Proposal:
             with children, the root included, in node order. For a chain row i is the distribution
             that node i was drawn from. A `COUPLED` proposal may carry its rows too, for
             `Verdict.expected_accepted` and the trace; no token depends on them. None otherwise.
-        stop_reason: why drafting ended ("budget", "stop_rule", "context", "score";
-            "invalid_probs": the next distribution was NaN).
-        stop_values: what a stop rule measured before every node; None without one.
+        stop_reason: why drafting ended ("budget", "context", "score"; "invalid_probs": the next
+            distribution was NaN).
         assurance: spares the check of values that the drafter guarantees.
-        log_probs: of deterministic trees the logarithm of every path's probability under the draft,
-            by which nodes of several trees can be compared; None where there is none.
     """
 
     tokens: Int64[Tensor, " nodes"]
@@ -52,9 +49,7 @@ class Proposal:
     choice: Choice
     draft_probs: Float[Tensor, "parents vocab"] | None = None
     stop_reason: str = "budget"
-    stop_values: tuple[float, ...] | None = None
     assurance: Assurance | None = None
-    log_probs: tuple[float, ...] | None = None
 
     @property
     def is_assured(self) -> bool:

@@ -116,7 +116,7 @@ class AcceptanceCounts:
     def acceptance_rate_per_position(self) -> tuple[float, ...]:
         """Return beta_i: of the steps that drafted position i, the share accepted through it.
 
-        Biased where a stop rule chose the depth; `survival` is not.
+        Biased where the drafter chose the depth; `survival` is not.
         """
         return _ratios(self.accepted_per_position, self.drafted_per_position)
 

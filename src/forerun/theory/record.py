@@ -109,8 +109,7 @@ class StepRecord(
         expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
         acceptance_probability: mean over verified positions of sum(min(target, draft)); None where
             the draft has no probabilities or the figure was not asked for.
-        stop_reason: why drafting ended: "budget" of the plan, "stop_rule", or the drafter's own.
-        stop_values: what the plan's stop rule measured before each drafted node; None without one.
+        stop_reason: why drafting ended: "budget" of the plan, or the drafter's own reason.
         path_ranks: of every accepted node, its place among its siblings from 1 on, which names the
             accepted path; None where no tree was planned.
         path_children: how many children were drafted below the last committed token and below each
@@ -146,7 +145,6 @@ class StepRecord(
     expected_accepted: float
     acceptance_probability: float | None = None
     stop_reason: str | None = None
-    stop_values: tuple[float, ...] | None = None
     path_ranks: tuple[int, ...] | None = None
     path_children: tuple[int, ...] | None = None
     drafter_hash: str | None = None

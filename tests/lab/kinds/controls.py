@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.lab.assisted import ConfidenceController, HeuristicController
+from tests.lab.assisted import HeuristicController
 from tests.lab.dice import Dice
 from tests.lab.laboratory import Lab
 from tests.lab.setups import Fault, FaultSetup, Inject
 from tests.lab.workload import long_prompts, requests, setup_with_plain_stage
 
-from forerun.control.base import Controller
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.suffix import SuffixDrafter
 
@@ -68,14 +67,10 @@ def far(lab: Lab, dice: Dice) -> FaultSetup:
 
 
 def adaptive(lab: Lab, dice: Dice) -> FaultSetup:
-    """K that follows acceptance, or ends where the draft is unsure."""
+    """K that follows acceptance."""
     drafter = lab.drafter()
     k = dice.integer(4, 6)
-    controllers: tuple[Controller, ...] = (
-        HeuristicController(drafter.method, k),
-        ConfidenceController(drafter.method, k),
-    )
-    engine = lab.engine(drafter, k, controller=dice.choice(controllers))
+    engine = lab.engine(drafter, k, controller=HeuristicController(drafter.method, k))
     return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 

@@ -49,20 +49,12 @@ def test_a_draft_that_pays_again_is_used_again_within_200_steps():
     assert sum(drafts[700:]) > 0.8 * 200
 
 
-def test_giving_up_and_resuming_are_logged(caplog):
+def test_giving_up_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="forerun.control"):
         ours = world(lambda _, __, step: 0.85 if 300 < step < 900 else 0.0)
         ours.run(auto(), 3000)
-    first, second, third = [record.getMessage() for record in caplog.records]
-    assert "slower than plain decoding" in first and first == third
-    assert "pays again and was resumed" in second
-
-
-def test_a_draft_that_comes_and_goes_leaves_a_short_log(caplog):
-    with caplog.at_level(logging.INFO, logger="forerun.control"):
-        ours = world(lambda _, __, step: 0.85 if step % 400 < 200 else 0.0, draft=0.3)
-        ours.run(auto(), 8000)
-    assert 3 <= len(caplog.records) <= 12
+    (record,) = caplog.records
+    assert "slower than plain decoding" in record.getMessage()
 
 
 def test_plain_plans_are_reused(monkeypatch):

@@ -76,7 +76,7 @@ def test_rate_from_tau_takes_the_bonus_token_off():
     assert derived(acceptance_length=3.0, k=4).number("draft_acceptance_rate") == 0.5
 
 
-def test_a_stop_rule_shortens_drafts():
+def test_drafts_that_end_early_are_shorter():
     found = derived(acceptance_length=3.8, draft_acceptance_rate=0.9, k=16)
     assert found.number("mean_drafted") == pytest.approx(2.8 / 0.9)
     assert found.number("length_over_ceiling") == pytest.approx(3.8 / (2.8 / 0.9 + 1))

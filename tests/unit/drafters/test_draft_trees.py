@@ -43,9 +43,6 @@ WALKED = {
 DRAWN = {
     "auto": SamplingParams(max_tokens=32, ignore_eos=True),
     "traversal": SamplingParams(verification="traversal", max_tokens=32, ignore_eos=True),
-    "greedy coupling": SamplingParams(
-        verification="greedy_coupling", max_tokens=32, ignore_eos=True
-    ),
     "shaped": SamplingParams(
         temperature=0.7, top_k=2, presence_penalty=0.5, max_tokens=32, ignore_eos=True
     ),
@@ -124,8 +121,7 @@ def test_drawn_trees_are_verified_by_their_own_rule(params):
     draft = tiny.cousin(target, 3)
     texts, seen = run(target, tiny.drafting(draft, 8), params, *SHAPES)
     assert all(len(text) == 32 for text in texts)
-    tree_rule = "greedy_coupling" if params.verification == "greedy_coupling" else "traversal"
-    assert tree_rule in seen.rules
+    assert "traversal" in seen.rules
     assert sum(seen.accepted) > len(seen.accepted) // 2
     assert draft.store.num_free == target.store.num_free == 4
 
@@ -265,28 +261,17 @@ def test_nothing_is_drafted_behind_invalid_probabilities(params, caplog):
 def test_where_one_token_is_possible_only_one_child_is_drawn():
     target = tiny.tabular(0)
     params = replace(DRAWN["auto"], top_k=1)
-    for asked in ("traversal", "greedy_coupling"):
-        texts, seen = run(
-            target,
-            tiny.drafting(tiny.cousin(target, 3), 8),
-            replace(params, verification=asked),
-            SHAPES[0],
-        )
-        assert texts == plain(target, params)
-        assert all(proposal.tree.is_chain for proposal in seen.found)
+    texts, seen = run(target, tiny.drafting(tiny.cousin(target, 3), 8), params, SHAPES[0])
+    assert texts == plain(target, params)
+    assert all(proposal.tree.is_chain for proposal in seen.found)
 
 
 def test_trees_of_drawn_tokens_have_the_rows_they_were_drawn_from():
     target = tiny.tabular(0)
-    for asked, choice in (
-        ("traversal", Choice.WITHOUT_REPLACEMENT),
-        ("greedy_coupling", Choice.TOP_AND_SAMPLED),
-    ):
-        params = replace(DRAWN["auto"], verification=asked)
-        _, seen = run(target, tiny.drafting(tiny.cousin(target, 3), 8), params, SHAPES[3])
-        for proposal in seen.found:
-            assert proposal.choice is choice
-            assert torch.allclose(proposal.draft_probs.sum(-1), torch.ones(()))
+    _, seen = run(target, tiny.drafting(tiny.cousin(target, 3), 8), DRAWN["auto"], SHAPES[3])
+    for proposal in seen.found:
+        assert proposal.choice is Choice.WITHOUT_REPLACEMENT
+        assert torch.allclose(proposal.draft_probs.sum(-1), torch.ones(()))
 
 
 def test_a_tree_under_a_verifier_for_chains_is_refused_by_name(caplog):

@@ -11,7 +11,7 @@ from tests import heads, natives, tiny
 
 from forerun.control.base import Tree
 from forerun.control.named import FixedController
-from forerun.drafters.base import StepOutcome
+from forerun.drafters.base import Drafter, StepOutcome
 from forerun.drafters.eagle3.drafter import NativeEagle3Model
 from forerun.drafters.eagle3.load import load_eagle3, write_eagle3_head
 from forerun.errors import IncompatibleDraft
@@ -45,14 +45,14 @@ def features_of(target, ids, layers):
     return features
 
 
-class Watching:
+class Watching(Drafter):
     """Compares every proposal of an EAGLE-3 drafter with the slow loop."""
 
     def __init__(self, drafter, head, target, other):
         self.drafter, self.head, self.target, self.other = drafter, head, target, other
         self.method = drafter.method
         self.required_features = drafter.required_features
-        self.max_width = getattr(drafter, "max_width", 1)
+        self.max_width = drafter.max_width
         self.num_checked = 0
         self.num_branching = 0
         self.checks_params = True

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import natives, tiny
 
-from forerun.control.base import Plan, Tree
+from forerun.control.base import Tree
 from forerun.control.named import FixedController
+from forerun.drafters.base import Drafter
 from forerun.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,
@@ -26,7 +27,6 @@ from forerun.drafters.registry import find_checkpoint
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.sampling.config import SamplingParams
 from forerun.testing.conformance import check_drafter
-from forerun.theory.stop_rule import StopRule
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, seed=3)
@@ -135,7 +135,7 @@ def expected_logits(heads, network, ids):
     return torch.cat([network.lm_head(state) for state in states])
 
 
-class Watched:
+class Watched(Drafter):
     """Compares every proposal with what transformers' network gives."""
 
     def __init__(self, drafter, network):
@@ -207,26 +207,6 @@ def test_a_saved_folder_is_recognised_and_loaded(tmp_path, target):
     plain = tiny.engine_over(target).generate(PROMPTS[:2], GREEDY)
     found = tiny.engine_over(target, drafter).generate(PROMPTS[:2], GREEDY)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
-
-
-def test_a_stop_rule_ends_chains(target):
-    drafter = MedusaDrafter(random_heads(), target)
-    proposals = []
-
-    class Stopping(FixedController):
-        def decide(self, states, capacity):
-            stop = StopRule(measure="top_probability", threshold=1.0)
-            return [replace(Plan.chain("medusa", 3), stop=stop) for _ in states]
-
-    propose = drafter.propose
-    drafter.propose = lambda *given: (
-        proposals.extend(propose(*given)) or proposals[-len(given[0]) :]
-    )
-    tiny.engine_over(target, drafter, controller=Stopping(3)).generate(PROMPTS[:1], GREEDY)
-    drafted = [p for p in proposals if p is not None]
-    assert drafted
-    assert drafted[0].stop_reason == "stop_rule"
-    assert all(p.num_drafted == len(p.stop_values) == 1 for p in drafted)
 
 
 def test_requests_without_states_are_decoded_plainly(target, caplog):

@@ -16,6 +16,7 @@ from transformers.modeling_layers import MtpModel
 
 from forerun import Engine
 from forerun.control.base import Tree
+from forerun.drafters.base import Drafter
 from forerun.drafters.mtp import load_mtp
 from forerun.engine.auto_drafts import auto_drafts
 from forerun.engine.config import RequestTerms
@@ -34,7 +35,7 @@ SHARED = [5, 9, 2, 7, 11, 4] * 3
 PROMPTS = [[*SHARED, 1, 2], [3, 1, 4], [*SHARED, 8], [6]]
 
 
-class Watching:
+class Watching(Drafter):
     """Compares every proposal with the formula."""
 
     def __init__(self, drafter, reference):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 from tests import tiny
 from tests.faulty import RaisesInForget
 
-from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, Pause
-from forerun.drafters.config import SuffixConfig
 from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters, named_by_method
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.drafters.tree_growth import merged
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
-from forerun.sampling.config import Choice, SamplingParams
-from forerun.sampling.proposal import Proposal
+from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
-from forerun.theory.tree import TokenTree
 
 
 class Turns:
@@ -169,77 +162,3 @@ def test_no_drafts_are_refused():
     engine = tiny.engine_over(tiny.tabular(0, vocab_size=300, order=1))
     with pytest.raises(InvalidRequest, match="list of drafts is empty"):
         engine.with_draft([])
-
-
-class Merging:
-    """Plans a tree that both drafters make together, and sometimes a chain."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def decide(self, states: list[RequestState], capacity: Capacity) -> list[Plan]:
-        self.step += 1
-        shape = Tree(num_nodes=7, depth=3, width=3) if self.step % 4 else Chain(num_tokens=3)
-        return [Plan(method="suffix+draft_model", shape=shape)] * len(states)
-
-    def observe(self, records: list[StepRecord]) -> None:
-        pass
-
-
-class Merged:
-    """Collects merged trees and how much of them was accepted."""
-
-    is_required = True
-    wants_logits = False
-
-    def __init__(self) -> None:
-        self.trees: list[Proposal] = []
-        self.num_accepted = 0
-
-    def observe(self, step) -> None:
-        for entry in step.emitting:
-            if entry.proposal is not None:
-                self.trees.append(entry.proposal)
-                self.num_accepted += entry.verdict.num_accepted
-
-
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "verification": "walk"}], ids=str
-)
-def test_trees_of_two_drafters_are_merged_and_change_no_text(params):
-    target = tiny.adapted(tiny.network())
-    draft = tiny.adapted(tiny.network(jitter=0.02))
-    drafters = {
-        "suffix": SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0.01)),
-        "draft_model": tiny.drafting(draft),
-    }
-    params = SamplingParams(max_tokens=30, ignore_eos=True, **params)
-    plain = tiny.engine_over(target).generate(list(tiny.PROMPTS), params)
-    engine = tiny.engine_over(target, SeveralDrafters(drafters), k=7, controller=Merging())
-    seen = Merged()
-    engine.observers.append(seen)
-    outputs = engine.generate(list(tiny.PROMPTS), params)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    assert any(not tree.tree.is_chain for tree in seen.trees)
-    assert all(tree.num_drafted <= 7 for tree in seen.trees)
-    assert seen.num_accepted > 0
-    assert draft.store.num_free == 4
-
-
-def test_merged_trees_hold_the_best_nodes_of_both():
-    def tree(parents: tuple[int, ...], tokens: list[int], probs: list[float]) -> Proposal:
-        return Proposal(
-            tokens=torch.tensor(tokens),
-            tree=TokenTree(parents),
-            choice=Choice.DETERMINISTIC,
-            log_probs=tuple(math.log(p) for p in probs),
-        )
-
-    one = tree((-1, 0, 0), [5, 6, 7], [0.9, 0.6, 0.2])
-    other = tree((-1, -1, 1, 2), [8, 5, 6, 4], [0.3, 0.5, 0.4, 0.35])
-    built = merged([one, other], Tree(num_nodes=5, depth=3, width=2))
-    assert dict(zip(built.paths, map(math.exp, built.log_probs), strict=True)) == pytest.approx(
-        {(5,): 0.9, (5, 6): 0.6, (5, 6, 4): 0.35, (8,): 0.3, (5, 7): 0.2}
-    )
-    few = merged([one, other], Tree(num_nodes=3, depth=2, width=1))
-    assert few.paths == ((5,), (5, 6))

@@ -1,4 +1,4 @@
-"""The suffix drafter: what it copies, when it holds back, what it keeps and for whom."""
+"""The suffix drafter: what it copies and when it holds back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.config import SuffixConfig
-from forerun.drafters.suffix import NOTHING, HitRates, OutputStore, OwnMatch, SuffixDrafter, copy_on
+from forerun.drafters.suffix import NOTHING, HitRates, Match, SuffixDrafter, copy_on
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
@@ -45,8 +45,8 @@ def drafted(drafter: SuffixDrafter, request: DraftRequest, k: int = 8) -> list[i
     return [] if proposal is None else proposal.tokens.tolist()
 
 
-def matching(ids: Sequence[int]) -> OwnMatch:
-    match = OwnMatch()
+def matching(ids: Sequence[int]) -> Match:
+    match = Match()
     for token in ids:
         match.advance(token)
     return match
@@ -107,10 +107,10 @@ def test_a_copy_ends_where_one_more_token_does_not_pay():
             1 + (config.step_cost if num_tokens else 0) + num_tokens * config.row_cost
         )
 
-    assert copy.value == pytest.approx(max(value(n) for n in range(23)))
-    assert copy.value == pytest.approx(value(len(copy.tokens)))
+    best = max(value(n) for n in range(23))
+    assert value(len(copy.tokens)) == pytest.approx(best)
     assert 0 < len(copy.tokens) < 22
-    assert copy.score == pytest.approx(copy.value * (1.1 + 0.15 * len(copy.tokens)) - 1)
+    assert copy.score == pytest.approx(best * (1.1 + 0.15 * len(copy.tokens)) - 1)
 
 
 def test_dear_rows_are_not_drafted_for():
@@ -170,9 +170,7 @@ def test_prompts_are_not_observations():
     """What a prompt repeats says nothing of what the model will."""
     drafter = SuffixDrafter()
     drafted(drafter, asked([*LINE, *LINE, *LINE[:20]]))
-    assert drafter._readers["r"].matches[0].rates.probability(30, 1.0) == HitRates().probability(
-        30, 1.0
-    )
+    assert drafter._readers["r"].match.rates.probability(30, 1.0) == HitRates().probability(30, 1.0)
 
 
 # ------------------------------------------------------------------------------------- what is kept
@@ -185,7 +183,6 @@ def test_forgotten_requests_leave_nothing():
     drafter.forget("r")
     drafter.forget("r")
     assert drafter._readers == {}
-    assert drafter.store.num_tokens == 0
     again = asked([*LINE[:5], 99])
     assert drafted(drafter, again) == []
 
@@ -196,73 +193,7 @@ def test_requests_do_not_see_each_other():
     assert drafted(drafter, asked([99, *LINE[:9]], name="b")) == []
 
 
-def test_outputs_serve_later_requests_of_their_scope_only():
-    drafter = SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0, store_tokens=1000))
-    first = asked([1, 2, *LINE], num_prompt=2, name="a", scope="mine")
-    drafted(drafter, first)
-    drafter.forget("a")
-    assert drafted(drafter, asked([7, *LINE[:9]], name="b", scope="mine")) == LINE[9:17]
-    assert drafted(drafter, asked([7, *LINE[:9]], name="c", scope="theirs")) == []
-    assert drafted(drafter, asked([7, *LINE[:9]], name="d")) == []
-    assert drafted(drafter, asked([9, 1], name="e", scope="mine")) == []  # prompts are not kept
-
-
-def test_requests_without_a_scope_are_not_kept():
-    drafter = SuffixDrafter(SuffixConfig(store_tokens=1000))
-    drafted(drafter, asked([1, *LINE], num_prompt=1))
-    drafter.forget("r")
-    assert drafter.store.num_tokens == 0
-
-
-def test_the_better_of_own_and_stored_text_is_copied():
-    drafter = SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0, store_tokens=1000))
-    drafted(drafter, asked([0, *LINE], num_prompt=1, name="a", scope="s"))
-    drafter.forget("a")
-    short_here = [LINE[8], 77, 78, *LINE[:9]]
-    assert drafted(drafter, asked(short_here, name="b", scope="s"), 2) == LINE[9:11]
-    long_here = [*LINE[:9], 77, 78, 79, *LINE[:9]]
-    assert drafted(drafter, asked(long_here, name="c", scope="s"), 2) == [77, 78]
-
-
-def test_drafts_do_not_run_from_one_stored_output_into_the_next():
-    drafter = SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0, store_tokens=1000))
-    for name, output in (("a", LINE[:10]), ("b", LINE[20:])):
-        drafted(drafter, asked([0, *output], num_prompt=1, name=name, scope="s"))
-        drafter.forget(name)
-    assert drafted(drafter, asked([7, *LINE[:8]], name="c", scope="s"), 20) == LINE[8:10]
-
-
-def test_the_store_is_bounded_and_drops_what_is_oldest():
-    store = OutputStore(100)
-    for turn in range(50):
-        store.add("s", [1000 + turn] * (turn % 7 + 1))
-        assert store.num_tokens <= 100
-    store.add("s", range(500))
-    assert 40 <= store.num_tokens <= 100
-    texts = store.texts_of("s")
-    assert texts[0].follow(0, 499) > 0
-    assert all(text.follow(0, 1000) < 0 for text in texts)
-
-
-def test_the_store_drops_idle_scopes_first():
-    store = OutputStore(100)
-    for name in ("a", "b", "a", "c"):
-        store.add(name, list(range(24)))
-    store.texts_of("a")
-    store.add("d", list(range(24)))
-    assert store.texts_of("b") == ()
-    assert all(store.texts_of(name) for name in ("a", "c", "d"))
-
-
-def test_no_room_keeps_nothing():
-    for max_tokens in (0, 1, 3):
-        store = OutputStore(max_tokens)
-        store.add("s", [])
-        store.add("s", [1, 2, 3])
-        assert store.num_tokens <= max_tokens
-
-
-@pytest.mark.parametrize("name", ["tokens_per_match", "step_cost", "row_cost", "store_tokens"])
+@pytest.mark.parametrize("name", ["tokens_per_match", "step_cost", "row_cost"])
 @pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
 def test_settings_that_cannot_work_are_refused(name, value):
     with pytest.raises(InvalidRequest, match=name):

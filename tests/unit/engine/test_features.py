@@ -11,7 +11,7 @@ from tests import tiny
 from tests.tabular import tabular_features
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.registry import SeveralDrafters
 from forerun.errors import UnsupportedFeatures
 from forerun.sampling.config import SamplingParams
@@ -22,7 +22,7 @@ LAYERS = (0, 2)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
-class Reading:
+class Reading(Drafter):
     """Proposes trees of three nodes, and compares the features of all rows with the true ones."""
 
     method = "reading"

@@ -204,26 +204,6 @@ def test_what_is_no_controller_is_refused_before_anything_is_loaded(controller, 
         tiny.engine_over(target).with_draft(drafter, controller=controller)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"max_tokens": 5},
-            r"generate takes no 'max_tokens': give SamplingParams\(max_tokens=...\)",
-        ),
-        ({"max_new_tokens": 5}, r"give SamplingParams\(max_tokens=...\)"),
-        ({"tenant": "a"}, r"give RequestTerms\(tenant=...\)"),
-        ({"colour": "red"}, "it takes prompts, sampling_params, terms, priority, deadline_s"),
-    ],
-)
-def test_unknown_arguments_are_refused_with_where_they_belong(arguments, message):
-    engine = tiny.engine_over(tiny.tabular())
-    with pytest.raises(InvalidRequest, match=message):
-        engine.generate("x", **arguments)
-    with pytest.raises(InvalidRequest, match="is called num_speculative_tokens here"):
-        engine.with_draft(None, k=3)
-
-
 def test_a_number_of_tokens_is_no_draft() -> None:
     with pytest.raises(InvalidRequest, match=r"draft is 4; .* is num_speculative_tokens"):
         as_sources(4)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from tests import tiny
 
+from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig
-from forerun.engine.engine import Engine, EngineGuard
+from forerun.engine.engine import EngineGuard
 from forerun.engine.thread import EngineThread
 from forerun.errors import (
     EngineBusy,
@@ -59,7 +60,7 @@ class Unforkable(Misbehaving):
         raise RuntimeError("this grammar cannot be forked")
 
 
-class Exits:
+class Exits(Drafter):
     method = "exits"
     required_features: tuple[int, ...] = ()
 
@@ -350,18 +351,6 @@ def test_names_of_vllm_are_understood(target):
         EngineConfig().with_settings({"max_model_len": 8})
     with pytest.raises(InvalidRequest, match="no setting 'colour'"):
         EngineConfig().with_settings({"colour": 8})
-
-
-def test_a_loaded_model_is_taken():
-    network = tiny.network("llama")
-    engine = Engine.load(network, tokenizer=tiny.backend(), num_speculative_tokens=2, max_batch=2)
-    assert engine.config.num_speculative_tokens == 2
-    params = SamplingParams(temperature=0.0, max_tokens=6)
-    plain = engine.generate(["import os"], params)[0]
-    drafted = engine.with_draft(tiny.network("llama", seed=1)).generate(["import os"], params)[0]
-    assert drafted.token_ids == plain.token_ids
-    with pytest.raises(InvalidRequest, match="needs its tokenizer"):
-        Engine.load(tiny.network("llama"))
 
 
 def test_stats_count_what_was_done(target, draft):

@@ -14,7 +14,7 @@ from tests import tiny
 from tests.tabular import TabularModel
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.sampling.config import SamplingParams
@@ -37,7 +37,7 @@ IDS = [token_of(byte) for byte in BYTES]
 PROMPT = [IDS[-1]]
 
 
-class ErrsAt:
+class ErrsAt(Drafter):
     """Drafts what will be said, except for one token of every round."""
 
     method = "errs"

@@ -26,10 +26,6 @@ def test_siblings_break_their_rule_where_a_token_comes_twice_or_was_impossible()
     assert smallest(Choice.WITHOUT_REPLACEMENT, [0, 2, 1], drawn) == 0.125
     assert smallest(Choice.WITHOUT_REPLACEMENT, [0, 0, 1], drawn) == 0
     assert smallest(Choice.WITHOUT_REPLACEMENT, [0, 3, 1], drawn) == 0
-    beside_top = [0.0, 0.75, 0.125, 0.125]
-    assert smallest(Choice.TOP_AND_SAMPLED, [0, 2, 1], beside_top) == 0.125
-    assert smallest(Choice.TOP_AND_SAMPLED, [1, 2, 1], beside_top) == 0
-    assert smallest(Choice.TOP_AND_SAMPLED, [1, 0, 1], beside_top) == 0
 
 
 @pytest.mark.parametrize(
@@ -37,7 +33,6 @@ def test_siblings_break_their_rule_where_a_token_comes_twice_or_was_impossible()
     [
         (Choice.SAMPLED, "walk"),
         (Choice.WITHOUT_REPLACEMENT, "traversal"),
-        (Choice.TOP_AND_SAMPLED, "greedy_coupling"),
         (Choice.DETERMINISTIC, "walk"),
     ],
 )

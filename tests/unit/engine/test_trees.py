@@ -28,7 +28,7 @@ PARENTS = (-1, -1, 0, 0, 1, 1, 5)
 FIRST_OF_TWO = (0, 2, 4)
 
 
-class Branching:
+class Branching(Drafter):
     """Knows the target and lets every first guess be its second best token.
 
     Always accepted is the path of last children: nodes 1, 5 and 6, where 6 is a best guess.

@@ -25,7 +25,7 @@ from forerun.models.base import Context, pack
 from forerun.models.catalog import KNOWN_NAMES, model_folder
 from forerun.models.checkpoint import WEIGHTS, ModelFiles
 from forerun.models.huggingface import HuggingFaceModel
-from forerun.models.load import load_model, share_loaded
+from forerun.models.load import load_model
 
 
 def logits_of(model, ids):
@@ -318,26 +318,6 @@ def test_a_window_longer_than_the_context_hides_nothing(tmp_path):
     assert (type(long).__name__, type(short).__name__) == ("NativeModel", "TorchModel")
     ids = list(range(1, 80))
     torch.testing.assert_close(logits_of(short, ids), logits_of(long, ids), atol=1e-3, rtol=1e-3)
-
-
-def test_a_model_transformers_has_loaded(byte_level):
-    network = tiny.network("qwen2").train().requires_grad_(True)
-    ids = torch.tensor([[1, 2, 3]])
-    expected = network(ids).logits[0]
-    model = share_loaded(network, max_batch=2)
-    torch.testing.assert_close(logits_of(model, [1, 2, 3]), expected, atol=1e-4, rtol=1e-4)
-    assert model.store.num_free == 1
-    # The model itself is as it was.
-    assert network.training and all(p.requires_grad for p in network.parameters())
-    assert torch.equal(network(ids).logits[0], expected)
-    network.eval()
-    tokens = network.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert tokens.shape[1] > 3
-
-
-def test_what_is_no_transformers_model_is_refused():
-    with pytest.raises(InvalidModel, match="Linear is no transformers model"):
-        share_loaded(torch.nn.Linear(2, 2))
 
 
 def test_tokenizer(folder):

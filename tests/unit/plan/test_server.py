@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from forerun.control.base import Chain, Plan
+from forerun.control.base import Chain
 from forerun.control.named import FixedController
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import ControllerComparison, Times, simulate
@@ -25,7 +25,6 @@ from forerun.plan.workload import (
 from forerun.theory.cost import CostLine, CostTable, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import acceptance_length, constant_acceptance_length
-from forerun.theory.stop_rule import StopRule
 
 # A row costs 1 ms on top of 10, an engine 1 ms per step, a drafted token 2 ms, whatever the batch.
 LINES = tuple(
@@ -263,27 +262,6 @@ def test_the_controller_is_told_what_the_engine_would_tell():
     assert [s.num_committed for s in states] == [r.context_tokens for r in others]
     cycles = {r.cycle_id: r.draft_s + r.verify_s + r.other_s for r in told}
     assert sum(cycles.values()) == pytest.approx(found.busy_s)
-
-
-def test_a_stop_rule_ends_drafts_where_the_draft_is_unsure():
-    class Stopping(FixedController):
-        def __init__(self):
-            self.told = []
-
-        def decide(self, states, capacity):
-            rule = StopRule(measure="top_probability", threshold=0.5)
-            plan = Plan.chain("draft_model", 6, stop=rule)
-            return [plan] * len(states)
-
-        def observe(self, records):
-            self.told.extend(r for r in records if r.num_drafted)
-
-    # Given that everything before was accepted: 0.9, 0.8, 0.25.
-    phases = (Phase(share=1.0, acceptance=(0.9, 0.72, 0.18)),)
-    controller = Stopping()
-    run(workload(phases=phases, output_tokens=60), controller=controller)
-    assert {record.num_drafted for record in controller.told[:-2]} == {2}
-    assert controller.told[0].stop_values == pytest.approx((0.9, 0.8))
 
 
 def test_the_same_seed_gives_the_same_result_and_another_does_not():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from forerun.sampling import chain, tree_rules
 from forerun.sampling.kernels import sampling_kernels
 from forerun.sampling.tree_rules import (
-    TreeRule,
     TreeWeights,
     accepted_node,
     expected_accepted,
@@ -24,7 +22,6 @@ from forerun.theory.tree import TokenTree, expanded
 
 TREE = TokenTree((-1, -1, 0, 0, 1, 3))
 VOCAB = 5
-RULES = get_args(TreeRule)
 
 
 def random_probs(*shape: int, seed: int) -> torch.Tensor:
@@ -32,7 +29,7 @@ def random_probs(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, VOCAB, dtype=torch.float64, generator=generator).softmax(-1)
 
 
-def weights_of(rule: str, tree: TokenTree, seed: int = 0) -> tuple[TreeWeights, torch.Tensor]:
+def weights_of(tree: TokenTree, seed: int = 0) -> tuple[TreeWeights, torch.Tensor]:
     target = random_probs(4, len(tree.parents) + 1, seed=seed)
     draft = random_probs(4, len(expanded(tree)), seed=seed + 1)
     generator = torch.Generator().manual_seed(seed + 2)
@@ -41,20 +38,17 @@ def weights_of(rule: str, tree: TokenTree, seed: int = 0) -> tuple[TreeWeights, 
         children = tree.children(parent)
         drawn = draft[:, row].multinomial(len(children), generator=generator)
         tokens[:, list(children)] = drawn
-        if rule == "greedy_coupling":
-            draft[:, row] = draft[:, row].scatter(-1, drawn[:, :-1], 0.0)
-            draft[:, row] /= draft[:, row].sum(-1, keepdim=True)
-    return tree_weights(rule, tree, target, draft, tokens), tokens
+    return tree_weights(tree, target, draft, tokens), tokens
 
 
 def normalised(rows: torch.Tensor) -> torch.Tensor:
     return rows / rows.sum(-1, keepdim=True)
 
 
-def expectations(rule: str, tree: TokenTree, found: TreeWeights) -> torch.Tensor:
+def expectations(tree: TokenTree, found: TreeWeights) -> torch.Tensor:
     """Expected number of accepted nodes of every tree of a batch."""
-    rows = zip(found.accept.tolist(), found.shares.tolist(), strict=True)
-    return torch.tensor([expected_accepted(rule, tree, *row) for row in rows], dtype=torch.float64)
+    rows = found.accept.tolist()
+    return torch.tensor([expected_accepted(tree, row) for row in rows], dtype=torch.float64)
 
 
 def test_orders():
@@ -63,100 +57,51 @@ def test_orders():
     assert post_order(TokenTree(())) == ()
 
 
-@pytest.mark.parametrize(("rule", "same"), [("traversal", "block"), ("rejection", "token")])
-def test_on_a_chain_they_are_the_rules_for_chains(rule, same):
+def test_on_a_chain_it_is_block_verification():
     tree = TokenTree.chain(3)
     target, draft = random_probs(8, 4, seed=5), random_probs(8, 3, seed=6)
     tokens = torch.randint(0, VOCAB, (8, 3), generator=torch.Generator().manual_seed(7))
     counts = torch.full((8,), 3)
-    found = tree_weights(rule, tree, target, draft, tokens)
+    found = tree_weights(tree, target, draft, tokens)
     torch.testing.assert_close(
-        found.accept, chain.accept_probs(target, draft, tokens, counts, same)
+        found.accept, chain.accept_probs(target, draft, tokens, counts, "block")
     )
     for accepted in range(4):
         expected = chain.final_weights(
-            target, draft, tokens, counts, torch.full((8,), accepted), same
+            target, draft, tokens, counts, torch.full((8,), accepted), "block"
         )
         torch.testing.assert_close(normalised(found.final[:, accepted]), normalised(expected))
     torch.testing.assert_close(
-        expectations(rule, tree, found), chain.expected_accepted(found.accept, same)
+        expectations(tree, found), chain.expected_accepted(found.accept, "block")
     )
 
 
-@pytest.mark.parametrize("rule", ["traversal", "rejection"])
-def test_expectation_is_that_of_the_draw_stage(rule):
-    found, _ = weights_of(rule, TREE)
+def test_expectation_is_that_of_the_draw_stage():
+    found, _ = weights_of(TREE)
     expected = torch.zeros(4, dtype=torch.float64)
     for passed in product((False, True), repeat=6):
         prob = torch.where(torch.tensor(passed), found.accept, 1 - found.accept).prod(-1)
-        node = accepted_node(rule, TREE, passed)
+        node = accepted_node(TREE, passed)
         expected += prob * len(TREE.path(node))
-    torch.testing.assert_close(expectations(rule, TREE, found), expected)
-
-
-def test_expectation_of_greedy_coupling_is_that_of_its_draws():
-    tree = TokenTree((-1, -1, 0))
-    found, tokens = weights_of("greedy_coupling", tree)
-    final = found.final / found.final.sum(-1, keepdim=True)
-    expected = torch.zeros(4, dtype=torch.float64)
-    for batch, passed in product(range(4), product((False, True), repeat=3)):
-        prob = torch.where(torch.tensor(passed), found.accept[batch], 1 - found.accept[batch])
-        for drawn in product(range(VOCAB), repeat=2):
-            rows = [drawn[0], drawn[1], 0, 0]
-            node = accepted_node("greedy_coupling", tree, passed, tokens[batch].tolist(), rows)
-            share = final[batch, 0, drawn[0]] * final[batch, 1, drawn[1]]
-            expected[batch] += prob.prod() * share * len(tree.path(node))
-    torch.testing.assert_close(expectations("greedy_coupling", tree, found), expected)
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 20))]
-)
-def test_traversal_accepts_no_less_than_rejection_on_average(seed):
-    """Given the draft either may be ahead; over all drafts of a tree traversal is."""
-    tree = TokenTree((-1, -1, 0))
-    target, draft = random_probs(1, 4, seed=seed), random_probs(1, 2, seed=seed + 50)
-    totals = {}
-    for rule in ("traversal", "rejection"):
-        total = 0.0
-        for first, second, third in product(range(VOCAB), repeat=3):
-            if first == second:
-                continue
-            row, below = draft[0]
-            prob = row[first] * row[second] / (1 - row[first]) * below[third]
-            tokens = torch.tensor([[first, second, third]])
-            found = tree_weights(rule, tree, target, draft, tokens)
-            total += float(prob * expectations(rule, tree, found)[0])
-        totals[rule] = total
-    assert totals["traversal"] >= totals["rejection"] - 1e-12
+    torch.testing.assert_close(expectations(TREE, found), expected)
 
 
 def test_the_draw_stage_takes_the_first_leaf_that_passes():
-    def of(rule, *nodes, drafted=(), drawn=()):
-        passed = [node in nodes for node in range(6)]
-        return accepted_node(rule, TREE, passed, drafted, drawn)
+    def of(*nodes):
+        return accepted_node(TREE, [node in nodes for node in range(6)])
 
-    assert of("traversal") == of("rejection") == -1
-    assert of("traversal", 5) == 5
-    assert of("traversal", 5, 2) == 2
-    assert of("traversal", 0, 4) == 0
-    assert of("traversal", 1) == 1
-    assert of("rejection", 5) == -1
-    assert of("rejection", 0, 3, 5) == 5
-    assert of("rejection", 0, 2, 3, 5) == 2
-    assert of("rejection", 1) == 1
-    drafted = [7, 8, 1, 2, 3, 4]
-    assert of("greedy_coupling", drafted=drafted, drawn=[7, 1, 0, 0, 0, 0, 0]) == 2
-    assert of("greedy_coupling", drafted=drafted, drawn=[7, 2, 0, 0, 9, 0, 0]) == 3
-    assert of("greedy_coupling", 1, drafted=drafted, drawn=[9, 0, 5, 0, 0, 0, 0]) == 1
+    assert of() == -1
+    assert of(5) == 5
+    assert of(5, 2) == 2
+    assert of(0, 4) == 0
+    assert of(1) == 1
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_float32_agrees_with_float64(rule):
+def test_float32_agrees_with_float64():
     target, draft = random_probs(3, 7, seed=1), random_probs(3, 4, seed=2)
     tokens = torch.tensor([[0, 1, 2, 3, 4, 0]]).expand(3, 6)
-    full = tree_weights(rule, TREE, target, draft, tokens)
-    half = tree_weights(rule, TREE, target.float(), draft.float(), tokens)
+    full = tree_weights(TREE, target, draft, tokens)
+    half = tree_weights(TREE, target.float(), draft.float(), tokens)
     torch.testing.assert_close(half.accept.double(), full.accept, atol=1e-4, rtol=1e-4)
     assert half.accept.dtype is half.final.dtype is torch.float32
     assert (half.final.sum(-1) > 0).all()
@@ -167,24 +112,22 @@ def test_no_key_occurs_twice():
     assert len(set(keys)) == len(keys) == 4 * (5 + 6)
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_hot_rows_leave_no_nan(rule, dtype):
+def test_one_hot_rows_leave_no_nan(dtype):
     tree = TokenTree((-1, 0, 1))
     tokens = torch.tensor([[2, 2, 2], [2, 2, 2]])
     draft = torch.eye(VOCAB, dtype=dtype)[tokens]
     target = torch.eye(VOCAB, dtype=dtype)[torch.tensor([[2, 2, 2, 0], [2, 1, 2, 0]])]
-    found = tree_weights(rule, tree, target, draft, tokens)
+    found = tree_weights(tree, target, draft, tokens)
     assert not found.accept.isnan().any()
     assert not found.final.isnan().any()
     assert found.accept[0].tolist() == [1, 1, 1]
     assert (found.final.sum(-1) > 0).all()
     assert found.final[1, 1].tolist() == [0, 1, 0, 0, 0]
-    assert expectations(rule, tree, found).tolist() == [3, 1]
+    assert expectations(tree, found).tolist() == [3, 1]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_node_of_acceptance_probability_0_is_rejected_by_the_smallest_noise(rule, monkeypatch):
+def test_a_node_of_acceptance_probability_0_is_rejected_by_the_smallest_noise(monkeypatch):
     """Strict: u < a. A token that the target never emits must not pass with u = 0."""
     monkeypatch.setattr(
         tree_rules, "uniform", lambda keys: torch.zeros(keys.shape, dtype=torch.float64)
@@ -193,16 +136,14 @@ def test_a_node_of_acceptance_probability_0_is_rejected_by_the_smallest_noise(ru
     tree = TokenTree((-1, 0))
     target = torch.tensor([[0.0, 1, 0, 0, 0], [0.0, 0, 1, 0, 0], [1.0, 0, 0, 0, 0]])
     draft = torch.tensor([[0.5, 0.5, 0, 0, 0], [0.5, 0.5, 0, 0, 0]])
-    (found,) = verify_trees(
-        rule, [tree], target, [draft], torch.tensor([3, 0, 1]), [tree_keys(1, 2, 2)]
-    )
+    (found,) = verify_trees([tree], target, [draft], torch.tensor([3, 0, 1]), [tree_keys(1, 2, 2)])
     assert found.path == ()
     assert found.tokens == (1,)
     assert found.expected_accepted == 0
 
 
 def drawn_trees(
-    rule: str, seed: int
+    seed: int,
 ) -> tuple[list[TokenTree], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three trees of different shapes with rows and tokens, packed as a pass packs them."""
     trees = [TREE, TokenTree.chain(2), TokenTree((-1, -1, -1, 1, 1))]
@@ -217,46 +158,38 @@ def drawn_trees(
             drawn = draft[row].multinomial(len(children), generator=generator).tolist()
             for child, token in zip(children, drawn, strict=True):
                 tokens[child + 1] = token
-            if rule == "greedy_coupling":
-                draft[row, drawn[:-1]] = 0.0
         drafts.append(normalised(draft))
         fed += tokens
     return trees, torch.cat(rows), torch.cat(drafts), torch.tensor(fed)
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(8))
-def test_trees_of_a_batch_are_verified_as_if_alone(rule, seed):
-    trees, target, draft, fed = drawn_trees(rule, seed)
+def test_trees_of_a_batch_are_verified_as_if_alone(seed):
+    trees, target, draft, fed = drawn_trees(seed)
     sizes = [len(expanded(tree)) for tree in trees]
     drafts = list(draft.split(sizes))
     keys = [tree_keys(seed, index, len(tree.parents)) for index, tree in enumerate(trees)]
-    together = verify_trees(rule, trees, target, drafts, fed, keys)
+    together = verify_trees(trees, target, drafts, fed, keys)
     row = parent = 0
     for index, tree in enumerate(trees):
         own = slice(row, row := row + len(tree.parents) + 1)
         drafted = slice(parent, parent := parent + len(expanded(tree)))
-        (alone,) = verify_trees(
-            rule, [tree], target[own], [draft[drafted]], fed[own], [keys[index]]
-        )
+        (alone,) = verify_trees([tree], target[own], [draft[drafted]], fed[own], [keys[index]])
         assert alone == together[index]
-        weights = tree_weights(
-            rule, tree, target[own][None], draft[drafted][None], fed[own][None, 1:]
-        )
-        assert alone.expected_accepted == pytest.approx(float(expectations(rule, tree, weights)))
+        weights = tree_weights(tree, target[own][None], draft[drafted][None], fed[own][None, 1:])
+        assert alone.expected_accepted == pytest.approx(float(expectations(tree, weights)))
         assert alone.is_valid
 
 
-@pytest.mark.parametrize("rule", ["traversal", "greedy_coupling"])
-def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
+def test_nothing_is_accepted_behind_a_row_without_a_distribution():
     """Without the row, its descendants do not exist; with it accepted, the outcome is not valid."""
     ended, seen_valid = 0, 0
     for seed in range(40):
-        trees, target, draft, fed = drawn_trees(rule, seed)
+        trees, target, draft, fed = drawn_trees(seed)
         target, draft, fed = target[:7], draft[:4], fed[:7]
         target[1] = torch.nan  # the row of node 0, whose descendants are 2, 3 and 5
         keys = [tree_keys(seed, 0, 6)]
-        (found,) = verify_trees(rule, trees[:1], target, [draft], fed, keys)
+        (found,) = verify_trees(trees[:1], target, [draft], fed, keys)
         assert found.is_valid == (0 not in found.path)
         # The same tree without the descendants, under the same noise.
         small = TokenTree((-1, -1, 1))
@@ -264,7 +197,7 @@ def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
         tests, finals = keys[0]
         some = [([tests[n] for n in (0, 1, 4)], [finals[n] for n in kept])]
         target[1] = 0.2
-        (alone,) = verify_trees(rule, [small], target[kept], [draft[[0, 2]]], fed[kept], some)
+        (alone,) = verify_trees([small], target[kept], [draft[[0, 2]]], fed[kept], some)
         assert found.is_valid == (0 not in alone.path)
         ended += not found.is_valid
         if found.is_valid:
@@ -277,16 +210,16 @@ def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_kernels_verify_as_the_torch_code_does(seed, monkeypatch):
-    trees, target, draft, fed = drawn_trees("traversal", seed)
+    trees, target, draft, fed = drawn_trees(seed)
     target, draft = target.float(), draft.float()
     if seed % 2:
         target[1] = torch.nan
     drafts = list(draft.split([len(expanded(tree)) for tree in trees]))
     keys = [tree_keys(seed, index, len(tree.parents)) for index, tree in enumerate(trees)]
     assert tree_rules.kernels_for(target) is not None
-    fast = verify_trees("traversal", trees, target, drafts, fed, keys)
+    fast = verify_trees(trees, target, drafts, fed, keys)
     monkeypatch.setattr(tree_rules, "kernels_for", lambda *rows: None)
-    slow = verify_trees("traversal", trees, target, drafts, fed, keys)
+    slow = verify_trees(trees, target, drafts, fed, keys)
     for ours, theirs in zip(fast, slow, strict=True):
         assert ours.path == theirs.path
         assert ours.is_valid == theirs.is_valid
@@ -304,6 +237,6 @@ def test_the_kernels_have_the_weights_of_the_torch_code():
         else torch.tensor([[0, 1, 2, 3, 4, 0]]).expand(64, 6)
     )
     accept, weights = kernels.tree_weights(TREE, target, draft, tokens)
-    found = tree_weights("traversal", TREE, target, draft, tokens)
+    found = tree_weights(TREE, target, draft, tokens)
     torch.testing.assert_close(accept, found.accept)
     torch.testing.assert_close(normalised(weights), normalised(found.final))

@@ -42,7 +42,6 @@ def test_fields_with_defaults_may_be_missing():
         ({"request_id": 3}, "Expected `str`, got `int` - at `$.request_id`"),
         ({"graph_hit": 1}, "Expected `bool | null`, got `int` - at `$.graph_hit`"),
         ({"token_ids": [1, "x"]}, "at `$.token_ids[1]`"),
-        ({"stop_values": 0.5}, "at `$.stop_values`"),
         ({"target_probs": [0.5]}, "1 probabilities of 4 drafted tokens"),
         ({"draft_probs": [0.5, 2.0, 0.1, 0.1]}, "not from 0 to 1"),
         ({"target_probs": [0.5, float("nan"), 0.1, 0.1]}, "not from 0 to 1"),

@@ -28,10 +28,9 @@ from forerun.align.loss import DraftHead
 from forerun.align.methods.passes import HeadMethod, PassStates, with_weights
 from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
 from forerun.align.target import TargetModel, adopt_target, check_layers, embedding_table
-from forerun.align.target_cache import one_per_row
 from forerun.align.teachers import FeatureTeacherRows
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
-from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head, write_golden
+from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import ModelFiles
@@ -43,7 +42,6 @@ class Eagle3Method(HeadMethod):
 
     model: UnrolledEagle3
     _known: Eagle3Head | None = None
-    _golden: GoldenText | None = None
 
     def load(self) -> None:
         """Read the head to begin with, if one is named, and refuse that of another target."""
@@ -61,7 +59,6 @@ class Eagle3Method(HeadMethod):
             head = _with_vocabulary(head, target, samples, attached.draft_vocab_size)
         self.layers = head.config.feature_layers
         self.model = UnrolledEagle3(head, target.embedding)
-        self._golden = _golden_text(target.model, self.layers, samples)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the head in bf16, in the form that engines with native support for it read."""
@@ -73,13 +70,6 @@ class Eagle3Method(HeadMethod):
             target_architecture=ModelFiles.open(self.config.target).architecture,
             num_speculative_tokens=self.config.num_speculative_tokens,
         )
-        if (text := self._golden) is not None:
-            tokens, features, embed = text.tokens, text.features, self.model.embed
-            write_golden(head, folder, tokens=tokens, features=features, embed=embed)
-
-
-LEAST_GOLDEN, MOST_GOLDEN = 8, 12
-"""Least and most tokens of the text whose outputs are stored as golden rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,26 +82,6 @@ class TargetParts:
     embedding: Float[Tensor, "vocab hidden"]
     norm: Float[Tensor, " hidden"]
     head: Float[Tensor, "vocab hidden"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GoldenText:
-    """A text with the target's features, by which a head is checked whenever it is loaded."""
-
-    tokens: Int64[Tensor, " tokens"]
-    features: Float[Tensor, "tokens layers hidden"]
-
-
-def _golden_text(
-    target: TargetModel, layers: tuple[int, ...], samples: Sequence[Sample]
-) -> GoldenText | None:
-    """Return the beginning of the first text that is long enough, with the target's features."""
-    ids = next((s.token_ids for s in samples if len(s.token_ids) >= LEAST_GOLDEN), ())
-    if not ids:
-        return None
-    text = Sample(prompt_hash="", token_ids=ids[:MOST_GOLDEN], spans=((1, len(ids[:MOST_GOLDEN])),))
-    states = target.states(one_per_row([text], [0]), layers)[0, :, :-1]
-    return GoldenText(tokens=torch.tensor(text.token_ids), features=states)
 
 
 def read_parts(source: str | Path) -> TargetParts:

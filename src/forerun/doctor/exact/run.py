@@ -44,7 +44,6 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory, TokenMask
 from forerun.sampling.kernels import sampling_kernels
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.tree_rules import TreeRule
 from forerun.theory.tree import TokenTree
 
 Text = tuple[int, ...]
@@ -367,21 +366,19 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
         yield f"{rule}, CPU kernels", CHAINS, _chains(verifier)
     for rule in get_args(Rule):
         verifier = ChainVerifier(rule=rule, keep=confident_before)
-        yield f"{rule}, stop rule before the draw", CHAINS, _chains(verifier)
+        yield f"{rule}, drafts that end early", CHAINS, _chains(verifier)
     for rule in get_args(Rule):
         verifier = ChainVerifier(rule=rule, keep=certain_before, next_k=goodput_k)
-        yield f"{rule}, K and stop rule of a controller", CHAINS, _chains(verifier)
+        yield f"{rule}, K of a controller, drafts that end early", CHAINS, _chains(verifier)
     yield "walk, deterministic chain", CHAINS, _walks(Walker())
     yield "walk, deterministic tree", TREES, _walks(Walker())
     yield "walk, sampled chain", CHAINS, _walks(Walker(sampled=True))
 
 
 def _tree_verifiers() -> Iterator[tuple[str, TreeVerifier]]:
-    for rule in get_args(TreeRule):
-        yield f"{rule}, trees", TreeVerifier(rule=rule)
+    yield "traversal, trees", TreeVerifier()
     if sampling_kernels():
-        verifier = TreeVerifier(rule="traversal", stage=kernel_weights)
-        yield "traversal, trees, CPU kernels", verifier
+        yield "traversal, trees, CPU kernels", TreeVerifier(stage=kernel_weights)
 
 
 def _shaped_verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:

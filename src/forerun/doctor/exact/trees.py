@@ -31,17 +31,10 @@ from forerun.control.goodput import GoodputController
 from forerun.sampling.chain import Rule, accept_probs, final_weights, num_accepted
 from forerun.sampling.kernels import SamplingKernels, sampling_kernels
 from forerun.sampling.noise import Purpose, chain_keys, position_key, request_key, step_key
-from forerun.sampling.tree_rules import (
-    TreeRule,
-    TreeWeights,
-    accepted_node,
-    tree_keys,
-    tree_weights,
-)
+from forerun.sampling.tree_rules import TreeWeights, accepted_node, tree_keys, tree_weights
 from forerun.sampling.walk import target_keys, target_tokens, walk
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree, expanded
 
 Interval = tuple[Tensor, Tensor]
@@ -283,17 +276,12 @@ def _keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    return _going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
+    return ~(draft_row.amax(-1) < 0.55)
 
 
 def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    entropy = torch.special.entr(draft_row).sum(-1)
-    return _going_on(StopRule(measure="entropy", threshold=0.8), entropy)
-
-
-def _going_on(rule: StopRule, values: Tensor) -> Tensor:
-    goes = [not rule.stops(value) for value in values.flatten().tolist()]
-    return torch.tensor(goes).reshape(values.shape)
+    entropy: Tensor = torch.special.entr(draft_row).sum(-1)
+    return ~(entropy > 0.8)
 
 
 def _one_more(num_drafts: int, num_accepted: int) -> int:
@@ -460,7 +448,7 @@ def draft_chain(
     )
 
 
-Stage = Callable[[TreeRule, TokenTree, Tensor, Tensor, Tensor], TreeWeights]
+Stage = Callable[[TokenTree, Tensor, Tensor, Tensor], TreeWeights]
 Keys = Callable[[int, int, int], tuple[list[int], list[int]]]
 
 
@@ -480,15 +468,12 @@ class DrawnTrees:
 
 
 def kernel_weights(
-    rule: TreeRule,
     tree: TokenTree,
     target_probs: Float64[Tensor, "batch rows vocab"],
     draft_probs: Float64[Tensor, "batch parents vocab"],
     tokens: Int64[Tensor, "batch nodes"],
 ) -> TreeWeights:
-    assert rule == "traversal"
-    accept, weights = loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens)
-    return TreeWeights(accept=accept, final=weights, shares=torch.zeros_like(accept))
+    return TreeWeights(*loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens))
 
 
 def _as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
@@ -499,7 +484,6 @@ def _as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
 class TreeVerifier:
     """Functions that draw and verify trees in the enumeration, by default the engine's."""
 
-    rule: TreeRule
     stage: Stage = tree_weights
     damage: Callable[[DrawnTrees, TokenTree], DrawnTrees] = _as_drawn
     keys: Keys = tree_keys
@@ -538,22 +522,17 @@ def step(
     pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, start: int
 ) -> dict[int, Float64[Tensor, "pairs prefixes texts"]]:
     """Return the probability of every emitted text by length, after every prefix of `start`."""
-    vocab, rule = pairs.vocab_size, verifier.rule
-    trees = verifier.damage(_draw_trees(pairs, tree, start, rule), tree)
+    vocab = pairs.vocab_size
+    trees = verifier.damage(_draw_trees(pairs, tree, start), tree)
     num_nodes = len(tree.parents)
     shape = trees.probs.shape
     tokens = trees.tokens.expand(*shape, num_nodes).flatten(0, 2)
-    weights = verifier.stage(
-        rule, tree, trees.target.flatten(0, 2), trees.draft.flatten(0, 2), tokens
-    )
+    weights = verifier.stage(tree, trees.target.flatten(0, 2), trees.draft.flatten(0, 2), tokens)
     final = weights.final / weights.final.sum(-1, keepdim=True)
     emitted: dict[int, Tensor] = {}
-    for node, prob in reach_probs(rule, tree, weights.accept, final, tokens).items():
+    for node, prob in reach_probs(tree, weights.accept).items():
         path = tree.path(node)
         rows = (trees.probs.flatten() * prob)[:, None] * final[:, node + 1]
-        if rule == "greedy_coupling":
-            for child in tree.children(node)[:-1]:  # a token of theirs goes on instead
-                rows = rows.scatter(-1, tokens[:, child, None], 0.0)
         texts = torch.zeros(*shape[:2], vocab ** len(path) * vocab, dtype=torch.float64)
         index = _spelled(trees.tokens, path, vocab)[:, None] * vocab + torch.arange(vocab)
         texts.index_add_(2, index.flatten(), rows.reshape(*shape[:2], -1))
@@ -561,21 +540,15 @@ def step(
     return emitted
 
 
-def reach_probs(
-    rule: TreeRule, tree: TokenTree, accept: Tensor, final: Tensor, tokens: Tensor
-) -> dict[int, Tensor]:
+def reach_probs(tree: TokenTree, accept: Tensor) -> dict[int, Tensor]:
     """Return the probability that each node is the last accepted one.
 
-    It sums the engine's draw stage over all patterns of passed and failed tests. Greedy coupling
-    draws a token at every node it visits: the result is then the probability to arrive there and to
-    fail the test of its last child, whatever is drawn next.
+    It sums the engine's draw stage over all patterns of passed and failed tests.
     """
     nodes = range(len(tree.parents))
-    if rule == "greedy_coupling":
-        return _coupled_reach_probs(tree, accept, final, tokens)
     found: dict[int, Tensor] = {}
     for passed in product((False, True), repeat=len(nodes)):
-        node = accepted_node(rule, tree, passed)
+        node = accepted_node(tree, passed)
         prob = torch.ones_like(accept[:, 0])
         for at in nodes:
             prob = prob * (accept[:, at] if passed[at] else 1 - accept[:, at])
@@ -583,26 +556,8 @@ def reach_probs(
     return found
 
 
-def _coupled_reach_probs(
-    tree: TokenTree, accept: Tensor, final: Tensor, tokens: Tensor
-) -> dict[int, Tensor]:
-    arrived = {-1: torch.ones_like(accept[:, 0])}
-    found: dict[int, Tensor] = {}
-    for node in (-1, *range(len(tree.parents))):
-        children, here = tree.children(node), arrived[node]
-        if children:
-            drawn = children[-1]
-            arrived[drawn] = here * accept[:, drawn]
-            here = here * (1 - accept[:, drawn])
-            for child in children[:-1]:
-                share = final[:, node + 1].gather(-1, tokens[:, child, None])[:, 0]
-                arrived[child] = here * share
-        found[node] = here
-    return found
-
-
-def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -> DrawnTrees:
-    """Enumerate drafts after every prefix: children drawn without replacement, or the top ones."""
+def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int) -> DrawnTrees:
+    """Enumerate drafts after every prefix, with children drawn without replacement."""
     vocab, num_nodes = pairs.vocab_size, len(tree.parents)
     tokens = torch.tensor(list(product(range(vocab), repeat=num_nodes)))
     prefixes = torch.arange(vocab**start)
@@ -612,15 +567,8 @@ def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) 
         path = tree.path(parent)
         after = prefixes[:, None] * vocab ** len(path) + _spelled(tokens, path, vocab)
         row = pairs.draft[start + len(path)][:, after]
-        drawn, children = row, tree.children(parent)
-        if rule == "greedy_coupling":
-            top = row.argsort(dim=-1, descending=True, stable=True)
-            for rank, child in enumerate(children[:-1]):
-                probs = probs * (top[..., rank] == tokens[:, child])
-                drawn = without(drawn, tokens[:, child])
-            row, children = drawn, children[-1:]
-        draft.append(row)
-        for child in children:
+        draft.append(drawn := row)
+        for child in tree.children(parent):
             token = tokens[:, child].expand(drawn.shape[:-1])[..., None]
             probs = probs * drawn.gather(-1, token)[..., 0]
             drawn = without(drawn, tokens[:, child])

@@ -20,7 +20,7 @@ from forerun.doctor.evidence import Evidence
 from forerun.doctor.readers.trace import METHODS
 from forerun.drafters.draft_sequence import fit_vocabulary
 from forerun.drafters.eagle3.head import Eagle3Head, is_eagle3
-from forerun.drafters.eagle3.load import examine
+from forerun.drafters.eagle3.load import read_for
 from forerun.drafters.medusa import MedusaHeads, read_medusa
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
@@ -280,7 +280,7 @@ class ReferenceHead:
 def reference_head(folder: Path, target: LanguageModel) -> ReferenceHead:
     """Load the head in a folder in fp32 for evaluation without caches."""
     if is_eagle3(read_object(folder / "config.json")):
-        head = examine(folder, target).head
+        head = read_for(folder, target)
         return ReferenceHead(head.to(target.device).requires_grad_(False), target)
     heads = read_medusa(folder, vocab_size=target.vocab_size)
     return ReferenceHead(heads.to(target.device).requires_grad_(False), target)

@@ -216,7 +216,7 @@ def names_layers(settings: Mapping[str, Any]) -> bool:
 
 
 def origin_of_layers(settings: Mapping[str, Any], layers: Sequence[int]) -> str:
-    """Return where the layers of a head without golden rows come from, for messages."""
+    """Return where the layers that a head reads come from, for messages."""
     if names_layers(settings):
         return f"its layers {list(layers)} are those that config.json names"
     return (

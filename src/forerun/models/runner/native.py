@@ -45,16 +45,13 @@ from forerun.models.runner.packed import (
     new_decoder,
 )
 from forerun.native.library import (
-    MEASURES,
     Kernels,
     MatrixFormat,
     MatrixKind,
     PassStruct,
-    StopsStruct,
     StoreStruct,
     VectorKind,
 )
-from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
 TREE_NODE = struct.Struct("qqqd")
@@ -129,20 +126,16 @@ class NativeModel(StoredModel):
         vocab_size: int,
         *,
         by_race: bool,
-        stops: Sequence[StopRule | None] = (),
     ) -> SampledTokens:
         num_tokens, num_sequences = keys.shape
         self._claim(batch, num_tokens - 1)
         probs = torch.empty(num_tokens, num_sequences, vocab_size)
         drafted = torch.empty((num_sequences, num_tokens), dtype=torch.int64)
         keys = keys.contiguous()
-        # What is asked of the kernels stays referenced here for as long as they read it.
-        asked = Stops(stops, num_tokens) if stops else None
-        rules = None if asked is None else byref(asked.struct)
-        sampling = (temperatures.data_ptr(), keys.data_ptr(), by_race, rules)
+        sampling = (temperatures.data_ptr(), keys.data_ptr(), by_race, None)
         results = (probs.data_ptr(), drafted.data_ptr())
         self._call(batch, "sampled_chain", num_tokens, vocab_size, *sampling, *results)
-        return SampledTokens(drafted.t(), probs, None if asked is None else asked.values)
+        return SampledTokens(drafted.t(), probs)
 
     def likely_trees(
         self,
@@ -246,18 +239,6 @@ def _likely_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
         return LikelyTree(NO_TREE, (), (), ())
     tokens, parents, rows, log_probs = zip(*nodes, strict=True)
     return LikelyTree(TokenTree(parents), tokens, rows, log_probs)
-
-
-class Stops:
-    """Stop rules as arrays for the kernels, and the values measured for them."""
-
-    def __init__(self, rules: Sequence[StopRule | None], num_tokens: int) -> None:
-        self.measures = array("i", (0 if r is None else MEASURES[r.measure] for r in rules))
-        self.thresholds = array("d", (0.0 if rule is None else rule.threshold for rule in rules))
-        self.values = torch.full((num_tokens, len(rules)), -1.0)
-        self.struct = StopsStruct(
-            self.measures.buffer_info()[0], self.thresholds.buffer_info()[0], self.values.data_ptr()
-        )
 
 
 EMBEDDING = "model.embed_tokens.weight"

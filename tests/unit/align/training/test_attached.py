@@ -21,7 +21,7 @@ from forerun.align.teachers import make_teacher
 from forerun.align.trainer import Trainer
 from forerun.align.workspace import StepMetrics
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.load import read_eagle3_head, read_golden
+from forerun.drafters.eagle3.load import read_eagle3_head
 from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
 from forerun.provenance import content_hash
 
@@ -140,9 +140,6 @@ def test_a_saved_head_is_the_trained_one(tmp_path):
         expected = value.bfloat16().float() if value.is_floating_point() else value
         assert torch.equal(saved.state_dict()[name], expected), name
     assert content_hash(str(out))
-    golden = read_golden(out)
-    assert golden is not None
-    assert len(golden.features) == len(golden.tokens) - 4  # the last rows continue by themselves
     known = training.start_method(replace(config, draft=str(out)), training.samples(3))
     assert torch.equal(head_of(known).target_ids, trained.target_ids)
     assert torch.equal(head_of(known).fc.weight, saved.fc.weight)

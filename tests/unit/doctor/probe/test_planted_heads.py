@@ -13,6 +13,7 @@ from forerun.doctor.diagnosis import CAUSES, diagnose
 from forerun.doctor.evidence import Evidence
 from forerun.doctor.probe.config import EvidenceConfig
 from forerun.doctor.probe.run import ProbedEngine, probe_engine
+from forerun.drafters.base import Drafter
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.load import model_of, write_eagle3_head
 from forerun.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHeads, write_medusa
@@ -23,7 +24,7 @@ PROMPTS = [[1 + (i * j) % 251 for j in range(3, 27)] for i in range(1, 9)]
 MISREAD, LOST = "draft_input_feature_mismatch", "drafter_state_loss"
 
 
-class Shifted:
+class Shifted(Drafter):
     """Hands every row the hidden states of the row before it.
 
     Args:
