@@ -8,7 +8,6 @@ from forerun.doctor.diagnosis import diagnose
 from forerun.doctor.evidence import Evidence, Reading
 from forerun.doctor.readers.prometheus import Metrics, metrics_of, read_page
 from forerun.doctor.words import change_line, changes_of, headline
-from forerun.server.live_page import LiveCause, LiveDiagnosis
 
 MIN_DIAGNOSED = 50
 """Steps of requests below which there is no diagnosis."""
@@ -24,7 +23,7 @@ class PageDiagnosis:
     def __init__(self) -> None:
         self._samples = deque([Metrics()], maxlen=MAX_DIAGNOSED)
 
-    def __call__(self, page: str) -> LiveDiagnosis | None:
+    def __call__(self, page: str) -> dict[str, object] | None:
         """Return a diagnosis of what was counted lately; None without enough or new steps."""
         metrics = read_page(page).metrics
         growth = metrics.since(self._samples[0])
@@ -39,26 +38,25 @@ def _count_steps(metrics: Metrics) -> int:
     return int(metrics.totals.get("forerun:sequence_steps", 0.0))
 
 
-def diagnose_metrics(growth: Metrics, engine: str, num_steps: int) -> LiveDiagnosis:
+def diagnose_metrics(growth: Metrics, engine: str, num_steps: int) -> dict[str, object]:
     """Return the part of the diagnosis of counts that the live page shows.
 
     The speedup is left out: the page states it once, and a diagnosis rests on other steps.
     """
     found = diagnose(collect_evidence(growth, engine))
-    return LiveDiagnosis(
-        verdict=found.verdict,
-        headline=headline(found, states_speedup=False),
-        causes=tuple(
-            LiveCause(
-                label=item.scored.cause.label, score=item.scored.score, what=item.scored.cause.what
-            )
+    return {
+        "verdict": found.verdict,
+        "headline": headline(found, states_speedup=False),
+        "causes": [
+            {"label": cause.label, "score": item.scored.score, "what": cause.what}
             for item in found.causes[:MAX_CAUSES]
-        ),
-        changes=tuple(
+            for cause in [item.scored.cause]
+        ],
+        "changes": [
             change_line(change, states_speedup=False) for change in changes_of(found)[:MAX_CHANGES]
-        ),
-        num_steps=num_steps,
-    )
+        ],
+        "num_steps": num_steps,
+    }
 
 
 def collect_evidence(metrics: Metrics, engine: str) -> Evidence:

@@ -336,9 +336,7 @@ def create_app(
     metrics = ServerMetrics(engine.engine, model)
     # One tenant must not read the texts of another.
     shows_texts = len({key.tenant for key in keys}) < 2
-    view = LiveView(
-        engine.engine, target=model, metrics=metrics, shows_texts=shows_texts, diagnose=diagnose
-    )
+    view = LiveView(metrics, shows_texts=shows_texts, diagnose=diagnose)
     engine.engine.observers.append(view)
     server = app.state.server = ServerState(
         engine=engine,
