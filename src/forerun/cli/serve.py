@@ -55,7 +55,7 @@ def run(options: ServeOptions) -> int:
     """Serve until a signal; returns the exit code."""
     from forerun.server.request_log import log_on_stderr
 
-    with log_on_stderr(options.server.log_format):
+    with log_on_stderr():
         return run_served(options)
 
 

@@ -349,7 +349,7 @@ def create_app(
     )
     protect(app, config, keys, server.metrics.responded)
     app.bodies = BODIES
-    for kind in (ForerunError, HTTPException, Exception):
+    for kind in (ForerunError, HTTPException):
         app.add_exception_handler(kind, response_for)
     _add_generation(app)
     _add_tokens(app)
@@ -535,7 +535,7 @@ def _add_status(app: FastAPI) -> None:
         """Answer 503 while the server starts or ends, and while it would refuse a request."""
         engine: AsyncEngine = request.app.state.server.engine
         engine.check_running()
-        if getattr(request.state, "is_draining", False):
+        if getattr(request.app.state, "is_draining", False):
             raise HTTPException(503, "the server ends and takes no further requests")
         if engine.is_full:
             raise HTTPException(503, "the queue is full")
