@@ -126,20 +126,20 @@ def test_a_server_is_ready_unless_it_starts_ends_or_is_full(monkeypatch):
         assert (full.status_code, alive.status_code) == (503, 200)
         assert "the queue is full" in full.text
         wait_until_idle(engine)
-        client.server.config.app.is_draining = True
+        client.app.state.is_draining = True
         assert client.get("/ready").status_code == 503
         assert client.get("/health").status_code == 200
-        client.server.config.app.is_draining = False
+        client.app.state.is_draining = False
         monkeypatch.setattr(running, "_is_open", False)
         assert client.get("/ready").status_code == 503
         monkeypatch.undo()
 
 
 def test_a_signal_to_end_makes_the_server_not_ready():
-    server = run.DrainingServer(run.uvicorn_config(FastAPI(), ServerConfig()))
-    assert not server.config.app.is_draining
+    app = FastAPI()
+    server = run.DrainingServer(run.uvicorn_config(app, ServerConfig()))
     server.handle_exit(signal.SIGTERM, None)
-    assert server.config.app.is_draining and server.should_exit
+    assert app.state.is_draining and server.should_exit
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -42,8 +42,8 @@ def test_requests_are_named_by_the_last_message_of_their_user():
         for path, bodies in prompts.items():
             for body, head in bodies:
                 client.post(path, json=body | {"seed": 1}).raise_for_status()
-                newest = client.app.state.server.view.snapshot().requests[0]
-                assert newest.head == head, path
+                newest = client.app.state.server.view.snapshot()["requests"][0]
+                assert newest["head"] == head, path
 
 
 def test_requests_are_answered_where_the_page_fails(monkeypatch, caplog):

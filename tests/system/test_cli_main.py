@@ -190,11 +190,6 @@ def test_two_names_of_one_flag_are_refused(capsys):
     assert "--model and --target are the same flag" in capsys.readouterr().err
 
 
-def test_arguments_of_vllm_need_vllm(capsys):
-    assert main(["serve", "zoo:code-2m", "--vllm-args", "--seed 1"]) == Exit.BAD_INPUT
-    assert "--vllm-args is for --engine vllm" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("flag", ["--prompts", "--profile", "--chat-template"])
 def test_the_password_of_an_address_in_place_of_a_file_is_not_shown(flag, capsys):
     command = {"--prompts": "bench", "--profile": "plan"}.get(flag, "generate")

@@ -12,7 +12,7 @@ import ssl
 import threading
 import zlib
 from base64 import b64encode
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -340,49 +340,3 @@ def post_once(url: str, content: object, max_seconds: float) -> None:
     """
     with Door(max_seconds, {}) as door:
         _send_accepted(door, url, answer_deadline(max_seconds, url), content).close()
-
-
-class PassedReply:
-    """A response that is passed on as it comes, compressed or not."""
-
-    def __init__(self, reply: httpx.Response, name: str) -> None:
-        self.status = reply.status_code
-        self.headers: Sequence[tuple[bytes, bytes]] = reply.headers.raw
-        self._reply = reply
-        self._name = name
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the body; raises ServerUnavailable where the server breaks off."""
-        with _translate_errors(self._name):
-            async for piece in self._reply.aiter_raw():
-                yield piece
-
-    async def close(self) -> None:
-        await self._reply.aclose()
-
-
-class Forwarder:
-    """Passes requests on to one server of this machine, as many at once as come."""
-
-    def __init__(self, url: str) -> None:
-        self._name = shown_url(url)
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            headers={"Accept-Encoding": "identity"},
-            trust_env=False,
-        )
-
-    async def send(
-        self, method: str, target: bytes, headers: Sequence[tuple[str, str]], body: bytes
-    ) -> PassedReply:
-        """Send a request to a path and query, as bytes; raises ServerUnavailable."""
-        with _translate_errors(self._name):
-            # The bytes as they came: a path such as //host/ must not name another server.
-            url = self._http.base_url.copy_with(raw_path=target)
-            request = self._http.build_request(method, url, headers=[*headers], content=body)
-            return PassedReply(await self._http.send(request, stream=True), self._name)
-
-    async def close(self) -> None:
-        await self._http.aclose()

@@ -336,9 +336,7 @@ def create_app(
     metrics = ServerMetrics(engine.engine, model)
     # One tenant must not read the texts of another.
     shows_texts = len({key.tenant for key in keys}) < 2
-    view = LiveView(
-        engine.engine, target=model, metrics=metrics, shows_texts=shows_texts, diagnose=diagnose
-    )
+    view = LiveView(metrics, shows_texts=shows_texts, diagnose=diagnose)
     engine.engine.observers.append(view)
     server = app.state.server = ServerState(
         engine=engine,
@@ -351,7 +349,7 @@ def create_app(
     )
     protect(app, config, keys, server.metrics.responded)
     app.bodies = BODIES
-    for kind in (ForerunError, HTTPException, Exception):
+    for kind in (ForerunError, HTTPException):
         app.add_exception_handler(kind, response_for)
     _add_generation(app)
     _add_tokens(app)
@@ -537,7 +535,7 @@ def _add_status(app: FastAPI) -> None:
         """Answer 503 while the server starts or ends, and while it would refuse a request."""
         engine: AsyncEngine = request.app.state.server.engine
         engine.check_running()
-        if getattr(request.state, "is_draining", False):
+        if getattr(request.app.state, "is_draining", False):
             raise HTTPException(503, "the server ends and takes no further requests")
         if engine.is_full:
             raise HTTPException(503, "the queue is full")

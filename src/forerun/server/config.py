@@ -7,7 +7,6 @@ from typing import Literal
 
 from forerun.errors import Range, check_ranges
 
-LogFormat = Literal["text", "json"]
 ToolFormatChoice = Literal["auto", "hermes", "mistral", "llama3", "none"]
 
 RANGES = (
@@ -36,7 +35,6 @@ class ServerConfig:
         drain_s: seconds that requests may go on after SIGTERM.
         tool_format: form of the tool calls in the model's text: hermes (also Qwen), mistral or
             llama3; auto decides by the chat template, none finds no calls.
-        log_format: form of the lines of the log, each with its time: text or json.
         allowed_hosts: further names in the Host header under which a server on a loopback address
             answers, such as that of a proxy in front of it.
         allowed_origins: web pages that may call this server from a browser, such as
@@ -55,7 +53,6 @@ class ServerConfig:
     write_timeout_s: float = 60.0
     drain_s: float = 30.0
     tool_format: ToolFormatChoice = "auto"
-    log_format: LogFormat = "text"
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
 

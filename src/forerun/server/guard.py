@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,7 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.bounded_read import ReadLimits, first_line, read_bytes
 from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.server.config import ServerConfig
-from forerun.server.errors import error_response
+from forerun.server.errors import error_response, response_for
+from forerun.server.request_log import log_request
 
 RANGES = (
     Range("requests_per_minute", 0, above_low=True, optional=True),
@@ -264,9 +265,11 @@ def check_address(config: ServerConfig, keys: Sequence[ApiKey]) -> None:
 
 
 class Guard:
-    """ASGI middleware that refuses a request before it reaches the application.
+    """ASGI middleware that refuses a request before it reaches the application, and logs its end.
 
-    The key of the request is in `request.state.key`. `count` gets the status of every response.
+    The key of the request is in `request.state.key`. The application may put "figures" for the line
+    of the log into the state, and "has_left" where the client disconnected. `count` gets the status
+    of every response.
     """
 
     def __init__(
@@ -284,31 +287,32 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-
-        has_begun = False
+        began_s, status = time.monotonic(), 0  # 0: the response has not begun
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if given.isascii() and 0 < len(given) <= 128 else uuid.uuid4().hex
 
-        async def counted(message: Message) -> None:
-            nonlocal has_begun
+        async def noted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_begun = True
-                self.count(message["status"])
+                status = message["status"]
+                self.count(status)
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
         try:
-            await self._handle(scope, receive, counted)
+            await self._handle(scope, receive, noted)
         except asyncio.CancelledError:  # by the server, whose time to end has passed
-            if not has_begun:
-                await error_response("the server is stopping", 503)(scope, receive, counted)
+            if not status:
+                await error_response("the server is stopping", 503)(scope, receive, noted)
             else:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except Exception:
-            if not has_begun:  # what is outside of this middleware answers
-                self.count(500)
-            raise
+        except Exception as error:  # noqa: BLE001  # logged, and the server goes on
+            response = await response_for(Request(scope), error)
+            if not status:
+                await response(scope, receive, noted)
+        finally:
+            log_request(scope, request_id, status, time.monotonic() - began_s)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby
 from operator import add
 
-from forerun.server.live_page import LivePoint, LivePosition, LiveSpeedup, LiveTokenTimes
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import DiscountedRatio
 from forerun.theory.record import StepRecord
@@ -36,25 +35,43 @@ Drafting leaves the target's weights uncached.
 Z = 1.96
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """The time that plain steps would take for the latest tokens, over the time that they took.
+
+    Attributes:
+        low: lower end of the 95% interval, `high` its upper end.
+        plain_s: time per token of plain steps.
+        share_compared: of the tokens, the share of the batch sizes that are compared.
+        num_plain_steps: plain steps that were measured since the start.
+    """
+
+    value: float
+    low: float
+    high: float
+    plain_s: float
+    share_compared: float
+    num_plain_steps: int
+
+
 @dataclass(slots=True)
 class TimeSlice:
     """Counts and durations of the steps that began within one second.
 
     Attributes:
         sum_k: sum of K over steps of requests.
-        decoded: times of all decode steps, by batch size, see `_bucket_of`.
-        measured: tokens and seconds of the plain steps that a baseline rests on, by batch size.
+        decoded: times of all decode steps, by the bits of the batch size.
+        measured: those of the plain steps that a baseline rests on.
     """
 
     second: int
-    num_cycles: int = 0
     num_records: int = 0
     num_emitted: int = 0
     sum_k: int = 0
     decoded: dict[int, Seconds] = field(default_factory=dict)
+    measured: dict[int, Seconds] = field(default_factory=dict)
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     methods: Counter[str] = field(default_factory=Counter)
-    measured: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add_record(self, record: StepRecord) -> None:
         """Count one step of a request."""
@@ -68,34 +85,23 @@ class TimeSlice:
         else:
             self.methods["no proposal" if record.k_budget else "plain"] += 1
 
-    def compared(self, baselines: Mapping[int, DiscountedRatio]) -> tuple[float, float]:
-        """Return the time of decode steps, and the estimated plain time for the same tokens.
-
-        `baselines` has plain seconds over tokens by batch size; steps at others are left out.
-        """
-        known = [(size, times) for size, times in self.decoded.items() if size in baselines]
-        as_plain_s = sum(times.num_tokens * baselines[size].ratio for size, times in known)
-        return sum(times.total_s for _, times in known), as_plain_s
-
-    def point(self, now_s: float) -> LivePoint:
-        """Return the slice as a point of the page's history plot."""
-        drafted = self.counts.num_steps > 0
-        return LivePoint(
-            age_s=max(0.0, now_s - self.second),
-            tokens_per_s=float(self.num_emitted),
-            num_running=self.num_records / self.num_cycles,
-            acceptance_length=self.counts.acceptance_length if drafted else None,
-            num_speculative_tokens=self.sum_k / self.num_records,
-            methods=dict(self.methods),
-        )
+    def point(self, now_s: float) -> dict[str, object]:
+        """Return the slice as a point of the page's history plot; K is the mean of the plans."""
+        return {
+            "age_s": max(0.0, now_s - self.second),
+            "tokens_per_s": float(self.num_emitted),
+            "num_speculative_tokens": self.sum_k / self.num_records,
+            "methods": dict(self.methods),
+        }
 
 
 class LiveFigures:
     """Averages the latest steps; memory does not grow with the number of steps.
 
     The speedup compares the time of all decode steps, those that measure the baseline included,
-    with the time that plain steps at a like batch size would take for the same tokens. The baseline
-    comes from the same seconds as the steps, because other programs may slow both for a while.
+    with the time that plain steps at a like batch size would take for the same tokens. Steps that
+    read prompts are left out. The baseline comes from the same seconds as the steps, because other
+    programs may slow both for a while.
     """
 
     def __init__(self) -> None:
@@ -110,75 +116,66 @@ class LiveFigures:
             self._add_cycle(list(cycle))
 
     def _add_cycle(self, cycle: Sequence[StepRecord]) -> None:
-        first = cycle[0]
-        second = math.floor(first.t_s)
+        second = math.floor(cycle[0].t_s)
         if not self.slices or self.slices[-1].second != second:
-            self._end_slice()
+            if self.slices:
+                _observe(self._baselines, self.slices[-1], PLAIN_MEMORY)
             self.slices.append(TimeSlice(second))
         current = self.slices[-1]
-        current.num_cycles += 1
         for record in cycle:
             current.add_record(record)
         # A step in which a drafter found nothing is not plain.
         is_plain = not any(record.k_budget for record in cycle)
         self._num_plain_in_a_row = self._num_plain_in_a_row + 1 if is_plain else 0
-        if first.num_prefill_rows:
+        if cycle[0].num_prefill_rows:
             return
-        size = _bucket_of(len(cycle))
+        size = len(cycle).bit_length()
         current.decoded.setdefault(size, Seconds()).add(cycle)
         if self._num_plain_in_a_row > NUM_COLD:
-            tokens_before, before_s = current.measured.get(size, (0, 0.0))
-            seconds = first.draft_s + first.verify_s + first.other_s
-            num_tokens = sum(record.num_emitted for record in cycle)
-            current.measured[size] = (tokens_before + num_tokens, before_s + seconds)
+            current.measured.setdefault(size, Seconds()).add(cycle)
             self.num_plain_steps += 1
-
-    def _end_slice(self) -> None:
-        for size, (num_emitted, seconds) in self.slices[-1].measured.items() if self.slices else ():
-            baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
-            baseline.observe(num_emitted, seconds)
 
     def baselines(self) -> dict[int, DiscountedRatio]:
         """Return plain seconds per token by batch size, where enough plain steps were measured."""
-        found: dict[int, DiscountedRatio] = {}
+        latest: dict[int, DiscountedRatio] = {}
         for piece in self.slices:
-            for size, (num_emitted, seconds) in piece.measured.items():
-                found.setdefault(size, DiscountedRatio(1.0)).observe(num_emitted, seconds)
-        latest = {s: ratio for s, ratio in found.items() if ratio.num_pairs >= MIN_PLAIN_SECONDS}
-        earlier = self._baselines.items()
-        return {s: ratio for s, ratio in earlier if ratio.num_pairs >= MIN_PLAIN_SECONDS} | latest
+            _observe(latest, piece, 1.0)
+        both = [*self._baselines.items(), *latest.items()]
+        return {size: ratio for size, ratio in both if ratio.num_pairs >= MIN_PLAIN_SECONDS}
 
-    def speedup(self) -> LiveSpeedup | None:
-        """Return the speedup in the window with its interval; None without a plain baseline."""
+    def compare(self) -> tuple[Speedup | None, Seconds]:
+        """Return the speedup in the window, and the times of the steps that it compares.
+
+        Without a plain baseline there is no speedup, and the times are those of all decode steps.
+        """
         baselines = self.baselines()
         paid = DiscountedRatio(1.0)
-        compared: dict[int, Seconds] = {}
-        num_decoded = 0
+        everything, compared = Seconds(), Seconds()
+        as_plain_s = dict.fromkeys(baselines, 0.0)
         for piece in self.window:
-            seconds, as_plain_s = piece.compared(baselines)
-            if seconds > 0.0:
-                paid.observe(seconds, as_plain_s)
+            seconds = plain_s = 0.0
             for size, times in piece.decoded.items():
-                num_decoded += times.num_tokens
+                everything.include(times)
                 if size in baselines:
-                    compared.setdefault(size, Seconds()).include(times)
+                    compared.include(times)
+                    seconds += times.total_s
+                    plain_s += times.num_tokens * baselines[size].ratio
+                    as_plain_s[size] += times.num_tokens * baselines[size].ratio
+            if seconds > 0.0:
+                paid.observe(seconds, plain_s)
         if not math.isfinite(paid.relative_error):
-            return None
-        as_plain_s = paid.y
-        errors = [
-            times.num_tokens * baselines[size].ratio / as_plain_s * baselines[size].relative_error
-            for size, times in compared.items()
-        ]
+            return None, everything
+        errors = [as_plain_s[s] / paid.y * b.relative_error for s, b in baselines.items()]
         error = Z * math.hypot(paid.relative_error, *errors)
-        num_compared = sum(times.num_tokens for times in compared.values())
-        return LiveSpeedup(
+        found = Speedup(
             value=paid.ratio,
             low=max(0.0, paid.ratio * (1.0 - error)),
             high=paid.ratio * (1.0 + error),
-            plain_s=as_plain_s / num_compared,
-            share_compared=num_compared / num_decoded,
+            plain_s=paid.y / compared.num_tokens,
+            share_compared=compared.num_tokens / everything.num_tokens,
             num_plain_steps=self.num_plain_steps,
         )
+        return found, compared
 
     @property
     def window(self) -> list[TimeSlice]:
@@ -190,35 +187,6 @@ class LiveFigures:
         """Return the counts of drafting steps in the window."""
         return reduce(add, (piece.counts for piece in self.window), AcceptanceCounts())
 
-    def positions(self) -> Iterator[LivePosition]:
-        """Yield acceptance by position in the window."""
-        counts = self.counts
-        pairs = zip(counts.drafted_per_position, counts.accepted_per_position, strict=True)
-        for position, (drafted, accepted) in enumerate(pairs, start=1):
-            yield LivePosition(position=position, num_drafted=drafted, num_accepted=accepted)
-
-    def token_times(self) -> LiveTokenTimes | None:
-        """Return the time per token of the window's decode steps, split into parts of a step.
-
-        Where there are baselines, it is of the steps that the speedup compares, so that it and the
-        plain time per token have the speedup as their ratio.
-        """
-        baselines = {} if self.speedup() is None else self.baselines()
-        total = Seconds()
-        for piece in self.window:
-            for size, times in piece.decoded.items():
-                if not baselines or size in baselines:
-                    total.include(times)
-        if not total.num_tokens:
-            return None
-        return LiveTokenTimes(
-            num_steps=total.num_cycles,
-            num_sequences=total.num_steps / total.num_cycles,
-            draft_s=total.draft_s / total.num_tokens,
-            verify_s=total.verify_s / total.num_tokens,
-            other_s=total.other_s / total.num_tokens,
-        )
-
     def tokens_per_s(self, now_s: float) -> float:
         """Return the tokens per second of the last seconds, idle time included."""
         recent = [piece for piece in self.slices if piece.second > now_s - RECENT_S]
@@ -228,5 +196,8 @@ class LiveFigures:
         return sum(piece.num_emitted for piece in recent) / seconds
 
 
-def _bucket_of(num_sequences: int) -> int:
-    return num_sequences.bit_length()
+def _observe(baselines: dict[int, DiscountedRatio], piece: TimeSlice, memory: float) -> None:
+    """Add the plain steps of a slice to the baselines of their batch sizes."""
+    for size, times in piece.measured.items():
+        baseline = baselines.setdefault(size, DiscountedRatio(memory))
+        baseline.observe(times.num_tokens, times.total_s)

@@ -10,15 +10,15 @@ import socket
 import sys
 from functools import cache
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from forerun.engine.thread import AsyncEngine
 from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
-from forerun.server.request_log import RequestLog
 
 BACKLOG = 128
 """Connections that the system may hand over at once."""
@@ -130,27 +130,17 @@ def open_socket(config: ServerConfig) -> socket.socket:
         ) from error
 
 
-class Failing(Protocol):
-    """What a server depends on: an engine here, or the process of another server."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that has ended it; None while it runs."""
-
-
 class DrainingServer(uvicorn.Server):
     """A server that is not ready from the signal on that ends it."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end."""
-        if isinstance(log := self.config.app, RequestLog):
-            log.is_draining = True
+        if isinstance(app := self.config.app, FastAPI):
+            app.state.is_draining = True
         super().handle_exit(sig, frame)
 
 
-def serve(
-    app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: Failing | None = None
-) -> None:
+def serve(app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: AsyncEngine) -> None:
     """Serve until SIGTERM or SIGINT; running requests may then go on for `drain_s` seconds.
 
     `listener`, from `open_socket`, is closed. When an error ends `engine`, the server ends too and
@@ -158,7 +148,7 @@ def serve(
     """
 
     async def notice_failure() -> None:
-        server.should_exit |= engine is not None and engine.failure is not None
+        server.should_exit |= engine.failure is not None
 
     settings = uvicorn_config(app, config)
     settings.callback_notify = notice_failure
@@ -177,14 +167,14 @@ def serve(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if engine is not None and engine.failure is not None:
+    if engine.failure is not None:
         raise EngineStopped(f"the engine ended by an error: {engine.failure}") from engine.failure
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
     return uvicorn.Config(
-        RequestLog(app),
+        app,
         http=ServedConnection,
         backlog=BACKLOG,
         log_config=None,

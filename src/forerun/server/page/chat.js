@@ -45,20 +45,14 @@ export function setUpChat(found) {
   if (setup) return;
   setup = found;
   const size = byId("max-tokens");
-  if (found.max_context) {
-    size.max = found.max_context - 1;
-    size.value = Math.min(256, found.max_context - 1);
-  }
-  if (found.has_chat === false) {
+  size.max = found.max_context - 1;
+  size.value = Math.min(256, found.max_context - 1);
+  if (!found.has_chat) {
     byId("mode").value = "text";
     byId("mode").disabled = true;
     byId("formatted").checked = false;
     byId("chat-note").hidden = false;
   }
-  const isOwn = found.engine === "forerun";
-  byId("compare").parentElement.hidden = !isOwn;
-  byId("coloured").parentElement.hidden = !isOwn;
-  if (!isOwn) byId("coloured").checked = false;
   showMode();
   redraw();
 }
@@ -231,7 +225,7 @@ function numberIn(id) {
 }
 
 async function fill(one, path, body, isText) {
-  const own = setup?.engine === "forerun" ? { speculation: one.side, return_token_sources: true } : {};
+  const own = { speculation: one.side, return_token_sources: true };
   const started = performance.now();
   let first = null;
   let usage = null;

@@ -48,14 +48,13 @@ function show(live) {
   const drafts = setup.methods.length ? `drafted by ${setup.methods.join(", ")}` : "without a draft";
   setText("setup", `${setup.target}, ${drafts}`);
   state(load.num_running ? "busy" : "idle", load.num_running ? "decoding" : "idle");
-  byId("tab-requests").hidden = setup.engine !== "forerun";
   setUpChat(setup);
   showSpeedup(live);
   showFigures(live);
   showCharts(live);
   showDiagnosis(live);
   showRequests(live.requests, live.shows_texts);
-  setText("counts", `${setup.engine} ${setup.version}, up ${duration(live.uptime_s)}: ${count(totals.num_emitted)} tokens in ${count(totals.num_steps)} steps, ${count(totals.num_accepted)} of ${count(totals.num_drafted)} drafted tokens accepted.`);
+  setText("counts", `forerun ${setup.version}, up ${duration(live.uptime_s)}: ${count(totals.num_emitted)} tokens in ${count(totals.num_steps)} steps, ${count(totals.num_accepted)} of ${count(totals.num_drafted)} drafted tokens accepted.`);
 }
 
 /** What an interval shows: faster and slower only where it clears 1. */
@@ -66,14 +65,13 @@ function kindOf(speedup) {
 
 const VERDICTS = { faster: "Faster than plain decoding", slower: "Slower than plain decoding", open: "No difference from plain decoding is shown" };
 
-function showSpeedup({ speedup, window_s: seconds, setup }) {
+function showSpeedup({ speedup, window_s: seconds }) {
   const kind = kindOf(speedup);
   byId("speedup-tile").dataset.kind = kind;
   setText("speedup", figure(speedup?.value));
   setText("speedup-unit", speedup ? "×" : "");
   if (!speedup) {
-    const why = setup.engine === "forerun" ? "it takes some plain steps and some seconds of decoding" : "the metrics of vLLM have no plain steps";
-    setText("speedup-note", `Not measured: ${why}.`);
+    setText("speedup-note", "Not measured: it takes some plain steps and some seconds of decoding.");
     setText("diagnosis-speedup", "");
     return;
   }
@@ -87,24 +85,18 @@ function showFigures({ setup, load, latency, positions: drafted, ...live }) {
   setText("rate", live.totals.num_emitted ? figure(live.tokens_per_s) : "–");
   setText("tau", drafted.length ? figure(live.acceptance_length) : "–");
   setText("running", String(load.num_running));
-  const kv = load.kv_share === null ? "" : `KV ${percent(load.kv_share)} full`;
-  setText("running-unit", load.max_running === null ? "running" : `of ${load.max_running} running`);
-  setText("load-note", kv || "sequences in the batch");
-  const meter = byId("kv");
-  meter.hidden = load.kv_share === null;
-  if (load.kv_share !== null) {
-    meter.setAttribute("aria-valuenow", Math.round(load.kv_share * 100));
-    meter.firstElementChild.style.width = `${load.kv_share * 100}%`;
-  }
+  setText("running-unit", `of ${load.max_running} running`);
+  setText("load-note", `KV ${percent(load.kv_share)} full`);
+  byId("kv").setAttribute("aria-valuenow", Math.round(load.kv_share * 100));
+  byId("kv").firstElementChild.style.width = `${load.kv_share * 100}%`;
   for (const name of ["ttft", "gap"]) {
     setText(`${name}-p50`, duration(latency[name]?.p50));
     setText(`${name}-p95`, duration(latency[name]?.p95));
   }
   setText("prefill", live.totals.num_emitted ? figure(latency.prompt_tokens_per_s) : "–");
   setText("prefix", percent(latency.prefix_hit_share));
-  setText("waiting", load.max_waiting === null ? String(load.num_waiting) : `${load.num_waiting} of ${load.max_waiting}`);
-  const refused = Object.entries(load.refused ?? {});
-  setText("refused", load.refused === null ? "–" : refused.map(([status, times]) => `${times} (${status})`).join(", ") || "0");
+  setText("waiting", `${load.num_waiting} of ${load.max_waiting}`);
+  setText("refused", Object.entries(load.refused).map(([status, times]) => `${times} (${status})`).join(", ") || "0");
 }
 
 function showCharts(live) {
@@ -186,9 +178,8 @@ function prepareTabs() {
     });
     tab.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      const shown = tabs.filter((each) => !each.hidden);
       if (!move) return;
-      const next = shown[(shown.indexOf(tab) + move + shown.length) % shown.length];
+      const next = tabs[(index + move + tabs.length) % tabs.length];
       next.click();
       next.focus();
     });
