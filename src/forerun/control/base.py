@@ -116,7 +116,6 @@ class RequestState:
 
     Attributes:
         max_new: tokens that may still be emitted (context and max_tokens considered).
-        tpot_target_s: seconds per output token that the request must stay below; None: no target.
         allows_trees: whether the verifier that the request asks for takes trees.
     """
 
@@ -125,8 +124,6 @@ class RequestState:
     max_new: int
     temperature: float
     tags: tuple[str, ...] = ()
-    tpot_target_s: float | None = None
-    time_left_s: float | None = None
     allows_trees: bool = True
 
 

@@ -1,13 +1,12 @@
 """One engine step: plan, draft, run the target once, verify, commit, and call the observers.
 
 A step is a function of (sequences, plans, noise). Its clock readings fill the trace; a controller
-receives them too, as durations and as the time left until deadlines.
+receives them too, as durations.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -153,7 +152,7 @@ class Stepper:
         entries = self.scheduler.schedule(self.target.store, self.release, stays=self.is_ahead())
         if entries:
             clock = StepClock(self.target.device)
-            self._plan(entries, clock.started_s)
+            self._plan(entries)
             fed, emitting = self._draft(entries, clock)
             if not clock.is_ahead:
                 self._forward_and_verify(fed, emitting, clock)
@@ -193,14 +192,14 @@ class Stepper:
             logger.warning("observer %s failed and was removed: %r", name, error)
             return None
 
-    def _plan(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
+    def _plan(self, entries: Seq[ScheduledSequence]) -> None:
         """Let the controller plan for sequences that may draft."""
         self._is_resting = self._continues_rest(entries)
         if self.drafter is not None and not self._is_resting:
             if self.resting is not None and self._num_rested:
                 self.resting.rested(self._num_rested, self._rested_s)
                 self._num_rested, self._rested_s = 0, 0.0
-            self._decide_plans(entries, now_s)
+            self._decide_plans(entries)
 
     def _draft(
         self, entries: Seq[ScheduledSequence], clock: StepClock
@@ -236,14 +235,14 @@ class Stepper:
         pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
         return min([num_same, *pauses])
 
-    def _decide_plans(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
+    def _decide_plans(self, entries: Seq[ScheduledSequence]) -> None:
         """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
 
         The controller plans for those whose request has no plan of its own (`RequestTerms.plan`).
         """
         free = [entry for entry in entries if entry.decodes and entry.sequence.may_draft]
         asked = [entry for entry in free if entry.sequence.plan is None]
-        states = [state_of(entry.sequence, now_s) for entry in asked]
+        states = [state_of(entry.sequence) for entry in asked]
         plans = iter(self.controller.decide(states, self.capacity) if states else ())
         for entry in free:
             plan = entry.sequence.plan or next(plans)
@@ -448,17 +447,14 @@ def _path_in_tree(
     return tuple(ranks), tuple(map(len, siblings))
 
 
-def state_of(sequence: Sequence, now_s: float) -> RequestState:
+def state_of(sequence: Sequence) -> RequestState:
     """Return the state of a sequence in the form that controllers receive."""
-    ends_at_s = sequence.ends_at_s
     return RequestState(
         request_id=sequence.key,
         num_committed=len(sequence.ids),
         max_new=sequence.max_new,
         temperature=sequence.params.temperature,
         tags=sequence.tags,
-        tpot_target_s=sequence.tpot_target_s,
-        time_left_s=None if ends_at_s == math.inf else ends_at_s - now_s,
         allows_trees=sequence.params.allows_trees,
     )
 

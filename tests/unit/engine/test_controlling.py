@@ -123,22 +123,20 @@ def listening(target, draft):
 
 def test_requests_are_described(listening):
     engine, controller = listening
-    terms = RequestTerms(tags=("code", "de"), tpot_target_s=0.5, deadline_s=1000.0)
+    terms = RequestTerms(tags=("code", "de"))
     engine.generate([[1, 2]], replace(PARAMS, temperature=0.7, seed=1), terms)
     first = controller.states[0]
     assert first.tags == ("code", "de")
-    assert first.tpot_target_s == 0.5
-    assert 0 < first.time_left_s <= 1000.0
     assert first.temperature == 0.7
     lengths = [state.num_committed for state in controller.states]
     assert lengths == sorted(lengths)
 
 
-def test_requests_without_wishes_have_none(listening):
+def test_requests_without_tags_have_none(listening):
     engine, controller = listening
     engine.generate([[1, 2]], PARAMS)
     first = controller.states[0]
-    assert (first.tags, first.tpot_target_s, first.time_left_s) == ((), None, None)
+    assert first.tags == ()
 
 
 class Resting(Listening):
@@ -283,12 +281,6 @@ def test_no_plan_goes_beyond_the_engines_k(listening):
     engine.generate([[1, 2]], PARAMS)
     assert max(record.k_budget for record in controller.records) == 3
     assert max(record.num_drafted for record in controller.records) == 3
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0])
-def test_targets_that_mean_nothing_are_refused(value):
-    with pytest.raises(InvalidRequest, match="tpot_target_s"):
-        RequestTerms(tpot_target_s=value)
 
 
 def test_controllers_nobody_knows_are_refused():
