@@ -88,7 +88,7 @@ class ModelClock:
         return draft_s, pass_s, other_s
 
 
-class OnModelClock:
+class OnModelClock(Controller):
     """Another controller, told what steps take by the tables and not by this machine's clock."""
 
     def __init__(self, inner: Controller, clock: ModelClock) -> None:

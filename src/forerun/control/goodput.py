@@ -28,6 +28,7 @@ from forerun.control.allocation import (
 from forerun.control.base import (
     USUAL_WIDTH,
     Capacity,
+    Controller,
     MethodChoice,
     Plan,
     RequestState,
@@ -104,7 +105,7 @@ class ActivePlan:
         )
 
 
-class GoodputController:
+class GoodputController(Controller):
     """Chooses K per request, which may be 0, and the drafter if there are several.
 
     Args:

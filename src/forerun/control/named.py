@@ -10,10 +10,9 @@ from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
 from forerun.control.costs import CostSource, DrafterTraits
 from forerun.control.goodput import GoodputController
 from forerun.errors import InvalidRequest
-from forerun.theory.record import StepRecord
 
 
-class FixedController:
+class FixedController(Controller):
     """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all."""
 
     def __init__(self, shape: int | Tree, method: str = "draft_model") -> None:
@@ -34,9 +33,6 @@ class FixedController:
     def num_held(self) -> int:
         """Return more steps than a text has tokens."""
         return 1 << 31
-
-    def observe(self, records: Sequence[StepRecord]) -> None:
-        """Ignore the records: a fixed controller estimates nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +80,8 @@ def check_controller(controller: object) -> None:
     if isinstance(controller, type):
         name = controller.__name__
         raise InvalidRequest(f"controller is the class {name}; pass an object of it")
-    methods = ("decide", "observe")
-    missing = [name for name in methods if not callable(getattr(controller, name, None))]
-    if missing:
+    if not isinstance(controller, Controller):
         raise InvalidRequest(
-            f"controller is an object of type {type(controller).__name__} without the method "
-            f"{' and '.join(missing)}; a controller has both decide and observe (docs/control.md)"
+            f"controller is an object of type {type(controller).__name__}, which is no subclass of "
+            "Controller (docs/control.md)"
         )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.control.base import Controller, MethodChoice
 from forerun.control.costs import CostSource
-from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import NONE
@@ -602,8 +601,7 @@ class Engine:
 
         Empty without a draft, and under controllers other than "auto".
         """
-        controller = self.stepper.controller
-        return controller.choices() if isinstance(controller, GoodputController) else []
+        return self.stepper.controller.choices()
 
     def stats(self) -> BackendStats:
         """Return counts since the engine was created."""

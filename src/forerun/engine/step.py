@@ -21,10 +21,8 @@ from forerun.control.base import (
     Capacity,
     Chain,
     Controller,
-    HoldingController,
     Plan,
     RequestState,
-    RestingController,
     Tree,
 )
 from forerun.engine.config import EngineConfig
@@ -126,8 +124,6 @@ class Stepper:
         self.capacity = Capacity(max_rows=config.max_step_rows)
         self.max_chain, self.max_nodes = config.max_chain, config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
-        self.resting = controller if isinstance(controller, RestingController) else None
-        self.holding = controller if isinstance(controller, HoldingController) else None
         self.cycles = CycleRunner.over(target, drafter, config)
         self._is_resting = False
         self._rest_left = 0
@@ -196,8 +192,8 @@ class Stepper:
         """Let the controller plan for sequences that may draft."""
         self._is_resting = self._continues_rest(entries)
         if self.drafter is not None and not self._is_resting:
-            if self.resting is not None and self._num_rested:
-                self.resting.rested(self._num_rested, self._rested_s)
+            if self._num_rested:
+                self.controller.rested(self._num_rested, self._rested_s)
                 self._num_rested, self._rested_s = 0, 0.0
             self._decide_plans(entries)
 
@@ -231,7 +227,7 @@ class Stepper:
             return 1 << 31
         if self._rest_left or self._is_resting:
             return 1 + self._rest_left
-        num_same = 1 if self.holding is None else 1 + self.holding.num_held()
+        num_same = 1 + self.controller.num_held()
         pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
         return min([num_same, *pauses])
 
@@ -248,10 +244,10 @@ class Stepper:
             plan = entry.sequence.plan or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
-        if self.resting is None or len(asked) < len(entries):
+        if len(asked) < len(entries):
             return
         if not any(entry.plan.num_speculative_tokens for entry in entries):
-            self._rest_left = max(0, self.resting.rest())
+            self._rest_left = max(0, self.controller.rest())
             self._rest_of = [entry.sequence for entry in entries]
 
     def _continues_rest(self, entries: Seq[ScheduledSequence]) -> bool:

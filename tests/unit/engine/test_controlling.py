@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Plan, Tree
+from forerun.control.base import Controller, Plan, Tree
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter
@@ -29,7 +29,7 @@ from forerun.theory.tree import TokenTree
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-class PlansTrees:
+class PlansTrees(Controller):
     """Plans a tree for every request."""
 
     def __init__(self, shape: Tree) -> None:
@@ -95,7 +95,7 @@ def test_a_tree_deeper_than_planned_is_not_verified(target, caplog):
     assert "a tree of depth 3 and width 2, but the plan allows depth 2" in caplog.text
 
 
-class Listening:
+class Listening(Controller):
     """Notes what it is told; plans more than there is room for."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from tests import tiny
 from tests.tabular import TabularModel
 
 from forerun.cli.generate import TreeView
-from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.registry import SeveralDrafters
@@ -158,7 +158,7 @@ def test_trees_of_a_controller_have_more_nodes_than_a_chain_as_far_as_passes_hav
 
 
 def test_chains_are_cut_to_k_and_trees_to_the_most_nodes(target):
-    class Alternating:
+    class Alternating(Controller):
         """Plans more than there may be, chains and trees in turns."""
 
         num_decisions = 0
