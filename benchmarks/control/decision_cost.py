@@ -24,7 +24,7 @@ from forerun import Engine, EngineConfig, SamplingParams
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import FixedController
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.theory.cost import CostLine, CostTable
@@ -67,10 +67,7 @@ def controllers() -> dict[str, Callable[[], Controller]]:
     two = {"draft_model": Costs(), "suffix": Costs()}
 
     def named(name: str) -> Controller:
-        means = ControllerInputs(
-            methods=("draft_model",), num_speculative_tokens=MAX_K, costs=costs
-        )
-        return build_controller(name, means)  # type: ignore[arg-type]  # names are listed below
+        return FixedController(MAX_K) if name == "fixed" else GoodputController(costs, MAX_K)
 
     return {
         "fixed": lambda: named("fixed"),

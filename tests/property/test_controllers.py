@@ -14,7 +14,7 @@ from tests.simulated import Tables, table
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import FixedController
 from forerun.theory.record import StepRecord
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -25,8 +25,8 @@ COSTS = {"d": Tables(table(batches=BATCHES)), "e": Tables(table(batches=BATCHES,
 
 
 def named(name: str) -> Callable[[], Controller]:
-    means = ControllerInputs(methods=tuple(COSTS), num_speculative_tokens=MAX_K, costs=COSTS)
-    return lambda: build_controller(name, means)
+    fixed = FixedController(MAX_K, next(iter(COSTS)))
+    return lambda: fixed if name == "fixed" else GoodputController(COSTS, MAX_K)
 
 
 MAKERS: dict[str, Callable[[], Controller]] = {

@@ -582,25 +582,6 @@ def test_two_draft_models_of_different_contexts(target, taken, rule, overstates)
     assert {record["method"] for record in records} >= {"draft_model", "other"}
 
 
-BY_TOKEN = replace(Plan.chain("draft_model", 3), verification="token")
-
-
-@pytest.mark.parametrize("overstates", [False, True])
-@pytest.mark.parametrize("rule", ["greedy", "block", "walk"])
-def test_verifiers_of_plans_are_obeyed(target, taken, rule, overstates):
-    usual = Plan.chain("draft_model", 3)
-    turns = [(3, [usual]), (2, [BY_TOKEN]), (3, [usual]), (2, [usual, BY_TOKEN])]
-
-    def controller():
-        return Rotating(turns, overstates=overstates)
-
-    def drafter():
-        return tiny.drafting(model(jitter=0.02))
-
-    same_under(controller, target, drafter, four_requests(rule), taken)
-    assert len(taken) > 5
-
-
 @pytest.mark.parametrize("rule", ["coupled", "block", "token", "walk", "nucleus"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):

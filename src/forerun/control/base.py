@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.config import Verification
 from forerun.theory.record import StepRecord
 
 USUAL_WIDTH = 4
@@ -89,13 +88,11 @@ class Plan:
         shape: the largest draft that may be proposed.
         probe: the draft is made to update an acceptance estimate, not because it is expected to be
             the fastest choice.
-        verification: how the draft is verified; None leaves the choice to the request.
     """
 
     method: str = "plain"
     shape: Chain | Tree = field(default_factory=Chain)
     probe: bool = False
-    verification: Verification | None = None
 
     @classmethod
     def chain(cls, method: str, num_tokens: int, *, probe: bool = False) -> Plan:

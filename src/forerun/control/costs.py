@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from forerun.control.base import USUAL_WIDTH, RequestState
 from forerun.control.config import GoodputConfig
@@ -35,6 +35,7 @@ class Rest(NamedTuple):
 NO_REST = Rest()
 
 
+@runtime_checkable
 class CostSource(Protocol):
     """Provides the cost tables of one drafter, by temperature."""
 

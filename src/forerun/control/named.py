@@ -1,14 +1,12 @@
-"""Controllers by name: `auto`, and `fixed`, which plans one drafter and shape."""
+"""The controller `fixed`, and the check of controllers that callers bring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
-from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
-from forerun.control.costs import CostSource, DrafterTraits
-from forerun.control.goodput import GoodputController
+from forerun.control.config import CONTROLLER_NAMES
 from forerun.errors import InvalidRequest
 
 
@@ -33,38 +31,6 @@ class FixedController(Controller):
     def num_held(self) -> int:
         """Return more steps than a text has tokens."""
         return 1 << 31
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerInputs:
-    """The settings, drafters and costs that a controller is built from.
-
-    Attributes:
-        num_speculative_tokens: largest K, and the most levels of a tree.
-        max_tree_nodes: most nodes of a tree; the largest K where that is more.
-        traits: properties of the drafters, by method.
-    """
-
-    methods: Sequence[str]
-    num_speculative_tokens: int
-    costs: Mapping[str, CostSource] = field(default_factory=dict)
-    tree_methods: Sequence[str] = ()
-    max_tree_nodes: int = 0
-    traits: Mapping[str, DrafterTraits] = field(default_factory=dict)
-
-
-def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
-    """Build the controller with the given name."""
-    check_name(name)
-    if name == "fixed":
-        return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
-    return GoodputController(
-        {method: inputs.costs.get(method) for method in inputs.methods},
-        inputs.num_speculative_tokens,
-        tree_methods=inputs.tree_methods,
-        max_tree_nodes=inputs.max_tree_nodes,
-        traits=inputs.traits,
-    )
 
 
 def check_controller(controller: object) -> None:
