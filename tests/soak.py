@@ -31,7 +31,7 @@ from tests.faulty import Faulty
 from tests.naive import naive_tokens
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
@@ -89,7 +89,7 @@ class Report:
     wall_s: float = 0.0
 
 
-class RandomController:
+class RandomController(Controller):
     """Another K for every request at every step."""
 
     def __init__(self, rng: random.Random) -> None:

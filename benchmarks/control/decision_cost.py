@@ -24,7 +24,7 @@ from forerun import Engine, EngineConfig, SamplingParams
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import FixedController
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.theory.cost import CostLine, CostTable
@@ -67,10 +67,7 @@ def controllers() -> dict[str, Callable[[], Controller]]:
     two = {"draft_model": Costs(), "suffix": Costs()}
 
     def named(name: str) -> Controller:
-        means = ControllerInputs(
-            methods=("draft_model",), num_speculative_tokens=MAX_K, costs=costs
-        )
-        return build_controller(name, means)  # type: ignore[arg-type]  # names are listed below
+        return FixedController(MAX_K) if name == "fixed" else GoodputController(costs, MAX_K)
 
     return {
         "fixed": lambda: named("fixed"),
@@ -97,7 +94,7 @@ def alpha_of(index: int) -> float:
     return (0.3, 0.5, 0.7, 0.9)[index % 4]
 
 
-def states_of(lengths: list[int], *, wishes: bool) -> list[RequestState]:
+def states_of(lengths: list[int]) -> list[RequestState]:
     """What the engine would say of the requests."""
     return [
         RequestState(
@@ -105,7 +102,6 @@ def states_of(lengths: list[int], *, wishes: bool) -> list[RequestState]:
             num_committed=length,
             max_new=1000,
             temperature=1.0,
-            tpot_target_s=0.02 if wishes and index % 2 else None,
         )
         for index, length in enumerate(lengths)
     ]
@@ -138,14 +134,14 @@ def outcome(plan: Plan, index: int, cycle: int, draws: Draws, step_s: float) -> 
     )
 
 
-def measure(make: Callable[[], Controller], batch: int, *, wishes: bool) -> tuple[float, float]:
+def measure(make: Callable[[], Controller], batch: int) -> tuple[float, float]:
     """Microseconds per request and step of deciding and of observing."""
     controller, draws = make(), Draws()
     lengths = [100] * batch
     decided: list[float] = []
     observed: list[float] = []
     for cycle in range(WARM_UP + BLOCKS * STEPS):
-        states = states_of(lengths, wishes=wishes)
+        states = states_of(lengths)
         start_s = time.perf_counter()
         plans = controller.decide(states, CAPACITY)
         decided.append(time.perf_counter() - start_s)
@@ -200,19 +196,17 @@ def main() -> None:
     print(f"{'controller':26}{'batch':>6}{'decide':>9}{'observe':>9}  us per request and step")
     for name, make in controllers().items():
         for batch in BATCHES:
-            for wishes in (False, True) if name == "auto" else (False,):
-                decide_us, observe_us = measure(make, batch, wishes=wishes)
-                title = f"{name}, time targets" if wishes else name
-                print(f"{title:26}{batch:6}{decide_us:9.1f}{observe_us:9.1f}")
-                found.append(
-                    {
-                        "controller": title,
-                        "batch": batch,
-                        "max_k": MAX_K,
-                        "decide_us": round(decide_us, 2),
-                        "observe_us": round(observe_us, 2),
-                    }
-                )
+            decide_us, observe_us = measure(make, batch)
+            print(f"{name:26}{batch:6}{decide_us:9.1f}{observe_us:9.1f}")
+            found.append(
+                {
+                    "controller": name,
+                    "batch": batch,
+                    "max_k": MAX_K,
+                    "decide_us": round(decide_us, 2),
+                    "observe_us": round(observe_us, 2),
+                }
+            )
     decide_us, observe_us = measure_on_engine()
     print(f"{'auto, on an engine':26}{1:6}{decide_us:9.1f}{observe_us:9.1f}")
     found.append(

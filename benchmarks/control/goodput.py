@@ -38,7 +38,7 @@ from served import (
 
 from forerun.control.base import USUAL_WIDTH, Capacity, Controller, Plan, RequestState
 from forerun.control.config import ControllerName
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.goodput import GoodputController
 from forerun.drafters.registry import tree_methods
 from forerun.engine.engine import Engine
 from forerun.plan.costs import DraftCosts
@@ -88,7 +88,7 @@ class ModelClock:
         return draft_s, pass_s, other_s
 
 
-class OnModelClock:
+class OnModelClock(Controller):
     """Another controller, told what steps take by the tables and not by this machine's clock."""
 
     def __init__(self, inner: Controller, clock: ModelClock) -> None:
@@ -181,14 +181,12 @@ def adaptive_arms(
 ) -> Iterator[Arm]:
     """Controllers over all the drafters, which they share as far as one request at a time does."""
     assert loaded.drafter is not None
-    inputs = ControllerInputs(
-        methods=tuple(costs),
-        num_speculative_tokens=LOOKAHEADS[-1],
-        costs=costs,
+    controller: Controller = GoodputController(
+        costs,
+        LOOKAHEADS[-1],
         tree_methods=tree_methods(loaded.drafter),
         max_tree_nodes=loaded.config.max_nodes,
     )
-    controller = build_controller("auto", inputs)
     if is_modelled:
         controller = OnModelClock(controller, ModelClock(costs))
     yield Arm(name="auto", engine=target.with_draft(loaded.drafter, controller=controller))

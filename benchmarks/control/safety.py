@@ -27,7 +27,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.control.base import Plan
-from forerun.control.named import ControllerInputs, FixedController, build_controller
+from forerun.control.goodput import GoodputController
+from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -122,10 +123,8 @@ class Bench:
 
     def auto(self, drafter: Drafter) -> Engine:
         """An engine whose controller has no estimates yet."""
-        means = ControllerInputs(
-            methods=("draft_model",), num_speculative_tokens=MAX_K, costs=self.costs
-        )
-        return self.plain.with_draft(drafter, controller=build_controller("auto", means))
+        controller = GoodputController({"draft_model": self.costs["draft_model"]}, MAX_K)
+        return self.plain.with_draft(drafter, controller=controller)
 
     def seconds(self, engine: Engine, ids: list[int], params: SamplingParams) -> float:
         """One request, everything included."""

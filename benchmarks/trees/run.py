@@ -33,7 +33,8 @@ from scipy import stats
 from torch import Tensor
 
 from forerun.control.base import Tree
-from forerun.control.named import ControllerInputs, FixedController, build_controller
+from forerun.control.goodput import GoodputController
+from forerun.control.named import FixedController
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -165,14 +166,13 @@ def arms_of(target: Engine, draft: Synthetic, profile: Path | None) -> dict[str,
         named_costs[PROFILED] = {DraftModel.method: load_profile(profile).costs}
     for name, costs in named_costs.items():
         drafter = DraftModel(model, target.target.vocab_size)
-        inputs = ControllerInputs(
-            methods=(drafter.method,),
-            num_speculative_tokens=DEFAULTS.num_speculative_tokens,
+        controller = GoodputController(
+            {drafter.method: costs.get(drafter.method)},
+            DEFAULTS.num_speculative_tokens,
             tree_methods=(drafter.method,),
             max_tree_nodes=DEFAULTS.max_tree_nodes,
-            costs=costs,
         )
-        found[name] = target.with_draft(drafter, controller=build_controller("auto", inputs))
+        found[name] = target.with_draft(drafter, controller=controller)
     return found
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.goodput import GoodputController
 from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import METHOD, ControllerComparison, simulate
@@ -90,10 +90,7 @@ def run(costs: DraftCosts, alpha: float, seed: int) -> dict[str, float]:
     )
     comparison = ControllerComparison(workload, costs, seed=seed)
     seconds = {arm: comparison.run(arm).decode_s for arm in (*CHAINS, *TREES, "auto")}
-    inputs = ControllerInputs(
-        methods=(METHOD,), num_speculative_tokens=8, tree_methods=(METHOD,), max_tree_nodes=16
-    )
-    blind = build_controller("auto", inputs)
+    blind = GoodputController({METHOD: None}, 8, tree_methods=(METHOD,), max_tree_nodes=16)
     found = simulate(workload, comparison.traffic, comparison.times, blind, "auto, no profile")
     return {**seconds, "auto, no profile": found.decode_s}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
@@ -74,7 +74,7 @@ class Cell:
         return Plan(method="draft", shape=Tree(num_nodes=self.num_nodes, depth=depth, width=WIDTH))
 
 
-class Same:
+class Same(Controller):
     """Plans the same for every request."""
 
     def __init__(self, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from tests import foreign, tiny
 from tests.automaton import Automaton
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.foreign import SharedTokenDraft, SharedTokenModel, TextDraft
@@ -346,7 +346,7 @@ def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, dra
     assert texts_of(engine_over(target, Shrub(draft)), params, 100) == plain
 
 
-class Restless:
+class Restless(Controller):
     """Another drafter and K at every step, by all it was ever told."""
 
     def __init__(self, methods: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from tests import tiny
 from tests.tabular import TabularModel, TokenStore, tabular_features
 from torch import Tensor
 
-from forerun.control.base import Capacity, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.engine import verification
 from forerun.engine.engine import Engine
@@ -214,7 +214,7 @@ class Lying(FeatureTrees):
         return flat / flat.sum(-1, keepdim=True)
 
 
-class AlwaysTrees:
+class AlwaysTrees(Controller):
     """Plans the largest tree of this module at every step."""
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.acceptance import make_room
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.theory.record import StepRecord
 
 
-class HeuristicController:
+class HeuristicController(Controller):
     """Raises K by 2 if all draft tokens were accepted and lowers it by 1 otherwise; at least 1.
 
     Source: `num_assistant_tokens_schedule="heuristic"` of transformers.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.theory.record import StepRecord
 
 __all__ = ["Oscillating", "Pausing"]
 
 
-class Oscillating:
+class Oscillating(Controller):
     """Swings between two K, whatever is accepted.
 
     Args:
@@ -41,7 +41,7 @@ class Oscillating:
         """Learn nothing."""
 
 
-class Pausing:
+class Pausing(Controller):
     """A fixed K with a plain step now and then.
 
     Args:

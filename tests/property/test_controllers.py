@@ -14,7 +14,7 @@ from tests.simulated import Tables, table
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import FixedController
 from forerun.theory.record import StepRecord
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -25,8 +25,8 @@ COSTS = {"d": Tables(table(batches=BATCHES)), "e": Tables(table(batches=BATCHES,
 
 
 def named(name: str) -> Callable[[], Controller]:
-    means = ControllerInputs(methods=tuple(COSTS), num_speculative_tokens=MAX_K, costs=COSTS)
-    return lambda: build_controller(name, means)
+    fixed = FixedController(MAX_K, next(iter(COSTS)))
+    return lambda: fixed if name == "fixed" else GoodputController(COSTS, MAX_K)
 
 
 MAKERS: dict[str, Callable[[], Controller]] = {
@@ -41,7 +41,7 @@ UNIT = st.floats(0.0, 1.0)
 FATES = st.lists(st.lists(UNIT, min_size=3, max_size=3), min_size=1, max_size=25)
 
 
-def states_of(rooms: Sequence[int], wishes: Sequence[float | None] = (None, None, None)):
+def states_of(rooms: Sequence[int]):
     return [
         RequestState(
             request_id=f"r{at}",
@@ -49,9 +49,8 @@ def states_of(rooms: Sequence[int], wishes: Sequence[float | None] = (None, None
             max_new=room,
             temperature=float(at % 2),
             tags=("t",) * at,
-            tpot_target_s=wish,
         )
-        for at, (room, wish) in enumerate(zip(rooms, wishes, strict=False))
+        for at, room in enumerate(rooms)
     ]
 
 
@@ -97,11 +96,10 @@ def played(
 @given(
     rooms=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     max_rows=st.integers(3, 40),
-    wishes=st.lists(st.none() | st.floats(1e-4, 1.0), min_size=3, max_size=3),
     fates=FATES,
 )
-def test_plans_fit_rows_and_limits_and_nobody_is_forgotten(name, rooms, max_rows, wishes, fates):
-    states = states_of(rooms, wishes)
+def test_plans_fit_rows_and_limits_and_nobody_is_forgotten(name, rooms, max_rows, fates):
+    states = states_of(rooms)
     capacity = Capacity(max_rows=max_rows)
     for plans in played(MAKERS[name](), states, capacity, fates):
         assert len(plans) == len(states)

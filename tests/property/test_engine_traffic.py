@@ -19,7 +19,7 @@ from tests import tiny
 from tests.naive import naive_tokens
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.recycling import RecyclingDrafter
@@ -137,7 +137,7 @@ def test_traffic_changes_no_text_and_leaks_no_slot(with_draft):
 METHODS = ("draft_model", "recycling", "suffix")
 
 
-class RandomShapes:
+class RandomShapes(Controller):
     """Plans chains, trees and drafters by the number of tokens that requests have."""
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forerun.control.base import Plan
+from forerun.control.base import Controller, Plan
 from forerun.plan.simulation import Times, simulate
 from forerun.plan.workload import (
     Clustered,
@@ -26,7 +26,7 @@ TABLE = CostTable(
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=5).map(tuple)
 
 
-class Erratic:
+class Erratic(Controller):
     """Any plan at all, and a look at everything it is told."""
 
     def __init__(self, depths, work):

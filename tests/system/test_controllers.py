@@ -14,7 +14,7 @@ from tests.simulated import Tables, table
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.named import FixedController
 from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.observing import EmittedRecords
@@ -40,8 +40,8 @@ REQUESTS = [(prompt, params) for params in PARAMS for prompt in tiny.PROMPTS]
 
 
 def named(name: str) -> Callable[[], Controller]:
-    means = ControllerInputs(methods=tuple(COSTS), num_speculative_tokens=K, costs=COSTS)
-    return lambda: build_controller(name, means)
+    fixed = FixedController(K, next(iter(COSTS)))
+    return lambda: fixed if name == "fixed" else GoodputController(COSTS, K)
 
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {

@@ -14,7 +14,7 @@ from tests.heads import eagle3_drafter, eagle3_head
 from tests.natives import native_model
 from tests.system.test_engine_identity import REQUESTS
 
-from forerun.control.base import Plan
+from forerun.control.base import Controller, Plan
 from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
@@ -210,7 +210,7 @@ def test_requests_that_come_and_go_between_cycles(target):
     assert texts(ahead=True) == texts(ahead=False)
 
 
-class Alternating:
+class Alternating(Controller):
     """Four steps of one drafter and three of the other."""
 
     def __init__(self, first="draft_model"):
@@ -321,7 +321,7 @@ def test_a_head_beside_a_suffix_drafter(shipped, taken, rule):
     assert len(taken) > 5
 
 
-class Pausing:
+class Pausing(Controller):
     """Plain steps between those in which the head drafts."""
 
     def __init__(self):
@@ -373,7 +373,7 @@ def test_features_of_other_layers_change_the_drafts(shipped, taken, monkeypatch)
     assert records != expected[1]
 
 
-class Overstated:
+class Overstated(Controller):
     """Another K at every step, although the plans are said to stay."""
 
     def __init__(self):
@@ -476,7 +476,7 @@ def test_a_member_that_is_described_wrongly_is_noticed(target, taken, monkeypatc
     assert taken
 
 
-class Rotating:
+class Rotating(Controller):
     """Plans that differ by request, and change in turn after a number of steps each.
 
     With `overstates` they are said to stay for longer than they do, so that cycles that were
@@ -580,25 +580,6 @@ def test_two_draft_models_of_different_contexts(target, taken, rule, overstates)
     records = same_under(controller, target, drafter, four_requests(rule), taken)
     assert len(taken) > 5
     assert {record["method"] for record in records} >= {"draft_model", "other"}
-
-
-BY_TOKEN = replace(Plan.chain("draft_model", 3), verification="token")
-
-
-@pytest.mark.parametrize("overstates", [False, True])
-@pytest.mark.parametrize("rule", ["greedy", "block", "walk"])
-def test_verifiers_of_plans_are_obeyed(target, taken, rule, overstates):
-    usual = Plan.chain("draft_model", 3)
-    turns = [(3, [usual]), (2, [BY_TOKEN]), (3, [usual]), (2, [usual, BY_TOKEN])]
-
-    def controller():
-        return Rotating(turns, overstates=overstates)
-
-    def drafter():
-        return tiny.drafting(model(jitter=0.02))
-
-    same_under(controller, target, drafter, four_requests(rule), taken)
-    assert len(taken) > 5
 
 
 @pytest.mark.parametrize("rule", ["coupled", "block", "token", "walk", "nucleus"])

@@ -25,7 +25,6 @@ class RequestCandidate(NamedTuple):
 
     method: str
     curve: AcceptanceCurve
-    limit_s: float | None = None
 
 
 class TreeLevels(NamedTuple):
@@ -82,16 +81,9 @@ def chain_values(
 def best_chains(
     candidates: Sequence[RequestCandidate], times: Mapping[str, StepTimes], max_nodes: int
 ) -> Allocation:
-    """Return the depths with the most expected tokens per second within the time limits.
-
-    Speculation must not make a request miss its time limit: where one would, only allocations that
-    make no request later than plain decoding are allowed. Where plain decoding itself exceeds a
-    limit, only allocations that reduce the excess are allowed.
-    """
+    """Return the depths with the most expected tokens per second."""
     batch = len(candidates)
-    limits = limits_of(candidates)
     best = Allocation((0,) * batch, float(batch), times[candidates[0].method].plain_s)
-    most_late = max(1.0, lateness(limits, best.depths, best.step_s))
     nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
     deepest = max([len(candidate.curve.survival) for candidate in candidates])
     added = [*growing(nodes, candidates, times)]
@@ -102,17 +94,11 @@ def best_chains(
         within = [node for node in added if node[1] < limit][:max_nodes]
         if not within:
             break
-        survived, node_depths, indices, reached, levels_s = zip(*within, strict=True)
+        survived, _, indices, reached, levels_s = zip(*within, strict=True)
         tokens = [*accumulate(survived, initial=float(batch))][1:]
         rows_s = own.verify_s[1:] if is_whole else map(own.verify_nodes_s, accumulate(reached))
         steps_s = [*map(add, accumulate(levels_s), rows_s)]
         rates = [*map(truediv, tokens, steps_s)]
-        if limits:
-            depths = [0] * batch
-            for at, (depth, index) in enumerate(zip(node_depths, indices, strict=True)):
-                depths[index] = depth + 1
-                if lateness(limits, depths, steps_s[at]) > most_late:
-                    rates[at] = 0.0
         rate = max(rates)
         if rate > best.tokens_per_s:
             at = rates.index(rate)
@@ -135,26 +121,6 @@ def best_trees(
     at = rates.index(max(rates))
     depths = _depths_of([index for _, _, index in nodes[:at]], batch)
     return Allocation(depths, tokens[at], steps_s[at], levels if at else None)
-
-
-Limit = tuple[int, float, list[float]]
-"""A request, its limit in seconds per token, and its expected accepted tokens by depth."""
-
-
-def limits_of(candidates: Sequence[RequestCandidate]) -> list[Limit]:
-    return [
-        (index, candidate.limit_s, [0.0, *accumulate(candidate.curve.survival)])
-        for index, candidate in enumerate(candidates)
-        if candidate.limit_s is not None
-    ]
-
-
-def lateness(limits: Sequence[Limit], depths: Sequence[int], step_s: float) -> float:
-    """Return the largest ratio of a request's expected time per token to its limit."""
-    late = (
-        step_s / ((1.0 + accepted[depths[index]]) * limit_s) for index, limit_s, accepted in limits
-    )
-    return max(late, default=0.0)
 
 
 def growing(

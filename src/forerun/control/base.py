@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol, runtime_checkable
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.config import Verification
 from forerun.theory.record import StepRecord
 
 USUAL_WIDTH = 4
@@ -89,13 +88,11 @@ class Plan:
         shape: the largest draft that may be proposed.
         probe: the draft is made to update an acceptance estimate, not because it is expected to be
             the fastest choice.
-        verification: how the draft is verified; None leaves the choice to the request.
     """
 
     method: str = "plain"
     shape: Chain | Tree = field(default_factory=Chain)
     probe: bool = False
-    verification: Verification | None = None
 
     @classmethod
     def chain(cls, method: str, num_tokens: int, *, probe: bool = False) -> Plan:
@@ -116,7 +113,6 @@ class RequestState:
 
     Attributes:
         max_new: tokens that may still be emitted (context and max_tokens considered).
-        tpot_target_s: seconds per output token that the request must stay below; None: no target.
         allows_trees: whether the verifier that the request asks for takes trees.
     """
 
@@ -125,8 +121,6 @@ class RequestState:
     max_new: int
     temperature: float
     tags: tuple[str, ...] = ()
-    tpot_target_s: float | None = None
-    time_left_s: float | None = None
     allows_trees: bool = True
 
 
@@ -140,13 +134,13 @@ class Capacity:
         return self.max_rows // max(1, num_requests) - 1
 
 
-@runtime_checkable
-class Controller(Protocol):
+class Controller(ABC):
     """Decides the plans of every step.
 
     A controller is deterministic: it reads neither a clock nor random numbers, only its arguments.
     """
 
+    @abstractmethod
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Return one plan per state, in order, for the requests that may draft in this step.
 
@@ -155,16 +149,11 @@ class Controller(Protocol):
         but is not among the states.
         """
 
-    def observe(self, records: Sequence[StepRecord]) -> None:
+    def observe(self, records: Sequence[StepRecord]) -> None:  # noqa: B027 (some learn nothing)
         """Receive the records of the step in which the last plans were used.
 
         Requests that were not among the states have a record too, once they emit tokens.
         """
-
-
-@runtime_checkable
-class HoldingController(Controller, Protocol):
-    """A controller whose plans stay the same for a known number of steps."""
 
     def num_held(self) -> int:
         """Return for how many further steps `decide` returns the last plans again.
@@ -172,11 +161,7 @@ class HoldingController(Controller, Protocol):
         That holds while the same requests run and each may emit more tokens than it drafts. If the
         number is too large, steps that were computed ahead are discarded.
         """
-
-
-@runtime_checkable
-class RestingController(Controller, Protocol):
-    """A controller that need not be called for a known number of plain steps."""
+        return 0
 
     def rest(self) -> int:
         """Return for how many further steps the last plans stay plain; called after `decide`.
@@ -184,9 +169,14 @@ class RestingController(Controller, Protocol):
         During these steps, while the same requests run, the engine neither calls this controller
         nor builds records for it.
         """
+        return 0
 
-    def rested(self, num_steps: int, seconds: float) -> None:
+    def rested(self, num_steps: int, seconds: float) -> None:  # noqa: B027 (most never rest)
         """Receive the number of steps that stayed plain, and what they took; before `decide`."""
+
+    def choices(self) -> list[MethodChoice]:
+        """Return what was chosen so far, with the speed expected of every way of decoding."""
+        return []
 
 
 @dataclass(slots=True, kw_only=True)

@@ -58,23 +58,3 @@ class GoodputConfig:
     probe_share: float = 0.006
     reading_share: float = 0.02
     assumed_output: float = 256.0
-
-    def __post_init__(self) -> None:
-        for name in ("prior", "memory", "probe_share", "reading_share"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
-        for name in (
-            "strength",
-            "similar_strength",
-            "assumed_row",
-            "assumed_level",
-            "cost_strength",
-            "assumed_output",
-        ):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.largest_ratio <= 1.0 or self.num_cold < 0 or self.reuse < 1:
-            raise ValueError(
-                f"largest_ratio {self.largest_ratio}, num_cold {self.num_cold} and reuse "
-                f"{self.reuse} must be above 1, at least 0 and at least 1"
-            )

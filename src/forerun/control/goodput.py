@@ -28,6 +28,7 @@ from forerun.control.allocation import (
 from forerun.control.base import (
     USUAL_WIDTH,
     Capacity,
+    Controller,
     MethodChoice,
     Plan,
     RequestState,
@@ -76,7 +77,6 @@ class ActivePlan:
     """Plans that are reused for several steps, and the conditions under which they stay valid.
 
     Attributes:
-        limits_s: seconds per token that each request must stay below; None without a target.
         plans: the same, or plans that measure others; this very list is returned in every step.
         allocation: expected outcome of a step with the best plans.
         expected_gain: expected accepted tokens of a request in place of its probe.
@@ -86,7 +86,6 @@ class ActivePlan:
 
     states: Sequence[RequestState]
     names: list[str]
-    limits_s: list[float | None]
     best: list[Plan]
     plans: list[Plan]
     max_rows: int
@@ -97,23 +96,16 @@ class ActivePlan:
     steps_left: int = 1
 
     def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
-        """Whether requests, room and time targets are still those for which the plans were made."""
+        """Whether requests and room are still those for which the plans were made."""
         if self.max_rows != capacity.max_rows or len(states) != len(self.names):
             return False
-        for state, name, plan, limit_s in zip(
-            states, self.names, self.plans, self.limits_s, strict=True
-        ):
-            if state.request_id != name or state.max_new <= plan.shape.depth:
-                return False
-            if limit_s is None and state.tpot_target_s is None and state.time_left_s is None:
-                continue
-            now_s = tpot_limit_s(state)
-            if now_s is None or limit_s is None or now_s < limit_s:
-                return False
-        return True
+        return all(
+            state.request_id == name and state.max_new > plan.shape.depth
+            for state, name, plan in zip(states, self.names, self.plans, strict=True)
+        )
 
 
-class GoodputController:
+class GoodputController(Controller):
     """Chooses K per request, which may be 0, and the drafter if there are several.
 
     Args:
@@ -181,18 +173,14 @@ class GoodputController:
             self._learn()
 
     def num_held(self) -> int:
-        """Return for how many steps the plans are reused, 0 with time limits."""
-        active = self._active
-        is_limited = active is None or any(limit_s is not None for limit_s in active.limits_s)
-        return 0 if active is None or is_limited else active.steps_left
+        """Return for how many steps the plans are reused."""
+        return 0 if self._active is None else self._active.steps_left
 
     def rest(self) -> int:
-        """Return how many steps stay plain: at most until the next probe, 0 with time limits."""
+        """Return how many steps stay plain: at most until the next probe."""
         active = self._active
         if active is None or any(plan.num_speculative_tokens for plan in active.best):
             return 0  # plain steps between drafts are made to measure their costs
-        if any(limit_s is not None for limit_s in active.limits_s):
-            return 0
         num_steps = min(active.steps_left, MOST_REST)
         active.steps_left -= num_steps
         self._probe_loss = max(0.0, self._probe_loss - num_steps * self.config.probe_share)
@@ -272,11 +260,7 @@ class GoodputController:
         times = self.costs.times(point)
         if self._active is None or self._active.names != [state.request_id for state in states]:
             self._note_requests(states)
-        limits_s = [tpot_limit_s(state) for state in states]
-        candidates = [
-            self._candidate(state, times, batch, limit_s)
-            for state, limit_s in zip(states, limits_s, strict=True)
-        ]
+        candidates = [self._candidate(state, times, batch) for state in states]
         max_nodes = max(0, capacity.max_rows - batch)
         allocation, last = best_chains(candidates, times, max_nodes), self._active
         self._num_decided += 1
@@ -287,7 +271,7 @@ class GoodputController:
                 for method in self.tree_methods
                 if all(self._may_read(state, method, times, batch) for state in states)
             ]
-            tree = self._best_tree(methods, states, limits_s, times, max_nodes)
+            tree = self._best_tree(methods, states, times, max_nodes)
             share = 0.0 if tree is None else tree.tokens_per_s / allocation.tokens_per_s
             waits = not self._has_profile and share < NEAR_SHARE
             self._next_trees = self._num_decided + (TREES_EVERY if waits else 1)
@@ -297,7 +281,6 @@ class GoodputController:
         active = ActivePlan(
             states=states,
             names=[state.request_id for state in states],
-            limits_s=limits_s,
             best=best,
             plans=best,
             max_rows=capacity.max_rows,
@@ -429,39 +412,33 @@ class GoodputController:
         active.plans[at] = Plan.chain(method, depth, probe=True)
         return True
 
-    def _candidate(
-        self, state: RequestState, times: Times, batch: int, limit_s: float | None
-    ) -> RequestCandidate:
+    def _candidate(self, state: RequestState, times: Times, batch: int) -> RequestCandidate:
         """Return the drafter with the most expected tokens per second, with its estimates."""
 
         def rate(candidate: RequestCandidate) -> float:
             values = chain_values(candidate.curve, times[candidate.method], batch)
             return max([tokens / step_s for tokens, step_s in zip(*values, strict=True)])
 
-        found = [self._drafting(state, method, batch, limit_s) for method in self.methods]
+        found = [self._drafting(state, method, batch) for method in self.methods]
         for at, candidate in enumerate(found):
             if not self._may_read(state, candidate.method, times, batch, candidate.curve):
                 found[at] = candidate._replace(curve=AcceptanceCurve([], []))
         return found[0] if len(found) == 1 else max(found, key=rate)
 
-    def _drafting(
-        self, state: RequestState, method: str, batch: int, limit_s: float | None = None
-    ) -> RequestCandidate:
+    def _drafting(self, state: RequestState, method: str, batch: int) -> RequestCandidate:
         """Return a request with the estimates of one drafter."""
         most = max(0, min(self.costs.largest_depth(method, batch), state.max_new - 1))
-        return RequestCandidate(method, self.acceptance.curve(state, method, most), limit_s)
+        return RequestCandidate(method, self.acceptance.curve(state, method, most))
 
     def _best_tree(
         self,
         methods: Sequence[str],
         states: Sequence[RequestState],
-        limits_s: Sequence[float | None],
         times: Times,
         max_nodes: int,
     ) -> Allocation | None:
         """Return the best trees for all requests; None if one of them cannot have a tree."""
-        usable = all(state.allows_trees and state.max_new > 1 for state in states)
-        if not usable or any(limit_s is not None for limit_s in limits_s):
+        if not all(state.allows_trees and state.max_new > 1 for state in states):
             return None
         found: list[Allocation] = []
         for method in methods:
@@ -496,7 +473,7 @@ class GoodputController:
             candidates = [self._drafting(state, choice.method, batch) for state in states]
             best = best_chains(candidates, times, max_nodes)
             named = [choice.method] if choice.method in self.tree_methods else []
-            tree = self._best_tree(named, states, [None] * batch, times, max_nodes)
+            tree = self._best_tree(named, states, times, max_nodes)
             best = max(filter(None, (best, tree)), key=lambda found: found.tokens_per_s)
             choice.tokens_per_s = best.tokens_per_s
             choice.shape = best.shape
@@ -533,12 +510,3 @@ def _plans_of(candidates: Sequence[RequestCandidate], allocation: Allocation) ->
         else PLAIN
         for nodes in allocation.depths
     ]
-
-
-def tpot_limit_s(state: RequestState) -> float | None:
-    """Return the seconds per token a request must stay below; None without a time target."""
-    target_s, left_s = state.tpot_target_s, state.time_left_s
-    if left_s is None or state.max_new <= 0:
-        return target_s
-    in_time_s = max(left_s, 1e-9) / state.max_new
-    return in_time_s if target_s is None else min(target_s, in_time_s)

@@ -1,19 +1,16 @@
-"""Controllers by name: `auto`, and `fixed`, which plans one drafter and shape."""
+"""The controller `fixed`, and the check of controllers that callers bring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
-from forerun.control.config import CONTROLLER_NAMES, ControllerName, check_name
-from forerun.control.costs import CostSource, DrafterTraits
-from forerun.control.goodput import GoodputController
+from forerun.control.config import CONTROLLER_NAMES
 from forerun.errors import InvalidRequest
-from forerun.theory.record import StepRecord
 
 
-class FixedController:
+class FixedController(Controller):
     """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all."""
 
     def __init__(self, shape: int | Tree, method: str = "draft_model") -> None:
@@ -35,41 +32,6 @@ class FixedController:
         """Return more steps than a text has tokens."""
         return 1 << 31
 
-    def observe(self, records: Sequence[StepRecord]) -> None:
-        """Ignore the records: a fixed controller estimates nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerInputs:
-    """The settings, drafters and costs that a controller is built from.
-
-    Attributes:
-        num_speculative_tokens: largest K, and the most levels of a tree.
-        max_tree_nodes: most nodes of a tree; the largest K where that is more.
-        traits: properties of the drafters, by method.
-    """
-
-    methods: Sequence[str]
-    num_speculative_tokens: int
-    costs: Mapping[str, CostSource] = field(default_factory=dict)
-    tree_methods: Sequence[str] = ()
-    max_tree_nodes: int = 0
-    traits: Mapping[str, DrafterTraits] = field(default_factory=dict)
-
-
-def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
-    """Build the controller with the given name."""
-    check_name(name)
-    if name == "fixed":
-        return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
-    return GoodputController(
-        {method: inputs.costs.get(method) for method in inputs.methods},
-        inputs.num_speculative_tokens,
-        tree_methods=inputs.tree_methods,
-        max_tree_nodes=inputs.max_tree_nodes,
-        traits=inputs.traits,
-    )
-
 
 def check_controller(controller: object) -> None:
     """Refuse an object that is not a controller; None is allowed."""
@@ -84,10 +46,8 @@ def check_controller(controller: object) -> None:
     if isinstance(controller, type):
         name = controller.__name__
         raise InvalidRequest(f"controller is the class {name}; pass an object of it")
-    methods = ("decide", "observe")
-    missing = [name for name in methods if not callable(getattr(controller, name, None))]
-    if missing:
+    if not isinstance(controller, Controller):
         raise InvalidRequest(
-            f"controller is an object of type {type(controller).__name__} without the method "
-            f"{' and '.join(missing)}; a controller has both decide and observe (docs/control.md)"
+            f"controller is an object of type {type(controller).__name__}, which is no subclass of "
+            "Controller (docs/control.md)"
         )

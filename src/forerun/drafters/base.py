@@ -28,8 +28,7 @@ class DraftRequest:
         request_id: key of the drafter's own state for this sequence.
         ids: committed prompt and output tokens. The list grows; a drafter must not change it.
         num_prompt: how many of them belong to the prompt.
-        params: the request's sampling parameters; `Plan.verification` replaces that of
-            the request where it is not None.
+        params: the request's sampling parameters.
         noise_key: key of (seed, sample index), see `forerun.sampling.noise`.
         history: token counts of prompt and output where penalties need them (read only).
         coupled: the draft must be drawn with the target's position-keyed noise.

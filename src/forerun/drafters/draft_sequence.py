@@ -91,11 +91,11 @@ class DraftSequence:
         self.tree_choice = self.choice
         if isinstance(shape, Tree) and shape.width > 1:
             self.tree_shape = replace(shape, depth=max(1, min(shape.depth, room)))
-            self.tree_choice = self._choice_of_tree(plan)
+            self.tree_choice = self._choice_of_tree()
 
-    def _choice_of_tree(self, plan: Plan) -> Choice:
+    def _choice_of_tree(self) -> Choice:
         """Return how nodes of a tree are chosen for the verification of the request."""
-        if (plan.verification or self.params.verification) == "walk":
+        if self.params.verification == "walk":
             return Choice.DETERMINISTIC
         return Choice.WITHOUT_REPLACEMENT if self.choice is Choice.SAMPLED else self.choice
 

@@ -1,13 +1,8 @@
 """A drafter without a model, which copies the tokens after an earlier match of the text's end.
 
-No model and no training: chains, or trees of several continuations, are copied from the request's
-own prompt and output. They are deterministic, so they are verified by the walk and bias nothing.
-Where copying is not expected to pay, nothing is drafted. Cost per token: a few microseconds, and
-the bytes named below.
-
-In a tree the continuations of a state follow it with the shares of its occurrences. What the
-longest match leaves over, as its hit rate says, goes to the next shorter suffix that also occurs
-elsewhere, as in prediction by partial matching (Cleary and Witten 1984).
+No model and no training: chains are copied from the request's own prompt and output. They are
+deterministic, so they are verified by the walk and bias nothing. Where copying is not expected to
+pay, nothing is drafted. Cost per token: a few microseconds, and the bytes named below.
 
 The states are the substrings of the text, those that end at the same places together. Construction
 is Blumer et al. 1985 (doi:10.1016/0304-3975(85)90157-4), online and amortised O(1) per token. What
@@ -19,19 +14,15 @@ one continuation; 40 to 140 bytes per token of code or prose, 230 at worst.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest
-from itertools import accumulate
 
 import torch
 
 from forerun.control.base import Chain, Plan, Tree
 from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.config import SuffixConfig
-from forerun.drafters.tree_growth import BuiltTree, Candidates, Path, build_tree
 from forerun.sampling.config import Choice
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
@@ -91,16 +82,6 @@ class SuffixAutomaton:
         # The occurrence at the end of the text has no continuation; only there is it counted.
         num_followed = self._count[state] - (state == self._link[self.last])
         return self._token[state], min(1.0, self._count[child] / max(1, num_followed))
-
-    def followers(self, state: int, most: int) -> list[tuple[int, float]]:
-        branches = self._branches.get(state)
-        if branches is None:
-            token, share = self.favourite(state)
-            return [] if token == NONE else [(token, share)]
-        count = self._count
-        best = nlargest(most, branches.items(), key=lambda item: count[item[1]])
-        num_followed = max(1, count[state] - (state == self._link[self.last]))
-        return [(token, min(1.0, count[child] / num_followed)) for token, child in best]
 
     def append(self, token: int) -> None:
         before = self.last
@@ -270,93 +251,6 @@ def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
     return Copy(tokens=tuple(tokens), score=emitted - 1)
 
 
-MAX_SUFFIXES = 4
-"""Suffixes of a match whose continuations are looked at, the longest first."""
-Suffixes = list[tuple[int, int]]
-"""States of one text with the lengths of the matches that they stand for, the longest first."""
-
-
-def branches_on(match: Match, shape: Tree, config: SuffixConfig) -> BuiltTree | None:
-    """Return the tree of copied tokens whose every node is expected to make the step faster."""
-    depth = min(shape.depth, int(config.tokens_per_match * match.place[1]))
-    if depth < 1:
-        return None
-    lookup = Lookup(match, shape.width)
-    shape = Tree(num_nodes=shape.num_nodes, depth=depth, width=shape.width)
-    built = build_tree(lookup.expand, shape, min_gain=config.row_cost / (1 + config.step_cost))
-    size = most_valuable(built, config)
-    if size == 0:
-        return None
-    if size == len(built.tokens):
-        return built
-    shape = Tree(num_nodes=size, depth=depth, width=shape.width)
-    return build_tree(lookup.expand, shape)
-
-
-def most_valuable(built: BuiltTree, config: SuffixConfig) -> int:
-    """Return the number of best nodes with the most tokens per plain step; 0 if none saves time.
-
-    With S tokens expected to be accepted of n drafted, a step yields 1 + S tokens and costs
-    1 + step_cost + n row_cost.
-    """
-    gains = sorted(map(math.exp, built.log_probs), reverse=True)
-    best, size = 1.0, 0
-    for num_nodes, accepted in enumerate(accumulate(gains), start=1):
-        value = (1 + accepted) / (1 + config.step_cost + num_nodes * config.row_cost)
-        if value > best:
-            best, size = value, num_nodes
-    return size
-
-
-class Lookup:
-    """Finds the tokens that may follow the paths of one tree, in the text of its match."""
-
-    def __init__(self, match: Match, width: int) -> None:
-        self.match = match
-        self.width = width
-        self._suffixes: dict[Path, Suffixes] = {(): _suffixes_of(match)}
-
-    def expand(self, path: Path) -> Candidates:
-        """Return the most probable continuations of a path; see `tree_growth.build_tree`."""
-        suffixes = self._suffixes.get(path)
-        if suffixes is None:
-            suffixes = followed(self.match, self._suffixes[path[:-1]], path[-1])
-            self._suffixes[path] = suffixes
-        probs = continuations(self.match, suffixes, self.width)
-        best = sorted(probs.items(), key=lambda item: -item[1])[: self.width]
-        return [token for token, _ in best], [math.log(prob) for _, prob in best]
-
-
-def _suffixes_of(match: Match) -> Suffixes:
-    """Return the longest match and those of its shorter suffixes that occur in further places."""
-    state, length = match.place
-    found: Suffixes = []
-    while state not in (ROOT, NONE) and length and len(found) < MAX_SUFFIXES:
-        found.append((state, length))
-        state = match.automaton.link(state)
-        length = match.automaton.length(state) if state != NONE else 0
-    return found
-
-
-def followed(match: Match, suffixes: Suffixes, token: int) -> Suffixes:
-    follow = match.automaton.follow
-    longer = [(follow(state, token), length + 1) for state, length in suffixes]
-    return [(state, length) for state, length in longer if state != NONE]
-
-
-def continuations(match: Match, suffixes: Suffixes, width: int) -> dict[int, float]:
-    left = 1.0
-    probs: dict[int, float] = {}
-    for state, length in suffixes:
-        rate = match.rates.probability(length, 1.0)
-        followers = match.automaton.followers(state, width)
-        for token, share in followers:
-            probs[token] = probs.get(token, 0.0) + left * rate * share
-        if followers:
-            left *= 1 - rate
-    return {token: prob for token, prob in probs.items() if prob > 0}
-
-
 MOST_IDLE = 9
 """Number of calls without a copy after which pauses grow no further."""
 
@@ -365,7 +259,6 @@ class SuffixDrafter(Drafter):
     """Copies tokens from the request's own text."""
 
     method = "suffix"
-    max_width = 8
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config or SuffixConfig()
@@ -374,7 +267,7 @@ class SuffixDrafter(Drafter):
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | Pause]:
-        """Return a chain or tree per request, or a pause if copying is expected to cost time."""
+        """Return a chain per request, or a pause if copying is expected to cost time."""
         return [
             self._reader(request).propose(plan.shape, self.config)
             for request, plan in zip(requests, plans, strict=True)
@@ -417,21 +310,15 @@ class Reader:
 
         The search costs about as much as drafting, because the CPU caches are cold after a pass.
         """
-        if isinstance(shape, Tree) and shape.width > 1:
-            tree = branches_on(self.match, shape, config)
-            if tree is not None:
-                self.num_idle = int(self.num_idle / (1 + tree.expected_accepted))
-                return tree.proposal("score")
-        else:
-            copy = copy_on(self.match, min(shape.num_nodes, shape.depth), config)
-            if copy.tokens:
-                self.num_idle = int(self.num_idle / (1 + copy.score))
-                return Proposal(
-                    tokens=torch.tensor(copy.tokens),
-                    tree=TokenTree.chain(len(copy.tokens)),
-                    choice=Choice.DETERMINISTIC,
-                    stop_reason="score",
-                )
+        copy = copy_on(self.match, min(shape.num_nodes, shape.depth), config)
+        if copy.tokens:
+            self.num_idle = int(self.num_idle / (1 + copy.score))
+            return Proposal(
+                tokens=torch.tensor(copy.tokens),
+                tree=TokenTree.chain(len(copy.tokens)),
+                choice=Choice.DETERMINISTIC,
+                stop_reason="score",
+            )
         self.num_idle = min(MOST_IDLE, self.num_idle + 1)
         return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 

@@ -28,7 +28,6 @@ that are left out because of their value bias the text.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -72,11 +71,6 @@ class BuiltTree:
     log_probs: tuple[float, ...]
     paths: tuple[Path, ...]
 
-    @property
-    def expected_accepted(self) -> float:
-        """Expected number of accepted nodes if the candidates' probabilities were the target's."""
-        return sum(map(math.exp, self.log_probs))
-
     def proposal(self, stop_reason: str, *, is_assured: bool = False) -> Proposal:
         tokens = torch.tensor(self.tokens, dtype=torch.int64)
         return Proposal(
@@ -96,11 +90,8 @@ def token_paths(tree: TokenTree, tokens: Sequence[int]) -> list[Path]:
     return paths
 
 
-def build_tree(
-    expand: Expand, shape: Tree, *, keeps_greedy: bool = False, min_gain: float = 0.0
-) -> BuiltTree:
+def build_tree(expand: Expand, shape: Tree) -> BuiltTree:
     """Return the tree of the most probable paths within a shape."""
-    lowest = math.log(min_gain) if min_gain > 0 else -sys.float_info.max
     most, depth, width = shape.num_nodes, shape.depth, shape.width
     parents: list[int] = []
     paths: list[Path] = []
@@ -108,28 +99,25 @@ def build_tree(
     # By minus the log-probability: serial number, parent, log-probability above, rank, candidates.
     heap: list[tuple[float, int, int, float, int, Candidates]] = []
     path: Path = ()
-    num_pushed, node, log_prob, greedy = 0, -1, 0.0, -1 if keeps_greedy else -2
+    num_pushed, node, log_prob = 0, -1, 0.0
     while True:
         candidates = expand(path) if len(path) < depth else None
         if candidates is not None and candidates[0]:
             first = log_prob + candidates[1][0]
-            if first >= lowest:
+            if first > -math.inf:
                 num_pushed += 1
-                key = -math.inf if node == greedy else -first
-                heappush(heap, (key, num_pushed, node, log_prob, 0, candidates))
+                heappush(heap, (-first, num_pushed, node, log_prob, 0, candidates))
         if not heap or len(parents) == most:
             return _depth_first(parents, paths, log_probs)
-        key, _, parent, base, rank, candidates = heappop(heap)
+        _, _, parent, base, rank, candidates = heappop(heap)
         tokens, values = candidates
         node, log_prob = len(parents), base + values[rank]
-        if parent == greedy and rank == 0:
-            greedy = node
         path = (*paths[parent], tokens[rank]) if parent >= 0 else (tokens[rank],)
         parents.append(parent)
         paths.append(path)
         log_probs.append(log_prob)
         rank += 1
-        if rank < width and rank < len(tokens) and base + values[rank] >= lowest:
+        if rank < width and rank < len(tokens) and base + values[rank] > -math.inf:
             num_pushed += 1
             heappush(heap, (-base - values[rank], num_pushed, parent, base, rank, candidates))
 

@@ -56,7 +56,6 @@ RANGES = (
 TERM_RANGES = (
     Range("priority", -math.inf, integer=True),
     Range("deadline_s", 0, above_low=True, optional=True),
-    Range("tpot_target_s", 0, above_low=True, optional=True),
 )
 
 
@@ -219,8 +218,6 @@ class RequestTerms:
         deadline_s: seconds from its arrival after which it ends with what it has; None: no limit.
         tenant: name of the user or group that sent it. Tenants share nothing with each other
             unless `sharing` is "all"; requests without a tenant share among themselves.
-        tpot_target_s: most seconds per output token; a controller that knows costs does not let
-            drafting exceed it, be it drafting for this request or for others in the batch.
         tags: labels, such as its task; a controller expects the same acceptance of requests with
             the same tags.
         plan: what every step of it drafts, cut to the engine's K; `Plan()` decodes it plainly. None
@@ -234,7 +231,6 @@ class RequestTerms:
     priority: int = 0
     deadline_s: float | None = None
     tenant: str | None = None
-    tpot_target_s: float | None = None
     tags: tuple[str, ...] = ()
     plan: Plan | None = None
     speculation: Literal["auto", "off"] = "auto"

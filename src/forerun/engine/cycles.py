@@ -200,8 +200,7 @@ class CycleRunner:
         return True
 
     def _drafts_as_planned(self, entry: ScheduledSequence, member: _Member) -> bool:
-        plan = entry.plan
-        if not isinstance(plan.shape, Chain) or plan.verification:
+        if not isinstance(entry.plan.shape, Chain):
             return False
         return not entry.sequence.draft.failed and member.draft is self._draft_of(entry)
 

@@ -214,7 +214,7 @@ def _check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: i
         _check_shape(proposal, proposal.draft_probs, vocab_size)
     if num_nodes == 0:
         return
-    resolve_verification(entry.params, proposal.choice, is_chain=proposal.tree.is_chain)
+    resolve_verification(entry.sequence.params, proposal.choice, is_chain=proposal.tree.is_chain)
     if proposal.draft_probs is None and proposal.choice.is_drawn:
         raise DrafterError("a sampled proposal needs the draft_probs it was drawn from")
 

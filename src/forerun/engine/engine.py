@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.control.base import Controller, MethodChoice
 from forerun.control.costs import CostSource
-from forerun.control.goodput import GoodputController
 from forerun.control.named import check_controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import NONE
@@ -318,9 +317,6 @@ class Engine:
         prompts: str | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         terms: RequestTerms | None = None,
-        *,
-        priority: int | None = None,
-        deadline_s: float | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts together; requests added before are advanced too.
 
@@ -331,8 +327,6 @@ class Engine:
             sampling_params: for all prompts, or one per prompt; None takes what the model states
                 in its generation_config.json, and else `SamplingParams()`.
             terms: for all prompts; a deadline counts from when a prompt is queued.
-            priority: of these requests, in place of that of `terms`.
-            deadline_s: likewise.
 
         Raises:
             InvalidRequest: a prompt is empty or too long, or a parameter cannot be honoured.
@@ -342,7 +336,6 @@ class Engine:
         each = params_for(
             batch, self.intake.default_params if sampling_params is None else sampling_params
         )
-        terms = _with_terms(terms, priority, deadline_s)
         checked = [(self.intake.check(p, s), s) for p, s in zip(batch, each, strict=True)]
         ids: list[str] = []
         try:
@@ -602,8 +595,7 @@ class Engine:
 
         Empty without a draft, and under controllers other than "auto".
         """
-        controller = self.stepper.controller
-        return controller.choices() if isinstance(controller, GoodputController) else []
+        return self.stepper.controller.choices()
 
     def stats(self) -> BackendStats:
         """Return counts since the engine was created."""
@@ -631,12 +623,3 @@ def _without_target(settings: Mapping[str, object]) -> str:
     named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     example = 'Engine.load needs a target as its first argument: Engine.load("zoo:smollm2-135m")'
     return f"{example}; it was given {named}" if named else example
-
-
-def _with_terms(
-    terms: RequestTerms | None, priority: int | None, deadline_s: float | None
-) -> RequestTerms | None:
-    """Return the terms with a priority and a deadline that were given by themselves."""
-    given = {"priority": priority, "deadline_s": deadline_s}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(terms or RequestTerms(), **changes) if changes else terms

@@ -298,7 +298,6 @@ class Intake:
                 scope=scope,
                 rank=(terms.priority, 0),
                 ends_at_s=arrived_at_s + (terms.deadline_s or math.inf),
-                tpot_target_s=terms.tpot_target_s,
                 tags=terms.tags,
                 plan=Plan() if terms.speculation == "off" else terms.plan,
             )

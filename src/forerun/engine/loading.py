@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from forerun.control.base import Controller, Tree
 from forerun.control.costs import CostSource, DrafterTraits
-from forerun.control.named import ControllerInputs, FixedController, build_controller
+from forerun.control.goodput import GoodputController
+from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
@@ -221,11 +222,12 @@ def default_controller(
         return FixedController(0)
     if config.tree is not None:
         return FixedController(config.tree, tree_method(drafter, config.tree))
+    if config.controller == "fixed":
+        return FixedController(k, drafter.method)
     drafters = drafter.by_method()
-    inputs = ControllerInputs(
-        methods=tuple(drafters),
-        num_speculative_tokens=k,
-        costs=costs,
+    return GoodputController(
+        {method: costs.get(method) for method in drafters},
+        k,
         tree_methods=tree_methods(drafter),
         max_tree_nodes=config.max_nodes,
         traits={
@@ -236,7 +238,6 @@ def default_controller(
             for method, draft in drafters.items()
         },
     )
-    return build_controller(config.controller, inputs)
 
 
 def tree_method(drafter: Drafter, tree: Tree) -> str:

@@ -15,7 +15,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -29,7 +29,7 @@ from forerun.errors import MaskError
 from forerun.models.base import Context, Span
 from forerun.models.kv_store import KVStore
 from forerun.models.slots import MIN_SHARED_TOKENS, common_length
-from forerun.sampling.config import Choice, SamplingParams, resolve_verification
+from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.history import RowHistory, problem_of_allowed
 from forerun.sampling.kernels import raw_logprobs
 from forerun.sampling.proposal import Proposal, Verdict
@@ -122,15 +122,9 @@ class ScheduledSequence:
         return max(self.tree.depths, default=0)
 
     @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters of the request, with the plan's verification method if it has one."""
-        params, verification = self.sequence.params, self.plan.verification
-        return params if verification is None else replace(params, verification=verification)
-
-    @property
     def rule(self) -> Rule:
         """Name of the verifier; "greedy" if the argmax of the raw logits decides."""
-        params = self.params
+        params = self.sequence.params
         if params.greedy and self.sequence.history is None:
             return "greedy"
         proposal = self.proposal  # without a draft every verifier draws the same token

@@ -81,7 +81,6 @@ class Sequence:
     rank: tuple[int, int] = (0, 0)
     scope: str | None = None
     ends_at_s: float = math.inf
-    tpot_target_s: float | None = None
     tags: tuple[str, ...] = ()
     plan: Plan | None = None
     num_cached: int = 0

@@ -1,13 +1,12 @@
 """One engine step: plan, draft, run the target once, verify, commit, and call the observers.
 
 A step is a function of (sequences, plans, noise). Its clock readings fill the trace; a controller
-receives them too, as durations and as the time left until deadlines.
+receives them too, as durations.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -22,10 +21,8 @@ from forerun.control.base import (
     Capacity,
     Chain,
     Controller,
-    HoldingController,
     Plan,
     RequestState,
-    RestingController,
     Tree,
 )
 from forerun.engine.config import EngineConfig
@@ -127,8 +124,6 @@ class Stepper:
         self.capacity = Capacity(max_rows=config.max_step_rows)
         self.max_chain, self.max_nodes = config.max_chain, config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
-        self.resting = controller if isinstance(controller, RestingController) else None
-        self.holding = controller if isinstance(controller, HoldingController) else None
         self.cycles = CycleRunner.over(target, drafter, config)
         self._is_resting = False
         self._rest_left = 0
@@ -153,7 +148,7 @@ class Stepper:
         entries = self.scheduler.schedule(self.target.store, self.release, stays=self.is_ahead())
         if entries:
             clock = StepClock(self.target.device)
-            self._plan(entries, clock.started_s)
+            self._plan(entries)
             fed, emitting = self._draft(entries, clock)
             if not clock.is_ahead:
                 self._forward_and_verify(fed, emitting, clock)
@@ -193,14 +188,14 @@ class Stepper:
             logger.warning("observer %s failed and was removed: %r", name, error)
             return None
 
-    def _plan(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
+    def _plan(self, entries: Seq[ScheduledSequence]) -> None:
         """Let the controller plan for sequences that may draft."""
         self._is_resting = self._continues_rest(entries)
         if self.drafter is not None and not self._is_resting:
-            if self.resting is not None and self._num_rested:
-                self.resting.rested(self._num_rested, self._rested_s)
+            if self._num_rested:
+                self.controller.rested(self._num_rested, self._rested_s)
                 self._num_rested, self._rested_s = 0, 0.0
-            self._decide_plans(entries, now_s)
+            self._decide_plans(entries)
 
     def _draft(
         self, entries: Seq[ScheduledSequence], clock: StepClock
@@ -232,27 +227,27 @@ class Stepper:
             return 1 << 31
         if self._rest_left or self._is_resting:
             return 1 + self._rest_left
-        num_same = 1 if self.holding is None else 1 + self.holding.num_held()
+        num_same = 1 + self.controller.num_held()
         pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
         return min([num_same, *pauses])
 
-    def _decide_plans(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
+    def _decide_plans(self, entries: Seq[ScheduledSequence]) -> None:
         """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
 
         The controller plans for those whose request has no plan of its own (`RequestTerms.plan`).
         """
         free = [entry for entry in entries if entry.decodes and entry.sequence.may_draft]
         asked = [entry for entry in free if entry.sequence.plan is None]
-        states = [state_of(entry.sequence, now_s) for entry in asked]
+        states = [state_of(entry.sequence) for entry in asked]
         plans = iter(self.controller.decide(states, self.capacity) if states else ())
         for entry in free:
             plan = entry.sequence.plan or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
-        if self.resting is None or len(asked) < len(entries):
+        if len(asked) < len(entries):
             return
         if not any(entry.plan.num_speculative_tokens for entry in entries):
-            self._rest_left = max(0, self.resting.rest())
+            self._rest_left = max(0, self.controller.rest())
             self._rest_of = [entry.sequence for entry in entries]
 
     def _continues_rest(self, entries: Seq[ScheduledSequence]) -> bool:
@@ -448,17 +443,14 @@ def _path_in_tree(
     return tuple(ranks), tuple(map(len, siblings))
 
 
-def state_of(sequence: Sequence, now_s: float) -> RequestState:
+def state_of(sequence: Sequence) -> RequestState:
     """Return the state of a sequence in the form that controllers receive."""
-    ends_at_s = sequence.ends_at_s
     return RequestState(
         request_id=sequence.key,
         num_committed=len(sequence.ids),
         max_new=sequence.max_new,
         temperature=sequence.params.temperature,
         tags=sequence.tags,
-        tpot_target_s=sequence.tpot_target_s,
-        time_left_s=None if ends_at_s == math.inf else ends_at_s - now_s,
         allows_trees=sequence.params.allows_trees,
     )
 

@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -28,15 +26,11 @@ from forerun.errors import (
     ForerunError,
     InvalidRequest,
     NumericalError,
-    QueueFull,
 )
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
 Call = Callable[[], None]
-NUM_ENDS = 64
-"""Latest ends of sequences from which the time until the next one is estimated."""
-LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 
 
 class Ticket:
@@ -154,30 +148,6 @@ def _waker(ready: asyncio.Event) -> Callable[[], None]:
     return wake
 
 
-class PlaceRate:
-    """Estimates from the latest ends of sequences when the next one ends; idle time is left out."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._times_s: deque[float] = deque(maxlen=NUM_ENDS)
-
-    def begin(self) -> None:
-        """Note that the first sequence after an idle time was queued."""
-        self._times_s.clear()
-        self.end(1)
-
-    def end(self, num_sequences: int) -> None:
-        """Note that sequences ended now."""
-        self._times_s.extend([self._clock()] * num_sequences)
-
-    def seconds_until(self, num_places: int) -> float:
-        """Return after how many seconds so many places are expected to be free."""
-        if not self._times_s:
-            return LEAST_RETRY_S
-        each_s = (self._clock() - self._times_s[0]) / len(self._times_s)
-        return min(MOST_RETRY_S, max(LEAST_RETRY_S, num_places * each_s))
-
-
 class EngineThread:
     """Runs an engine on its own thread; the engine must not be used directly meanwhile.
 
@@ -198,7 +168,6 @@ class EngineThread:
         self._tickets: dict[str, Ticket] = {}
         self._num_submitted = 0
         self._num_unfinished = 0
-        self._places = PlaceRate()
         self._is_open = False
         self._was_started = False
         self._is_closed = False
@@ -270,7 +239,7 @@ class EngineThread:
         tickets: list[Ticket] = []
         with self._lock:
             self.check_running()
-            self._check_open(params.n * len(prompts))
+            intake.check_open(params.n * len(prompts), self._num_unfinished)
             for request_id, ids in zip(request_ids or [None] * len(prompts), checked, strict=True):
                 request_id = request_id or self._unused_id()
                 if request_id in self._tickets:
@@ -292,16 +261,6 @@ class EngineThread:
         for ticket, its_samples in zip(tickets, samples, strict=True):
             self._inbox.put(partial(self._enlist, ticket, its_samples))
         return tickets
-
-    def _check_open(self, num_sequences: int) -> None:
-        """Refuse sequences that have no place; the error says when there may be some."""
-        if not self._num_unfinished:
-            self._places.begin()
-        try:
-            self.engine.intake.check_open(num_sequences, self._num_unfinished)
-        except QueueFull as error:
-            error.retry_after_s = self._places.seconds_until(num_sequences)
-            raise
 
     @property
     def is_full(self) -> bool:
@@ -388,7 +347,6 @@ class EngineThread:
         with self._lock:
             del self._tickets[ticket.request_id]
             self._num_unfinished -= ticket.num_samples
-            self._places.end(ticket.num_samples)
         ticket.end(outcome)
 
     def _stop(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.named import FixedController
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
@@ -190,7 +190,7 @@ class Recommendation:
         }
 
 
-class _DepthsInTurn:
+class _DepthsInTurn(Controller):
     """A controller that plans every K of a list for some steps before any of them again.
 
     Attributes:

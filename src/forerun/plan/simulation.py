@@ -17,7 +17,8 @@ import numpy as np
 from forerun.control.base import Capacity, Controller, Tree
 from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.costs import DrafterTraits
-from forerun.control.named import ControllerInputs, FixedController, build_controller
+from forerun.control.goodput import GoodputController
+from forerun.control.named import FixedController
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.plan.workload import (
@@ -491,16 +492,16 @@ def _controller_factory(
                 f"controller {name!r}: only fixed takes a K, from 0 to max_k, which is {max_k}"
             )
         k = int(argument)
+    if kind == "fixed":
+        return lambda: FixedController(k, METHOD)
     reads_text = costs.reading is None or any(costs.reading.draft_s)
-    inputs = ControllerInputs(
-        methods=(METHOD,),
-        num_speculative_tokens=k,
-        costs={METHOD: costs},
+    return lambda: GoodputController(
+        {METHOD: costs},
+        k,
         tree_methods=(METHOD,) if has_trees else (),
         max_tree_nodes=max_tree_nodes,
         traits={METHOD: DrafterTraits(reads_text=reads_text)},
     )
-    return lambda: build_controller(kind, inputs)
 
 
 def simulate(

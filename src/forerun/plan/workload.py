@@ -419,7 +419,6 @@ class Traffic:
 
     Attributes:
         alphas: P(accepted | all before it accepted) by position, shared between requests alike.
-        tpot_target_s: most seconds per token they should take; None: no target.
     """
 
     arrival_s: Sequence[float]
@@ -429,7 +428,6 @@ class Traffic:
     phases: Sequence[int]
     sibling_acceptance: float
     temperature: float
-    tpot_target_s: float | None
     max_k: int
     seed: int
 
@@ -464,7 +462,6 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
         phases=phases,
         sibling_acceptance=workload.sibling_acceptance,
         temperature=workload.temperature,
-        tpot_target_s=workload.slo.tpot_s,
         max_k=workload.server.max_k,
         seed=seed,
     )
@@ -526,7 +523,6 @@ class SimulatedRequest:
 
     Attributes:
         alphas: P(accepted | all before it accepted) by drafted position.
-        tpot_target_s: most seconds per token it should take; None: no target.
         text: one number per output token; see `Traffic.text`.
         num_nodes: tokens drafted in the current step, more than levels in a tree.
         sibling_acceptance: P(a further child is accepted | those before it are not).
@@ -536,7 +532,7 @@ class SimulatedRequest:
         "alphas", "arrival_s", "depth", "first_s", "index", "name", "num_accepted",
         "num_emitted", "num_new", "num_nodes", "num_output", "num_prompt", "num_read",
         "num_steps", "num_tested", "num_unread", "path", "phase", "plan", "sibling_acceptance",
-        "tags", "temperature", "text", "tpot_target_s", "tree",
+        "tags", "temperature", "text", "tree",
     )  # fmt: skip
 
     def __init__(self, traffic: Traffic, index: int) -> None:
@@ -549,7 +545,6 @@ class SimulatedRequest:
         self.tags: tuple[str, ...] = ()
         self.sibling_acceptance = traffic.sibling_acceptance
         self.temperature = traffic.temperature
-        self.tpot_target_s = traffic.tpot_target_s
         self.phase = traffic.phases[index]
         self.text = traffic.text(index)
         self.num_unread = self.num_prompt
@@ -620,7 +615,6 @@ class SimulatedRequest:
             max_new=self.num_output - self.num_emitted,
             temperature=self.temperature,
             tags=self.tags,
-            tpot_target_s=self.tpot_target_s,
         )
 
 

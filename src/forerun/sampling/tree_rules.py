@@ -124,7 +124,8 @@ def _verify(
     drawn = draw(torch.cat([found.final[0] for found in weights]), finals)
     columns = on_host(tests < accept, accept, drawn, failed_rows(target_probs), tokens)
     passed, accepts, final_tokens, failed, fed_tokens = columns
-    verdicts, row, node = [], 0, 0
+    verdicts: list[tuple[int, int, int, float]] = []
+    row = node = 0
     for tree in trees:
         nodes = slice(node, node := node + len(tree.parents))
         last = accepted_node(tree, passed[nodes])

@@ -17,8 +17,6 @@ from forerun.control.allocation import (
     best_chains,
     chain_values,
     growing,
-    lateness,
-    limits_of,
 )
 from forerun.control.costs import OperatingPoint, StepTimes
 
@@ -43,20 +41,13 @@ def priced(candidates: list[RequestCandidate], times: Times, depths: Sequence[in
     return Allocation(tuple(depths), len(candidates) + accepted, step_s)
 
 
-def late(candidates: list[RequestCandidate], found: Allocation) -> float:
-    """The largest time per token over a limit."""
-    return lateness(limits_of(candidates), found.depths, found.step_s)
-
-
 BENT = {1: 0.02, 2: 0.14, 3: 0.05}
 """A second level that costs more than its draft pass, and a third that costs less."""
 
 
-def candidate(alpha: float, *, limit_s: float | None = None) -> RequestCandidate:
+def candidate(alpha: float) -> RequestCandidate:
     survival = [alpha ** (depth + 1) for depth in range(DEEPEST)]
-    return RequestCandidate(
-        method="d", curve=AcceptanceCurve(survival, [1.0] * DEEPEST), limit_s=limit_s
-    )
+    return RequestCandidate(method="d", curve=AcceptanceCurve(survival, [1.0] * DEEPEST))
 
 
 def pricing(batch: int, **changes: float | Mapping[int, float]) -> Times:
@@ -106,25 +97,6 @@ def test_where_rows_cost_what_steps_cost_decoding_is_plain():
     crowd = [candidate(0.8) for _ in range(16)]
     assert best_chains(crowd, pricing(16, row=1.0), 1000).depths == (0,) * 16
     assert sum(best_chains(crowd, pricing(16, row=0.001), 1000).depths) > 16
-
-
-def test_nobody_is_made_late_by_the_drafts_of_others():
-    tight = candidate(0.05, limit_s=0.0108)
-    eager = candidate(0.95)
-    alone = best_chains([candidate(0.05), eager], pricing(2), 100)
-    assert alone.depths[1] > 0
-    assert alone.step_s > 0.0108 * 1.05
-    careful = best_chains([tight, eager], pricing(2), 100)
-    assert late([tight, eager], careful) <= 1.0
-
-
-def test_where_plain_is_too_slow_what_helps_is_allowed():
-    wish = candidate(0.9, limit_s=0.005)
-    found = best_chains([wish], pricing(1), 100)
-    plain = priced([wish], pricing(1), [0])
-    assert late([wish], plain) > 1.0
-    assert found.depths[0] > 0
-    assert late([wish], found) < late([wish], plain)
 
 
 def test_two_drafters_pay_both_their_overheads():

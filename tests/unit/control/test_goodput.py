@@ -12,7 +12,7 @@ from tests.simulated import CAPACITY, Tables, World, best_rate, seconds_of, tabl
 from forerun.control.base import Capacity, Controller, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.costs import OperatingPoint
-from forerun.control.goodput import GoodputController, tpot_limit_s
+from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -54,7 +54,7 @@ def test_a_useless_draft_whose_probes_are_long_costs_less_than_three_percent():
     assert ours.run(controller(), 6000) >= 0.97 * best_rate(0.0, table())
 
 
-def test_it_rests_while_nothing_is_drafted_and_no_request_has_a_time_target():
+def test_it_rests_while_nothing_is_drafted():
     ours, resting = world(0.0), controller(GoodputConfig(probe_share=1e-4))
     ours.run(resting, 500)
     while any(plan.num_speculative_tokens for plan in resting.decide(ours.states(), CAPACITY)):
@@ -63,9 +63,6 @@ def test_it_rests_while_nothing_is_drafted_and_no_request_has_a_time_target():
     drafting = world(0.9)
     drafting.run(always := controller(), 50)
     assert always.rest() == 0
-    limited = [replace(state, tpot_target_s=1.0) for state in ours.states()]
-    resting.decide(limited, CAPACITY)
-    assert resting.rest() == 0
 
 
 def test_the_plain_step_before_a_rest_is_cold_if_a_draft_came_before():
@@ -198,51 +195,8 @@ def test_steps_that_take_longer_than_the_table_says_change_the_choice():
     assert sum(record.k_budget for record in ours.records[-200:]) < 2 * 200
 
 
-def test_a_target_for_the_time_per_token_is_heeded():
-    state = replace(STATE, num_committed=100)
-    ours = world(0.6)
-    free = controller()
-    ours.run(free, 200)
-    assert free.decide([state], CAPACITY)[0].num_speculative_tokens > 0
-    hurried = replace(state, request_id="hurried", tpot_target_s=0.0101)
-    both = controller(batches=(1, 2))
-    pair = world(lambda _, name, __: 0.95 if name == "r" else 0.02, "r", "hurried", batches=(1, 2))
-    pair.run(both, 200)
-    with_wish = both.decide([state, hurried], CAPACITY)
-    without = both.decide([state, replace(hurried, tpot_target_s=None)], CAPACITY)
-    assert without[0].num_speculative_tokens > 0
-    assert with_wish[0].num_speculative_tokens < without[0].num_speculative_tokens
-
-
 def test_nobody_to_decide_for():
     assert controller().decide([], Capacity(max_rows=8)) == []
-
-
-def test_plans_are_decided_anew_when_a_time_target_gets_tighter():
-    """A deadline that comes closer than the tokens do; before that, plans are reused."""
-    ours = world(0.9)
-    reusing = controller()
-    ours.run(reusing, 300)
-    (state,) = ours.states()
-    hurried = replace(state, time_left_s=0.02 * state.max_new)
-    for _ in range(20):
-        reusing.decide([hurried], CAPACITY)
-    while not reusing._active.steps_left:
-        reusing.decide([hurried], CAPACITY)
-    active = reusing._active
-    late = replace(hurried, time_left_s=0.003 * state.max_new)
-    reusing.decide([late], CAPACITY)
-    assert reusing._active is not active
-
-
-def test_a_time_limit_is_the_tighter_of_target_and_deadline():
-    limited = replace(STATE, max_new=10)
-    assert tpot_limit_s(limited) is None
-    assert tpot_limit_s(replace(limited, tpot_target_s=0.03)) == 0.03
-    assert tpot_limit_s(replace(limited, time_left_s=0.2)) == pytest.approx(0.02)
-    both = replace(limited, tpot_target_s=0.03, time_left_s=0.2)
-    assert tpot_limit_s(both) == pytest.approx(0.02)
-    assert tpot_limit_s(replace(limited, time_left_s=-1.0)) > 0.0
 
 
 def test_a_wrong_table_costs_little():
@@ -296,9 +250,3 @@ def test_steps_beside_a_prefill_teach_no_costs():
         record = ours.record("r", plan, 1.0, 1.0, 1.0)
         fitted.observe([changed(record, num_prefill_rows=4)])
     assert fitted.costs.times(OperatingPoint.of(ours.states()))["d"] == before
-
-
-@pytest.mark.parametrize("changes", [{"memory": 1.0}, {"reuse": 0}, {"strength": 0.0}])
-def test_settings_out_of_range_are_refused(changes):
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        GoodputConfig(**changes)

@@ -91,4 +91,3 @@ def test_a_tree_is_planned_where_draft_passes_are_costly_and_rows_cheap():
 def test_chains_are_planned_for_drafters_and_verifiers_of_chains():
     assert Tree not in shapes(controller(tree_methods=()), STATE)
     assert Tree not in shapes(controller(), replace(STATE, allows_trees=False))
-    assert Tree not in shapes(controller(), replace(STATE, tpot_target_s=0.1))

@@ -8,13 +8,12 @@ import pytest
 from tests.simulated import World, best_rate, table
 
 from forerun.control.goodput import GoodputController
-from forerun.control.named import ControllerInputs, build_controller
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def auto():
-    return build_controller("auto", ControllerInputs(methods=("d",), num_speculative_tokens=8))
+    return GoodputController({"d": None}, 8)
 
 
 def world(acceptance, **changes) -> World:

@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
 from forerun.drafters.draft_model import SelfDraft
 from forerun.engine.observing import ObservedStep
 from forerun.models.base import ModelOutput, RowBatch
@@ -49,7 +49,7 @@ DRAWN = {
 }
 
 
-class Shapes:
+class Shapes(Controller):
     """Plans the given shapes in turn, another one for every request and step."""
 
     def __init__(self, *shapes: Chain | Tree) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from tests.faulty import RaisesInForget
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.drafters.base import Drafter, Pause
 from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters, named_by_method
@@ -17,7 +17,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 
 
-class Turns:
+class Turns(Controller):
     """Asks the drafters one after the other."""
 
     def __init__(self, methods: tuple[str, ...]) -> None:

@@ -76,34 +76,10 @@ def test_siblings_are_ordered_by_rank_and_nodes_depth_first(seed, num_nodes, wid
         assert [built.tokens[child] for child in children] == list(tokens[: len(children)])
 
 
-@given(seed=st.integers(0, 10_000), num_nodes=st.integers(1, 12))
-def test_the_greedy_chain_can_be_kept(seed, num_nodes):
-    expand = random_candidates(seed)
-    shape = Tree(num_nodes=num_nodes, depth=DEPTH, width=WIDTH)
-    built = build_tree(expand, shape, keeps_greedy=True)
-    path = ()
-    for node in range(min(num_nodes, DEPTH)):
-        path = (*path, expand(path)[0][0])
-        assert built.paths[node] == path
-    free = max(0, num_nodes - DEPTH)
-    others = {p: v for p, v in all_paths(expand).items() if p != path[: len(p)]}
-    kept = [v for p, v in zip(built.paths, built.log_probs, strict=True) if p in others]
-    assert sorted(kept) == pytest.approx(sorted(others.values())[len(others) - free :])
-
-
 def test_equally_probable_nodes_enter_after_their_parents():
     built = build_tree(lambda path: ([7, 8], [0.0, 0.0]), Tree(num_nodes=3, depth=9, width=2))
     assert built.tree.parents[0] == -1
     assert build_tree(lambda path: ([7], [0.0]), Tree(num_nodes=4, depth=9, width=2)).tree.is_chain
-
-
-@pytest.mark.parametrize("keeps_greedy", [False, True])
-def test_nodes_that_gain_less_than_asked_are_left_out(keeps_greedy):
-    halves = ([1, 2], [math.log(0.5)] * 2)
-    shape = Tree(num_nodes=50, depth=4, width=2)
-    built = build_tree(lambda path: halves, shape, min_gain=0.2, keeps_greedy=keeps_greedy)
-    assert len(built.tokens) == 2 + 4
-    assert built.expected_accepted == pytest.approx(2.0)
 
 
 def test_impossible_candidates_and_empty_rows_are_left_out():

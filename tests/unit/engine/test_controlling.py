@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Plan, Tree
+from forerun.control.base import Controller, Plan, Tree
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter
@@ -29,7 +29,7 @@ from forerun.theory.tree import TokenTree
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-class PlansTrees:
+class PlansTrees(Controller):
     """Plans a tree for every request."""
 
     def __init__(self, shape: Tree) -> None:
@@ -95,7 +95,7 @@ def test_a_tree_deeper_than_planned_is_not_verified(target, caplog):
     assert "a tree of depth 3 and width 2, but the plan allows depth 2" in caplog.text
 
 
-class Listening:
+class Listening(Controller):
     """Notes what it is told; plans more than there is room for."""
 
     def __init__(self) -> None:
@@ -123,22 +123,20 @@ def listening(target, draft):
 
 def test_requests_are_described(listening):
     engine, controller = listening
-    terms = RequestTerms(tags=("code", "de"), tpot_target_s=0.5, deadline_s=1000.0)
+    terms = RequestTerms(tags=("code", "de"))
     engine.generate([[1, 2]], replace(PARAMS, temperature=0.7, seed=1), terms)
     first = controller.states[0]
     assert first.tags == ("code", "de")
-    assert first.tpot_target_s == 0.5
-    assert 0 < first.time_left_s <= 1000.0
     assert first.temperature == 0.7
     lengths = [state.num_committed for state in controller.states]
     assert lengths == sorted(lengths)
 
 
-def test_requests_without_wishes_have_none(listening):
+def test_requests_without_tags_have_none(listening):
     engine, controller = listening
     engine.generate([[1, 2]], PARAMS)
     first = controller.states[0]
-    assert (first.tags, first.tpot_target_s, first.time_left_s) == ((), None, None)
+    assert first.tags == ()
 
 
 class Resting(Listening):
@@ -283,12 +281,6 @@ def test_no_plan_goes_beyond_the_engines_k(listening):
     engine.generate([[1, 2]], PARAMS)
     assert max(record.k_budget for record in controller.records) == 3
     assert max(record.num_drafted for record in controller.records) == 3
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0])
-def test_targets_that_mean_nothing_are_refused(value):
-    with pytest.raises(InvalidRequest, match="tpot_target_s"):
-        RequestTerms(tpot_target_s=value)
 
 
 def test_controllers_nobody_knows_are_refused():

@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.engine import step
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords, ObservedStep
@@ -157,7 +157,7 @@ def test_the_end_of_the_context_limits_drafts(target):
         assert record.context_tokens + record.k_budget + 1 <= 12
 
 
-class Greedy:
+class Greedy(Controller):
     """A controller that asks for more than there is room for, and for less than nothing."""
 
     def __init__(self, k: int) -> None:

@@ -12,7 +12,7 @@ from tests.tabular import TabularModel
 from forerun.engine import intake
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
-from forerun.engine.thread import EngineThread, PlaceRate
+from forerun.engine.thread import EngineThread
 from forerun.errors import EngineStopped, InvalidRequest, NumericalError, QueueFull
 from forerun.sampling.config import SamplingParams
 
@@ -165,34 +165,6 @@ def test_places_of_several_samples_are_given_back(target):
             samples = SamplingParams(seed=seed, max_tokens=2, n=3)
             assert len(running.submit([1], samples).result(TIMEOUT_S).completions) == 3
         assert not running.is_full
-
-
-def test_the_time_until_a_place_is_free_follows_from_the_latest_ends(target):
-    now_s = 100.0
-    places = PlaceRate(clock=lambda: now_s)
-    assert places.seconds_until(3) == 1.0
-    places.begin()
-    now_s += 4.0
-    assert places.seconds_until(2) == 8.0  # nothing has ended for 4 s
-    places.end(3)
-    assert places.seconds_until(2) == 2.0  # 3 ended in 4 s, and one runs
-    now_s += 1000.0
-    assert places.seconds_until(2) == 60.0
-    places.begin()
-    assert places.seconds_until(2) == 1.0
-
-
-def test_a_refused_request_is_told_when_to_come_again(target):
-    gated, now_s = Gated(target), 0.0
-    with EngineThread(tiny.engine_over(gated, max_batch=1, max_waiting=0)) as running:
-        running._places = PlaceRate(clock=lambda: now_s)
-        running.submit([1], PARAMS)
-        assert running.is_full
-        now_s = 7.0
-        with pytest.raises(QueueFull) as caught:
-            running.submit([2], PARAMS)
-        assert caught.value.retry_after_s == 7.0
-        gated.let()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests import tiny
 from tests.tabular import TabularModel
 
 from forerun.cli.generate import TreeView
-from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.registry import SeveralDrafters
@@ -158,7 +158,7 @@ def test_trees_of_a_controller_have_more_nodes_than_a_chain_as_far_as_passes_hav
 
 
 def test_chains_are_cut_to_k_and_trees_to_the_most_nodes(target):
-    class Alternating:
+    class Alternating(Controller):
         """Plans more than there may be, chains and trees in turns."""
 
         num_decisions = 0
@@ -193,14 +193,13 @@ def test_chains_are_cut_to_k_and_trees_to_the_most_nodes(target):
 
 def test_the_first_of_several_drafters_drafts_the_tree(target):
     config = EngineConfig(tree=SHAPE)
-    drafters = {"suffix": SuffixDrafter(), "draft_model": tiny.drafting(tiny.cousin(target, 5), 8)}
+    drafters = {"draft_model": tiny.drafting(tiny.cousin(target, 5), 8), "suffix": SuffixDrafter()}
     controller = default_controller(config, SeveralDrafters(drafters), {})
     (plan,) = controller.decide([STATE], Capacity(max_rows=64))
-    assert plan == Plan(method="suffix", shape=SHAPE)
-    chains = SecondBest(target)
-    chains.max_width = 1
-    with pytest.raises(InvalidRequest, match="the drafter second_best proposes chains only"):
-        default_controller(config, SeveralDrafters({"second_best": chains, **drafters}), {})
+    assert plan == Plan(method="draft_model", shape=SHAPE)
+    reverse = dict(reversed(drafters.items()))
+    with pytest.raises(InvalidRequest, match="the drafter suffix proposes chains only"):
+        default_controller(config, SeveralDrafters(reverse), {})
 
 
 @pytest.mark.parametrize(
