@@ -1,4 +1,4 @@
-"""Connections without a request, half-closed ones, and the end of the time to drain."""
+"""Connections without a request, clients that leave, and the end of the time to drain."""
 
 from __future__ import annotations
 
@@ -67,18 +67,6 @@ def test_a_connection_without_a_request_is_closed(monkeypatch):
             with socket.create_connection(address_of(client)) as connection:
                 connection.sendall(sent)
                 assert read_all(connection) == b""
-
-
-@pytest.mark.parametrize("stream", [b"false", b"true"])
-def test_a_half_closed_client_gets_its_answer(stream, monkeypatch):
-    body = b'{"prompt": "x", "max_tokens": 20, "ignore_eos": true, "stream": %s}' % stream
-    engine = held_engine(monkeypatch, run.ServedConnection, "eof_received")
-    with serving(engine) as client, socket.create_connection(address_of(client)) as half:
-        half.sendall(head_of(body))
-        half.shutdown(socket.SHUT_WR)
-        answer = read_all(half)
-    assert b"HTTP/1.1 200 OK" in answer
-    assert (b"data: [DONE]" if stream == b"true" else b'"completion_tokens":20') in answer
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,11 +17,10 @@ from tests.server.keyless import wrongly_answered
 
 from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
-from forerun.server.errors import response_for
+from forerun.server.errors import LimitReached, response_for
 from forerun.server.guard import (
     ApiKey,
     Keyring,
-    LimitReached,
     check_address,
     protect,
     read_keys,
@@ -231,7 +230,6 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(long_bo
         ("/v1/completions", {"prompt": [1] * 200_000}, "the body has 200001 values; at most"),
         ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(range(5000), 1)}, "4096"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}] * 5000}, "at most 4096 items"),
-        ("/detokenize", {"tokens": [1] * 1000}, "there are 1000 tokens; the context holds"),
         ("/v1/completions", {"prompt": "x", "stop_token_ids": ["a"] * 90_000}, "stop_token_ids.0"),
     ],
 )

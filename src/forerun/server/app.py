@@ -23,15 +23,11 @@ import forerun
 from forerun.engine.config import RequestTerms
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.thread import AsyncEngine, Ticket
-from forerun.errors import ForerunError, InvalidRequest, PromptTooLong
+from forerun.errors import ForerunError, InvalidRequest
 from forerun.server.answers import Answer
-from forerun.server.bodies import INLINE_BYTES, PacedExecutor, read_body
+from forerun.server.bodies import PacedExecutor, read_body
 from forerun.server.config import ServerConfig
 from forerun.server.errors import (
-    ERRORS,
-    STREAMS,
-    TEXT,
-    DescribedApp,
     ModelNotServed,
     error_body,
     response_for,
@@ -42,14 +38,12 @@ from forerun.server.live import Diagnose, LiveView
 from forerun.server.live_page import page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
-from forerun.server.responses import ResponsesAnswer, ResponsesRequest
+from forerun.server.responses import ResponsesAnswer, ResponsesChat
 from forerun.server.tool_calls import ToolFormat, chosen_format, forced
 
 END = None
@@ -294,15 +288,6 @@ class ServerState:
         return tickets
 
 
-BODIES: Mapping[str, type[Body]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-
-
 def create_app(
     engine: AsyncEngine,
     model: str,
@@ -325,14 +310,7 @@ def create_app(
             yield
         server.close()
 
-    app = DescribedApp(
-        title="forerun",
-        version=forerun.__version__,
-        lifespan=lifespan,
-        responses=ERRORS,
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = FastAPI(title="forerun", lifespan=lifespan, openapi_url=None)
     metrics = ServerMetrics(engine.engine, model)
     # One tenant must not read the texts of another.
     shows_texts = len({key.tenant for key in keys}) < 2
@@ -348,44 +326,52 @@ def create_app(
         started_at_s=time.time(),
     )
     protect(app, config, keys, server.metrics.responded)
-    app.bodies = BODIES
     for kind in (ForerunError, HTTPException):
         app.add_exception_handler(kind, response_for)
     _add_generation(app)
-    _add_tokens(app)
     _add_status(app)
     app.include_router(page_router(view))
     return app
 
 
 def _add_generation(app: FastAPI) -> None:
-    """Add the routes that generate text."""
+    """Add the routes that generate text, and the one that counts its tokens."""
 
-    @app.post("/v1/completions", responses=STREAMS, response_class=Response)
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
-        return await _generated(request, CompletionRequest, Answer)
+        return await _generated(request, CompletionRequest.model_validate, Answer)
 
-    @app.post("/v1/chat/completions", responses=STREAMS, response_class=Response)
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _generated(request, ChatRequest, Answer)
+        return await _generated(request, ChatRequest.model_validate, Answer)
 
-    @app.post("/v1/responses", responses=STREAMS, response_class=Response)
+    @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's Responses API."""
-        return await _generated(request, ResponsesRequest, ResponsesAnswer)
+        return await _generated(request, ResponsesChat.read, ResponsesAnswer)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Return the ids of a prompt or of a conversation."""
+        server: ServerState = request.app.state.server
+        body, slow = await read_body(request, TokenizeRequest.model_validate, server.large)
+        server.check_model(body.model)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(slow, _tokenized, server, body)
+        return Response(found, media_type="application/json")
 
 
 async def _generated(
-    request: Request, kind: type[GenerationRequest], answer_kind: type[Answer | ResponsesAnswer]
+    request: Request,
+    read: Callable[[Any], GenerationRequest],
+    answer_kind: type[Answer | ResponsesAnswer],
 ) -> Response:
     """Generate text for a request, and return it at once or as a stream."""
     server: ServerState = request.app.state.server
-    body = await read_body(request, kind, server.large)
+    body, slow = await read_body(request, read, server.large)
     server.check_model(body.model)
-    is_large = len(await request.body()) > INLINE_BYTES
-    slow = server.large if is_large else None
     key: ApiKey = request.state.key
     generation = await Generation.begin(
         partial(server.submit, body, key), body.n, server.grammars if body.has_grammar else slow
@@ -438,42 +424,7 @@ async def _stream_of(
         yield answer.failed(str(error), status_of(error))
 
 
-def _add_tokens(app: FastAPI) -> None:
-    """Add the routes that convert between text and tokens."""
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        """Return the ids of a prompt or of a conversation."""
-        return await _converted(request, TokenizeRequest, _tokenized)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        """Return the text of some ids, special tokens left out."""
-        return await _converted(request, DetokenizeRequest, _detokenized)
-
-
-ConvertedT = TypeVar("ConvertedT", TokenizeRequest, DetokenizeRequest)
-
-
-async def _converted(
-    request: Request,
-    kind: type[ConvertedT],
-    convert: Callable[[ServerState, ConvertedT], dict[str, Any]],
-) -> Response:
-    """Return the JSON of a conversion, which runs away from the event loop."""
-    server: ServerState = request.app.state.server
-    body = await read_body(request, kind, server.large)
-    server.check_model(body.model)
-    executor = server.large if len(await request.body()) > INLINE_BYTES else None
-
-    def content() -> bytes:
-        return msgspec.json.encode(convert(server, body))
-
-    found = await asyncio.get_running_loop().run_in_executor(executor, content)
-    return Response(found, media_type="application/json")
-
-
-def _tokenized(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenized(server: ServerState, body: TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give a prompt or messages, and not both")
     intake = server.engine.engine.intake
@@ -483,20 +434,7 @@ def _tokenized(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
         intake.check_length(body.prompt)
         tokens = intake.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     found = {"count": len(tokens), "max_model_len": intake.max_context, "tokens": tokens}
-    if body.return_token_strs:
-        found["token_strs"] = [intake.tokenizer.piece(token) for token in tokens]
-    return found
-
-
-def _detokenized(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
-    most = server.engine.engine.max_context
-    if len(body.tokens) > most:
-        raise PromptTooLong(f"there are {len(body.tokens)} tokens; the context holds {most}")
-    vocab_size = server.engine.engine.target.vocab_size
-    outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise InvalidRequest(f"token {outside} is outside 0..{vocab_size - 1}")
-    return {"prompt": server.engine.engine.tokenizer.decode(body.tokens)}
+    return msgspec.json.encode(found)
 
 
 def _add_status(app: FastAPI) -> None:
@@ -541,7 +479,7 @@ def _add_status(app: FastAPI) -> None:
             raise HTTPException(503, "the queue is full")
         return {"status": "ready"}
 
-    @app.get("/metrics", responses=TEXT, response_class=Response)
+    @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus's text format."""
         server: ServerState = request.app.state.server

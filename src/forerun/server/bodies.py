@@ -64,9 +64,12 @@ class InvalidBody(InvalidRequest):
         self.param = param
 
 
-async def read_body(request: Request, kind: type[BodyT], executor: Executor) -> BodyT:
-    """Read and check the body of a request, parsing large ones on `executor`.
+async def read_body(
+    request: Request, read: Callable[[Any], BodyT], executor: Executor
+) -> tuple[BodyT, Executor | None]:
+    """Read the body of a request, a large one on `executor`; `read` checks its parsed JSON.
 
+    Returns also where further work on it belongs: None, the executor of short work, or `executor`.
     Raises InvalidBody, and HTTPException where the media type is not JSON.
     """
     given = request.headers.get("content-type", "")
@@ -79,16 +82,16 @@ async def read_body(request: Request, kind: type[BodyT], executor: Executor) -> 
         data = await request.body()
     except ClientDisconnect:
         raise HTTPException(CLIENT_LEFT, "the client left before its body was complete") from None
+
+    def check() -> BodyT:
+        try:
+            return read(parsed(data))
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
     if len(data) <= INLINE_BYTES:
-        return _checked(data, kind)
-    return await asyncio.get_running_loop().run_in_executor(executor, _checked, data, kind)
-
-
-def _checked(data: bytes, kind: type[BodyT]) -> BodyT:
-    try:
-        return kind.model_validate(parsed(data))
-    except ValidationError as error:
-        raise invalid_body(error) from None
+        return check(), None
+    return await asyncio.get_running_loop().run_in_executor(executor, check), executor
 
 
 def parsed(data: bytes) -> Any:

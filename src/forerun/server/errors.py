@@ -1,19 +1,13 @@
-"""Errors in the form of the OpenAI API: `{"error": {message, type, param, code}}`.
-
-FastAPI cannot derive the description of errors, streams and metrics, so it is written here.
-"""
+"""Errors in the form of the OpenAI API: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel
+from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
 from forerun.errors import (
@@ -26,7 +20,6 @@ from forerun.errors import (
     UnreadableInput,
 )
 from forerun.server.bodies import InvalidBody
-from forerun.server.protocol import Body
 
 logger = logging.getLogger("forerun.server")
 
@@ -39,19 +32,31 @@ class ModelNotServed(InvalidRequest):
     """A request names a model that this server does not have."""
 
 
+class LimitReached(InvalidRequest):
+    """A tenant, or the server, has reached a limit; the request may be sent again later."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+KINDS: tuple[tuple[type[Exception], int, str | None, str | None], ...] = (
+    (ModelNotServed, 404, "model", "model_not_found"),
+    (PromptTooLong, 400, "prompt", "context_length_exceeded"),
+    (LimitReached, 429, None, "rate_limit_exceeded"),
+    (QueueFull, 429, None, "queue_full"),
+    (InvalidRequest, 400, None, None),
+    (UnreadableInput, 400, None, None),
+    (MaskError, 400, None, None),  # here it is a grammar that its parser gives up
+    (EngineStopped, 503, None, None),
+    (Exception, 500, None, None),
+)
+"""Status, field and code of every kind of error; the first that matches counts."""
+
+
 def status_of(error: Exception) -> int:
     """Return the HTTP status of an error; an unexpected error has status 500."""
-    if isinstance(error, HTTPException):
-        return error.status_code
-    statuses: tuple[tuple[type[Exception], int], ...] = (
-        (ModelNotServed, 404),
-        (InvalidRequest, 400),
-        (UnreadableInput, 400),
-        (MaskError, 400),  # here it is a grammar that its parser gives up
-        (QueueFull, 429),
-        (EngineStopped, 503),
-    )
-    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+    return next(status for kind, status, *_ in KINDS if isinstance(error, kind))
 
 
 def error_body(
@@ -59,15 +64,10 @@ def error_body(
 ) -> bytes:
     """Return the JSON of an error."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    found = {
-        "message": readable(message[:MAX_CHARACTERS]),
-        "type": kind,
-        "param": param,
-        "code": code,
-    }
-    if param is not None:
-        found["param"] = readable(param[:MAX_CHARACTERS])
-    return msgspec.json.encode({"error": found})
+    shown, field = (text and readable(text[:MAX_CHARACTERS]) for text in (message, param))
+    return msgspec.json.encode(
+        {"error": {"message": shown, "type": kind, "param": field, "code": code}}
+    )
 
 
 def readable(text: str) -> str:
@@ -94,83 +94,15 @@ def error_response(
 
 async def response_for(request: Request, error: Exception) -> Response:
     """Return the response for an exception; an unexpected exception is logged and not shown."""
-    status = status_of(error)
     if isinstance(error, HTTPException):
-        return error_response(str(error.detail), status, headers=error.headers)
-    if isinstance(error, QueueFull):
-        after = {"Retry-After": str(math.ceil(error.retry_after_s))}
-        return error_response(str(error), status, code="queue_full", headers=after)
-    if isinstance(error, ForerunError):
-        if isinstance(error, PromptTooLong):
-            return error_response(
-                str(error), status, param="prompt", code="context_length_exceeded"
-            )
-        if isinstance(error, ModelNotServed):
-            return error_response(str(error), status, param="model", code="model_not_found")
-        param = error.param if isinstance(error, InvalidBody) else None
-        return error_response(str(error), status, param=param)
-    logger.error("unexpected %s", type(error).__name__, exc_info=error)
-    return error_response("an error that the server did not foresee; see its log", status)
-
-
-class ErrorDetail(BaseModel):
-    """Description of an error: message, type, field and machine-readable code."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The body of every error."""
-
-    error: ErrorDetail
-
-
-REASONS = {
-    400: "The body or a value of it cannot be used",
-    401: "A valid API key is needed",
-    404: "No such model",
-    408: "The body did not come in time",
-    413: "The body is too long",
-    415: "The body is not declared to be JSON",
-    421: "The Host header names another server",
-    429: "A queue or a limit is full; see Retry-After",
-    500: "An error of the server",
-    503: "The engine has ended, or the server is not ready",
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": reason} for status, reason in REASONS.items()
-}
-STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer, or with `stream` its parts as server-sent events",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    }
-}
-TEXT: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Metrics for Prometheus", "content": {"text/plain": {}}}
-}
-
-
-class DescribedApp(FastAPI):
-    """A FastAPI application whose OpenAPI description has the bodies that its routes read."""
-
-    bodies: Mapping[str, type[Body]] = MappingProxyType({})
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the description, with 400 as the status of an invalid body instead of 422."""
-        if self.openapi_schema is not None:
-            return self.openapi_schema
-        found = super().openapi()
-        schemas = found["components"]["schemas"]
-        for path, operations in found["paths"].items():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-            if (kind := self.bodies.get(path)) is not None:
-                schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-                schemas |= schema.pop("$defs", {})
-                content = {"application/json": {"schema": schema}}
-                operations["post"]["requestBody"] = {"content": content, "required": True}
-        return found
+        return error_response(str(error.detail), error.status_code, headers=error.headers)
+    _, status, param, code = next(row for row in KINDS if isinstance(error, row[0]))
+    if not isinstance(error, ForerunError):
+        logger.error("unexpected %s", type(error).__name__, exc_info=error)
+        return error_response("an error that the server did not foresee; see its log", status)
+    if isinstance(error, InvalidBody):
+        param = error.param
+    headers = None
+    if isinstance(error, QueueFull | LimitReached):
+        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return error_response(str(error), status, param=param, code=code, headers=headers)

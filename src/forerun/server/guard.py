@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import math
 import re
 import time
 import tomllib
@@ -28,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.bounded_read import ReadLimits, first_line, read_bytes
 from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.server.config import ServerConfig
-from forerun.server.errors import error_response, response_for
+from forerun.server.errors import LimitReached, error_response, response_for
 from forerun.server.request_log import log_request
 
 RANGES = (
@@ -41,14 +40,6 @@ MIN_KEY_CHARACTERS = 16
 KEY_FILE = ReadLimits(max_bytes=1 << 20)
 SHA256 = re.compile("[0-9a-f]{64}")
 BUSY_RETRY_S = 1.0
-
-
-class LimitReached(InvalidRequest):
-    """A tenant, or the server, has reached a limit; the request may be sent again later."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,13 +317,8 @@ class Guard:
         if key is None or scope["method"] != "POST":
             await self.app(scope, body, send)
             return
-        try:
-            with self.keyring.admitted(key):
-                await self.app(scope, body, send)
-        except LimitReached as limit:
-            after = {"Retry-After": str(math.ceil(limit.retry_after_s))}
-            response = error_response(str(limit), 429, code="rate_limit_exceeded", headers=after)
-            await response(scope, receive, send)
+        with self.keyring.admitted(key):
+            await self.app(scope, body, send)
 
     def _refused(self, scope: Scope, headers: Headers, key: ApiKey | None) -> Response | None:
         """Return the error response to a request that is refused; None for one that is accepted."""

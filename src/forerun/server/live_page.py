@@ -37,18 +37,18 @@ def page_router(view: LiveView) -> APIRouter:
     folder = files("forerun.server") / "page"
     contents = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
-    @router.get("/", include_in_schema=False)
+    @router.get("/")
     async def index() -> Response:
         return await file("index.html")
 
-    @router.get("/page/{name}", include_in_schema=False)
+    @router.get("/page/{name}")
     async def file(name: str) -> Response:
         media_type = MEDIA_TYPES.get("." + name.rpartition(".")[2])
         if name not in contents or media_type is None:
             return Response("no such file", status_code=404)
         return Response(contents[name], media_type=media_type, headers=SECURITY)
 
-    @router.get("/live", summary="What the server does now")
+    @router.get("/live")
     def live() -> Response:
         return Response(
             view.encoded(),

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from forerun.bounded_read import parse_json
@@ -125,10 +124,10 @@ class ResponseFormat(Body):
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
-class GenerationRequest(Body):
+class GenerationFields(Body):
     """The fields that all routes which generate text share."""
 
-    ignored: SkipJsonSchema[tuple[str, ...]] = ()
+    ignored: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -182,11 +181,15 @@ class GenerationRequest(Body):
     best_of: int | None = None
 
     @model_validator(mode="after")
-    def _check_best_of(self) -> GenerationRequest:
+    def _check_best_of(self) -> GenerationFields:
         if self.best_of not in (None, self.n):
             message = "best_of is not supported; leave it out or send the value of n"
             raise PydanticCustomError("not_supported", message)
         return self
+
+
+class GenerationRequest(GenerationFields):
+    """A request for text: what the engine needs of it."""
 
     @property
     @abstractmethod
@@ -505,11 +508,3 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(Body):
-    """Body of `/detokenize`."""
-
-    model: str | None = None
-    tokens: Ids

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from forerun.engine.intake import Intake, Prompt, text_of
+from forerun.engine.intake import text_of
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 from forerun.server.answers import Json, usage_of
-from forerun.server.bodies import invalid_body
-from forerun.server.protocol import Body, ChatRequest, GenerationRequest
+from forerun.server.protocol import Body, ChatRequest, GenerationFields, GenerationRequest
 from forerun.server.tool_calls import ToolCall, ToolCallParser, ToolFormat
 
 
@@ -37,7 +35,7 @@ class TextOptions(Body):
     verbosity: str | None = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(GenerationFields):
     """Body of `/v1/responses`; nothing is stored, so each request holds the whole conversation."""
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -53,97 +51,63 @@ class ResponsesRequest(GenerationRequest):
     background: Literal[False] = False
     previous_response_id: None = None
 
-    @model_validator(mode="after")
-    def _check_echoed(self) -> ResponsesRequest:
-        try:
-            msgspec.json.encode(self.echoed)
-        except UnicodeEncodeError as error:
-            message = (
-                f"a text of the fields that the response repeats is no Unicode: {error.reason}"
-            )
-            raise PydanticCustomError("not_supported", message) from None
-        return self
-
     @property
-    def echoed(self) -> Json:
-        """The fields that the response repeats."""
-        return {
+    def repeated(self) -> Json:
+        """The fields that the response repeats; raises InvalidRequest where one is no Unicode."""
+        fields = {
             "instructions": self.instructions,
-            "max_output_tokens": self.longest,
             "metadata": self.metadata or {},
-            "temperature": self.temperature,
             "text": self.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": self.tool_choice,
             "tools": self.tools or [],
-            "top_p": self.top_p,
-        }
-
-    @property
-    def longest(self) -> int | None:
-        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """None: log-probabilities are for the other routes."""
-        return None
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The conversation, its tools and the form of its text as a chat request.
-
-        Raises InvalidRequest for an item or a tool of a kind that is not supported.
-        """
-        messages: list[Json] = []
-        if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
-        items = self.input
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
-        for item in items:
-            _add_item(messages, item)
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-        asked = self.text.format
-        schema = {"name": asked.name, "schema": asked.schema_} if asked.schema_ else None
-        fields = {
-            "messages": messages,
-            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
-            "tool_choice": choice,
-            "response_format": {"type": asked.type, "json_schema": schema},
         }
         try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise invalid_body(error) from None
+            msgspec.json.encode(fields)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"a text of the fields that the response repeats is no Unicode: {error.reason}"
+            ) from None
+        return fields
 
-    @property
-    def forced_tools(self) -> list[dict[str, Any]]:
-        return self.chat.forced_tools
 
-    @property
-    def has_grammar(self) -> bool:
-        return super().has_grammar or self.text.format.type != "text"
+class ResponsesChat(ChatRequest):
+    """A request to `/v1/responses` as a chat, with the fields that its response repeats."""
 
-    def _form(self, call_grammar: str | None) -> dict[str, Any] | None:
-        form = super()._form(call_grammar)
-        if self.text.format.type == "text":
-            return form
-        if form is not None:
-            raise InvalidRequest("the text can follow one grammar; the request gives several")
-        return self.chat._form(None)
+    repeated: Json = Field(default_factory=dict)
 
-    def prompts_for(self, intake: Intake) -> list[Prompt]:
-        """Return the token ids of the rendered conversation."""
-        chat = self.chat
-        prompts = chat.prompts_for(intake)
-        self.ignored += chat.ignored
-        return prompts
+    @classmethod
+    def read(cls, data: Any) -> ResponsesChat:
+        """Return the chat that a parsed body asks for.
 
-    @property
-    def last_message(self) -> str | None:
-        """The last message of the user of the conversation."""
-        return self.chat.last_message
+        Raises ValidationError, and InvalidRequest for items and tools that are not supported.
+        """
+        asked = ResponsesRequest.model_validate(data)
+        messages: list[Json] = []
+        if asked.instructions is not None:
+            messages.append({"role": "system", "content": asked.instructions})
+        items = asked.input
+        for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+            _add_item(messages, item)
+        choice = asked.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        shared = asked.model_fields_set & GenerationFields.model_fields.keys() - {"ignored"}
+        fields = {name: getattr(asked, name) for name in shared} | {
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in asked.tools] if asked.tools else None,
+            "tool_choice": choice,
+            "max_completion_tokens": asked.max_output_tokens,
+        }
+        form = asked.text.format
+        if form.type != "text":
+            if asked.response_format is not None:
+                raise InvalidRequest("the text can follow one grammar; the request gives several")
+            schema = {"name": form.name, "schema": form.schema_} if form.schema_ else None
+            fields["response_format"] = {"type": form.type, "json_schema": schema}
+        found = cls.model_validate(fields)
+        found.ignored = asked.ignored
+        found.repeated = asked.repeated
+        return found
 
 
 def _chat_tool(tool: Json) -> Json:
@@ -188,10 +152,10 @@ class ResponsesAnswer:
     ) -> None:
         self.id = request_id
         self.model = model
-        assert isinstance(body, ResponsesRequest)
+        assert isinstance(body, ResponsesChat)
         self.body = body
         self.created_at = int(time.time())
-        names = body.chat.tool_names
+        names = body.tool_names
         self._parser = ToolCallParser(tool_format, names) if tool_format and names else None
         self._items: list[Json] = []
         self._text: Json | None = None  # the item whose text grows
@@ -308,7 +272,10 @@ class ResponsesAnswer:
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
-            **self.body.echoed,
+            "max_output_tokens": self.body.longest,
+            "temperature": self.body.temperature,
+            "top_p": self.body.top_p,
+            **self.body.repeated,
             "usage": _usage_of(outputs) if outputs else None,
         }
 

@@ -26,7 +26,6 @@ RESERVED_FILES = BACKLOG + 96
 """Open files that are not connections: models, pipes of child processes, the listening socket."""
 REQUEST_TIMEOUT_S = 15.0
 """Until a new connection must have sent the head of a request."""
-PROBE_S = 0.1
 
 
 @cache
@@ -40,10 +39,7 @@ def max_connections() -> int:
 
 
 class ServedConnection(H11Protocol):
-    """A connection that gives way to new ones while it has no request.
-
-    A client may close its side once it has sent a request; it still gets the answer.
-    """
+    """A connection that gives way to new ones while it has no request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         """Start to wait for a request; of too many connections the oldest idle one is closed."""
@@ -87,26 +83,6 @@ class ServedConnection(H11Protocol):
     def _give_up(self) -> None:
         if self.is_idle and not self.transport.is_closing():
             self.transport.close()
-
-    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's returns None
-        """Return whether the connection stays open for the answer to a request that is complete."""
-        if self.is_idle or self.cycle.more_body or self.scope["http_version"] != "1.1":
-            return False
-        self.cycle.keep_alive = False
-        self._probe()
-        return True
-
-    def _probe(self) -> None:
-        """Send an interim response, which a client that is gone altogether answers by a reset."""
-        if self.is_idle or self.transport.is_closing():
-            return
-        found: socket.socket = self.transport.get_extra_info("socket")
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
-            return
-        if not self.cycle.response_started:
-            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
-        self.loop.call_later(PROBE_S, self._probe)
 
 
 MAX_HEADER_BYTES = 32 << 10
