@@ -35,7 +35,7 @@ TORCH_FREE = (
     "forerun.measure.profile",
     "forerun.sampling.config",
     "forerun.trace.files",
-    "forerun.trace.summary",
+    "forerun.trace.cycles",
 )
 
 
@@ -45,10 +45,12 @@ def name_of(path: Path) -> str:
 
 REMOVED = (
     "forerun.audit",
+    "forerun.cli.trace",
     "forerun.diagnose",
     "forerun.probe",
     "forerun.testing.exact",
     "forerun.trace.explained",
+    "forerun.trace.summary",
 )
 """Import paths of earlier versions, for which there is no alias."""
 

@@ -1,4 +1,4 @@
-"""Everything that `diagnose` and `trace summarize` read."""
+"""Everything that `diagnose` reads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from forerun.doctor.readers.prometheus import PrometheusText
 from forerun.doctor.readers.sources import read_source, read_text
 from forerun.doctor.words import headline, page_of, sections
 from forerun.terminal_text import printable
-from forerun.trace.files import line_of, read_trace
-from forerun.trace.summary import summarise
+from forerun.trace.files import line_of
 
 RECORDS = [HEADER, *steps(40), FULL, STEP, REQUEST]
 TRACE = b"".join(map(line_of, RECORDS))
@@ -66,12 +65,11 @@ def text(data: bytes) -> None:
 
 
 def trace(data: bytes) -> None:
-    """A trace of JSON lines, as both readers read it."""
+    """A trace of JSON lines, as a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         path.write_bytes(data)
         report(read_source(str(path), interval_s=1.0))
-        json.dumps(summarise(read_trace(path)).to_dict(), allow_nan=False)
 
 
 def metrics(data: bytes) -> None:

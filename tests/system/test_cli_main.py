@@ -74,7 +74,7 @@ def test_help_of_a_command_has_examples(name, capsys):
 NEEDED = {
     "generate": ["x"],
     "info": ["x"],
-    "trace": ["summarize", "x"],
+    "explain": ["x"],
 }
 
 

@@ -124,7 +124,7 @@ def test_the_former_name_is_said_to_be_part_of_plan(files, capsys):
     assert main(["simulate", *files, "--controllers", "plain", "--no-oracle", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["results"]
-    assert captured.err == "forerun simulate is part of forerun plan now\n"
+    assert captured.err == "forerun simulate is forerun plan now\n"
 
 
 def test_a_workload_without_an_end_is_refused(files, tmp_path, capsys):

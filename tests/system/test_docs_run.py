@@ -79,7 +79,7 @@ PAGE = """\
 Text.
 
     forerun --version
-    forerun trace summarize missing.jsonl
+    forerun explain missing.jsonl
 
 - an item
 
@@ -127,7 +127,7 @@ def test_blocks_are_found_and_classified():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Block(line=3, text="forerun trace summarize missing.jsonl"), "exit code 2"),
+        (Block(line=3, text="forerun explain missing.jsonl"), "exit code 2"),
         (Block(line=3, text="forerun nonsense"), "no command"),
         (Block(line=3, text="x = 1\nraise ValueError(x)"), "ValueError: 1"),
         (Block(line=3, text="ls missing-folder | cat && false"), "exit code 1"),

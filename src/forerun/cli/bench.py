@@ -520,6 +520,6 @@ COMMAND = Command(
         "forerun bench --arms zoo:code-2m-for-40m@2,4,8 --controller auto",
         "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",
         "forerun bench --url http://127.0.0.1:8000/v1 --concurrency 1 4",
-        "forerun bench --trace bench.jsonl && forerun trace summarize bench.jsonl",
+        "forerun bench --trace bench.jsonl && forerun explain bench.jsonl",
     ),
 )

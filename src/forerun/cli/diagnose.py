@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,9 @@ from tyro.conf import Positional, UseAppendAction, arg
 from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
+from forerun.cli.probe import ProbeFlags, probe_pair
 from forerun.cli.tables import SafeConsole
+from forerun.cli.watch import Watch, WatchFlags, watch
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class DiagnoseOptions:
     profile: Path | None = None
     """Cost profile of `forerun profile`, for predictions at other K."""
     interval_s: float = 10.0
-    """Between the two samples of a URL."""
+    """Between the two samples of a URL, or two readings of a watch."""
     api_key_env: str | None = None
     """Environment variable with the API key of a URL. Default: OPENAI_API_KEY, if it is set."""
     json: bool = False
@@ -85,11 +87,16 @@ class DiagnoseOptions:
     """With --ask: a JSON object of answers so far, in the order of asking, such as
     {"output_differs": "no", "slower_with_batch": "unknown"}."""
 
+    probing: ProbeFlags = field(default_factory=ProbeFlags)
+    watching: WatchFlags = field(default_factory=WatchFlags)
+
     def check(self) -> None:
         """Refuse unusable options before any slow work begins."""
+        if not self.probing.probe and self.probing != ProbeFlags():
+            raise InvalidRequest("the flags of a pair of models, such as --draft, need --probe")
         if self.answers is not None and not self.ask:
             raise InvalidRequest("--answers needs --ask")
-        if not self.sources and not self.given() and not self.ask:
+        if not (self.sources or self.given() or self.ask or self.probing.probe):
             raise InvalidRequest(
                 "no evidence: name a trace, log, metrics or facts file, or give a fact, for "
                 "example --tokens-per-s 80 --tokens-per-s-plain 90"
@@ -119,6 +126,8 @@ class DiagnoseOptions:
 
 def run(options: DiagnoseOptions) -> int:
     """Read the sources, diagnose and report; the exit code follows from the verdict."""
+    if options.watching.watch:
+        return watch_source(options)
     options.check()
 
     from forerun.doctor.asking import likeliest_causes, with_answers
@@ -153,6 +162,21 @@ def run(options: DiagnoseOptions) -> int:
     return EXIT_CODES[diagnosis.verdict]
 
 
+def watch_source(options: DiagnoseOptions) -> int:
+    """Watch the one source that is named."""
+    if len(options.sources) != 1:
+        raise InvalidRequest("--watch takes one SOURCE: the address of a server, or a file")
+    return watch(
+        Watch(
+            flags=options.watching,
+            source=options.sources[0],
+            interval_s=options.interval_s,
+            key_variable=options.api_key_env,
+            json=options.json,
+        )
+    )
+
+
 def gathered(options: DiagnoseOptions) -> Evidence:
     """Collect evidence from the flags, the sources, and the earlier run before the problem."""
     from forerun.doctor.diagnosis import compare_runs
@@ -167,6 +191,8 @@ def gathered(options: DiagnoseOptions) -> Evidence:
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
     sources = [read(source, is_asking=options.ask) for source in options.sources]
+    if options.probing.probe:
+        sources.append(probe_pair(options.probing, options.k, options.batch, options.temperature))
     evidence = merge(evidence, *sources)
     unknown = [reading.source for reading in evidence.readings if reading.num_unknown]
     known = evidence.facts or any(reading.kinds for reading in evidence.readings)
@@ -264,5 +290,7 @@ COMMAND = Command(
         "llama-server ... 2>&1 | forerun diagnose - --json",
         'forerun diagnose --ask "slower than without speculation since the update"',
         "forerun diagnose serve.log --ask --answers answers.json --json",
+        "forerun diagnose trace.jsonl --probe --model zoo:code-40m --draft zoo:code-2m-for-40m",
+        "forerun diagnose http://localhost:8000/metrics --watch --hook http://pager/alarm",
     ),
 )

@@ -49,15 +49,17 @@ COMMANDS = {
     "profile": "measure what drafting and verifying cost on this machine",
     "plan": "choose drafter, K and batch, predict the speedup, and simulate a workload",
     "align": "distil a draft to its target on your prompts, and measure the gain",
-    "probe": "measure on loaded models which causes can be ruled out, for diagnose",
-    "diagnose": "explain why speculation is slow or wrong, and what to change",
-    "watch": "report when acceptance or speed of a running server changes",
+    "diagnose": "explain why speculation is slow or wrong, what to change, and when it changes",
     "audit": "test whether speculation changes the text of a server, and name the fault",
-    "trace": "summarise a trace: tokens and cost per step, acceptance by position",
-    "explain": "explain the steps of a request in a trace, token by token",
+    "explain": "summarise a trace, or explain the steps of a request, token by token",
     "exact": "prove by enumeration that every verifier keeps the target's distribution",
 }
-FORMER = {"simulate": "plan"}
+FORMER = {
+    ("simulate",): ("plan",),
+    ("probe",): ("diagnose", "--probe"),
+    ("watch",): ("diagnose", "--watch"),
+    ("trace", "summarize"): ("explain",),
+}
 """Commands that are part of another one now; this release still knows their names."""
 OVERVIEW = """\
 usage: forerun COMMAND [OPTIONS]
@@ -202,10 +204,10 @@ def answered(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(f"forerun {forerun.__version__}")
         return Exit.GOOD
-    if arguments[0] in FORMER:
-        former, *rest = arguments
-        arguments = [FORMER[former], *rest]
-        print(f"forerun {former} is part of forerun {arguments[0]} now", file=sys.stderr)
+    for former, words in FORMER.items():
+        if tuple(arguments[: len(former)]) == former:
+            arguments = [*words, *arguments[len(former) :]]
+            print(f"forerun {former[0]} is forerun {' '.join(words)} now", file=sys.stderr)
     if arguments[0] not in COMMANDS:
         _print_error(unknown(arguments[0]))
         return Exit.BAD_INPUT

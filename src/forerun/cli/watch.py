@@ -1,4 +1,4 @@
-"""`forerun watch`: notice when acceptance, speed or prompts of a running server change."""
+"""Watching a running server for `forerun diagnose --watch`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING
 
 from forerun.atomic_write import atomic_write
-from forerun.cli.command import Command, Exit
+from forerun.cli.command import Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole
 from forerun.client.urls import hide_urls, is_url, shown_source
@@ -28,45 +26,41 @@ MAX_UNSENT = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions:
-    """Options of `forerun watch`."""
+class WatchFlags:
+    """A running server whose figures may change."""
 
-    source: Annotated[Positional[str], arg(metavar="URL_OR_FILE")]
-    """Address of a /metrics page of forerun, vLLM, SGLang, TensorRT-LLM, llama.cpp or LMDeploy, or
-    a file that holds such a page."""
-    trace: bool = False
-    """Read a trace of forerun in place of a page: a file of JSON lines, which may grow."""
+    watch: bool = False
+    """Read the page of metrics of SOURCE every --interval-s, and report when acceptance by
+    position, the time per output token or the length of prompts changes, and which causes fit."""
     state: Path = Path("forerun-watch.json")
-    """File with all that is remembered; a watch that starts again continues from it."""
-    interval_s: float = 10.0
-    """Between two readings."""
-    target_tpot_s: float | None = None
-    """Time per output token that should not be exceeded."""
+    """File with all that a watch remembers; one that starts again continues from it."""
     metrics_out: Path | None = None
-    """Write the state as a Prometheus text file after every reading, for a textfile collector."""
+    """Write the watch's state as a Prometheus text file after every reading."""
     hook: str | None = None
-    """Send every change point to this address, as a POST of JSON."""
-    api_key_env: str | None = None
-    """Environment variable with the API key of a URL; the hook does not get it.
-    Default: OPENAI_API_KEY, if it is set."""
+    """Send every change to this address, as a POST of JSON."""
     once: bool = False
     """Read once and end: exit code 3 if this reading showed a change."""
-    json: bool = False
-    """Print change points as JSON lines."""
 
-    def check(self) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """One watch of a source: an address, or a file that holds a page of metrics."""
+
+    flags: WatchFlags
+    source: str
+    interval_s: float
+    key_variable: str | None
+    json: bool
+
+    def __post_init__(self) -> None:
         """Refuse unusable options before the first reading."""
         Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
-        if self.target_tpot_s is not None:
-            Range("--target-tpot-s", 0, 3600, above_low=True).check(self.target_tpot_s)
-        if self.hook is not None and not is_url(self.hook):
+        if self.flags.hook is not None and not is_url(self.flags.hook):
             raise InvalidRequest("--hook must be an address that begins with http:// or https://")
-        if self.trace and is_url(self.source):
-            raise InvalidRequest(f"--trace reads a file; {self.name} is an address")
-        if self.api_key_env is not None and not is_url(self.source):
+        if self.key_variable is not None and not is_url(self.source):
             raise InvalidRequest("--api-key-env is for a server; a file needs no key")
-        check_writable("--state", self.state)
-        check_writable("--metrics-out", self.metrics_out)
+        check_writable("--state", self.flags.state)
+        check_writable("--metrics-out", self.flags.metrics_out)
 
     @property
     def name(self) -> str:
@@ -74,24 +68,23 @@ class WatchOptions:
         return shown_source(self.source)
 
 
-def run(options: WatchOptions) -> int:
-    """Read, report and remember until interrupted."""
-    options.check()
-    is_first = not options.state.exists()
+def watch(options: Watch) -> int:
+    """Read, report and remember until interrupted, or once."""
+    is_first = not options.flags.state.exists()
     state = load_state(options)
-    if not options.once:
+    if not options.flags.once:
         _say(options, f"watching {options.name} every {options.interval_s:g} s")
     while True:
         found = _read_once(options, state)
-        if options.once:
+        if options.flags.once:
             if not found:
                 kept = "first reading, kept in" if is_first else "no change since the readings in"
-                _say(options, f"{kept} {options.state}")
+                _say(options, f"{kept} {options.flags.state}")
             return Exit.PROBLEM if found else Exit.GOOD
         time.sleep(options.interval_s)
 
 
-def load_state(options: WatchOptions) -> WatchState:
+def load_state(options: Watch) -> WatchState:
     """Return the state of the file, or a new one.
 
     Raises:
@@ -102,42 +95,39 @@ def load_state(options: WatchOptions) -> WatchState:
     from forerun.bounded_read import ReadLimits, read_bytes
     from forerun.doctor.watch import WatchState
 
-    if not options.state.exists():
+    if not options.flags.state.exists():
         return WatchState(source=options.name)
-    data = read_bytes(options.state, ReadLimits(max_bytes=1 << 24))
+    data = read_bytes(options.flags.state, ReadLimits(max_bytes=1 << 24))
     try:
         state = msgspec.json.decode(data, type=WatchState)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(
-            f"--state {options.state} is no state of forerun watch: {error}; name another file"
+            f"--state {options.flags.state} is no state of a watch: {error}; name another file"
         ) from error
     if state.source != options.name:
         of = printable(hide_urls(state.source), max_length=300)
         raise InvalidRequest(
-            f"--state {options.state} is of {of}; name another file for {options.name}"
+            f"--state {options.flags.state} is of {of}; name another file for {options.name}"
         )
     return state
 
 
-def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
-    from forerun.doctor.watch import observe, observe_trace
+def _read_once(options: Watch, state: WatchState) -> list[ChangePoint]:
+    from forerun.doctor.watch import observe
 
     found: list[ChangePoint] = []
-    is_first = state.last is None and state.num_read_bytes is None
+    is_first = state.last is None
     try:
-        if options.trace:
-            found = observe_trace(state, Path(options.source), options.target_tpot_s)
-        else:
-            found = observe(state, _metrics_of(options), time.time(), options.target_tpot_s)
+        found = observe(state, _metrics_of(options), time.time())
     except InvalidRequest as error:
-        if is_first or options.once:
+        if is_first or options.flags.once:
             raise
         state.num_failed += 1
         if state.num_failed == 1:
             _say(options, f"not read: {error}")
     for change in found:
         _report(options, change)
-    if options.hook is not None:
+    if options.flags.hook is not None:
         state.unsent = [*state.unsent, *found][-MAX_UNSENT:]
     _save(options, state)
     if state.unsent:
@@ -146,26 +136,26 @@ def _read_once(options: WatchOptions, state: WatchState) -> list[ChangePoint]:
     return found
 
 
-def _save(options: WatchOptions, state: WatchState) -> None:
+def _save(options: Watch, state: WatchState) -> None:
     import msgspec
 
     from forerun.doctor.watch import watch_text
 
-    with atomic_write(options.state, durable=False) as scratch:
+    with atomic_write(options.flags.state, durable=False) as scratch:
         scratch.write_bytes(msgspec.json.encode(state))
-    if options.metrics_out is not None:
-        with atomic_write(options.metrics_out, durable=False) as scratch:
+    if options.flags.metrics_out is not None:
+        with atomic_write(options.flags.metrics_out, durable=False) as scratch:
             scratch.write_text(watch_text(state), encoding="utf-8")
 
 
-def _metrics_of(options: WatchOptions) -> Metrics:
+def _metrics_of(options: Watch) -> Metrics:
     from forerun.bounded_read import ReadLimits, read_text
     from forerun.doctor.readers.prometheus import read_page
     from forerun.doctor.readers.sources import MAX_PAGE_BYTES, page_of
     from forerun.errors import UnreadableInput
 
     if is_url(options.source):
-        return page_of(options.source, options.api_key_env).metrics
+        return page_of(options.source, options.key_variable).metrics
     try:
         text = read_text(Path(options.source), ReadLimits(max_bytes=MAX_PAGE_BYTES))
     except UnreadableInput as error:
@@ -173,7 +163,7 @@ def _metrics_of(options: WatchOptions) -> Metrics:
     return read_page(text).metrics
 
 
-def _report(options: WatchOptions, change: ChangePoint) -> None:
+def _report(options: Watch, change: ChangePoint) -> None:
     from msgspec.structs import asdict
 
     if options.json:
@@ -184,12 +174,12 @@ def _report(options: WatchOptions, change: ChangePoint) -> None:
     _say(options, f"{change.words} since {started}{causes}")
 
 
-def _say(options: WatchOptions, text: str) -> None:
+def _say(options: Watch, text: str) -> None:
     now = time.strftime("%H:%M:%S")
     SafeConsole(soft_wrap=True, stderr=options.json).print(f"{now} {text}", markup=False)
 
 
-def _send(options: WatchOptions, state: WatchState) -> None:
+def _send(options: Watch, state: WatchState) -> None:
     """Send change points in order; those that are refused are tried again at the next reading."""
     from msgspec.structs import asdict
 
@@ -198,26 +188,8 @@ def _send(options: WatchOptions, state: WatchState) -> None:
     while state.unsent:
         content = {"source": options.name} | asdict(state.unsent[0])
         try:
-            post_once(str(options.hook), content, HOOK_TIMEOUT_S)
+            post_once(str(options.flags.hook), content, HOOK_TIMEOUT_S)
         except ForerunError as error:
             _say(options, f"the hook did not take a change: {error}; it is sent again")
             return
         state.unsent = state.unsent[1:]
-
-
-COMMAND = Command(
-    options=WatchOptions,
-    run=run,
-    has_positional=True,
-    description="Watch a running server: report when acceptance by position, the time per output\n"
-    "token or the length of prompts changes, since when, and which cause fits. Requests are not\n"
-    "sent: only its /metrics page or its trace is read. Restarts of the server and of the watch\n"
-    "are no change.",
-    examples=(
-        "forerun watch http://localhost:8000/metrics",
-        "forerun watch http://localhost:8000/metrics --target-tpot-s .02 --hook http://pager/alarm",
-        "forerun watch --trace steps.jsonl",
-        "forerun watch http://localhost:8000/metrics --metrics-out /var/lib/node/forerun.prom",
-        "forerun watch http://localhost:8000/metrics --once --state /tmp/watch.json",
-    ),
-)

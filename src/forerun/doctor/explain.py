@@ -257,47 +257,6 @@ def bottleneck_of(found: ExplainedRequest) -> str:
     return f"{name}: {shares[name] / total_s:.0%} of {total_s:.3f} s. {advice[name]}."
 
 
-def quiz_of(found: ExplainedRequest) -> list[tuple[str, str]]:
-    """Return exercises on the request, each with its answer."""
-    steps = found.drafting
-    if not steps:
-        return []
-    asked = max(steps, key=lambda step: (step.num_drafted - step.num_accepted, -step.step))
-    counts, each = found.counts, found.hindsight()
-    exercises = [
-        (
-            f"Step {asked.step} drafted {asked.num_drafted} tokens and kept {asked.num_accepted}. "
-            "How many tokens did it emit, and how many passes of the target did that take?",
-            f"{_tokens(asked.num_emitted)} with one pass: the {asked.num_accepted} that were kept, "
-            f"then one more of the target's own ({asked.last_token_source})."
-            if asked.last_token_source != "accepted"
-            else f"{_tokens(asked.num_emitted)} with one pass: a stop cut the text there.",
-        ),
-        (
-            f"{counts.num_drafted} tokens were drafted in {counts.num_steps} steps and "
-            f"{counts.num_accepted} kept. What are draft_acceptance_rate and tau?",
-            f"draft_acceptance_rate = {counts.num_accepted} / {counts.num_drafted} = "
-            f"{counts.num_accepted / counts.num_drafted:.3f}. tau = 1 + {counts.num_accepted} / "
-            f"{counts.num_steps} = {1 + counts.num_accepted / counts.num_steps:.3f}, because every "
-            "step adds one token of the target's own.",
-        ),
-        (
-            "Which part of the steps takes most of the time, and what would help?",
-            bottleneck_of(found),
-        ),
-    ]
-    if each:
-        best = min(each, key=lambda item: item.s_per_token)
-        exercises.append(
-            (
-                "Which fixed K would have been best for this request?",
-                f"K = {best.num_speculative_tokens}: {best.tokens_per_step:.2f} tokens per step at "
-                f"about {_ms(best.step_s)}, which is the least time per token.",
-            )
-        )
-    return exercises
-
-
 def in_words(found: ExplainedRequest, steps: Sequence[StepRecord]) -> list[str]:
     """Return the explanation of a request, with these of its steps in detail."""
     num_tokens = sum(step.num_emitted for step in found.steps)

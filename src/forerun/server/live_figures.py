@@ -13,7 +13,7 @@ from operator import add
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import DiscountedRatio
 from forerun.theory.record import StepRecord
-from forerun.trace.summary import Seconds
+from forerun.trace.cycles import Seconds
 
 HISTORY_S = 120
 """Seconds with activity that are kept."""

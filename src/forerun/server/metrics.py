@@ -71,7 +71,7 @@ class StepTotals:
     """An observer that adds up all steps of an engine.
 
     Attributes:
-        changes: the latest change points of acceptance, as `forerun watch` finds them.
+        changes: the latest change points of acceptance, as `forerun diagnose --watch` finds them.
         num_changes: how many there were, by the figure that changed.
         outcomes: sequences' steps by (depth drafted, nodes accepted).
         plans: sequences' steps by (drafter or "plain", most nodes that the plan allowed).

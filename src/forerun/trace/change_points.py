@@ -59,8 +59,6 @@ class Cusum(Struct, kw_only=True):
     """Two-sided CUSUM of a ratio of counts (Page 1954), with a state that JSON can hold.
 
     Attributes:
-        level: what the figure is compared with in place of its mean: only passing it is a change.
-        is_above: whether it has passed that level.
         num: batches learned from.
         mean: of the values: the ratio, or its logarithm where `is_log`.
         variance: between batches.
@@ -73,8 +71,6 @@ class Cusum(Struct, kw_only=True):
 
     min_size: float
     is_log: bool = False
-    level: float | None = None
-    is_above: bool = False
     num: int = 0
     mean: float = 0.0
     variance: float = 0.0
@@ -102,11 +98,10 @@ class Cusum(Struct, kw_only=True):
             return None
         spread = max(math.sqrt(self.variance), _LEAST_SPREAD)
         # A batch larger than usual varies less; one that is smaller varies more.
-        deviation = (value - self._centre) / spread * min(1.0, math.sqrt(under / self.size))
+        deviation = (value - self.mean) / spread * min(1.0, math.sqrt(under / self.size))
         deviation = min(_MOST, max(-_MOST, deviation))
-        is_up, is_down = (True, True) if self.level is None else (not self.is_above, self.is_above)
-        self.up = is_up * max(0.0, self.up + deviation - _ALLOWED)
-        self.down = is_down * max(0.0, self.down - deviation - _ALLOWED)
+        self.up = max(0.0, self.up + deviation - _ALLOWED)
+        self.down = max(0.0, self.down - deviation - _ALLOWED)
         if self.up == self.down == 0.0:
             self.started_s = None
         else:
@@ -116,15 +111,9 @@ class Cusum(Struct, kw_only=True):
             self.under_since += under
         if max(self.up, self.down) > _ALARM:
             return self._alarm(series, at_s)
-        if max(self.up, self.down) < _ALARM / 2 and not self.is_above:
+        if max(self.up, self.down) < _ALARM / 2:
             self._learn(value, under, _MEMORY)
         return None
-
-    @property
-    def _centre(self) -> float:
-        if self.level is None:
-            return self.mean
-        return math.log(self.level) if self.is_log else self.level
 
     def _learn(self, value: float, under: float, memory: int) -> None:
         self.num = min(self.num + 1, memory)
@@ -139,13 +128,10 @@ class Cusum(Struct, kw_only=True):
             series=series,
             started_s=at_s if self.started_s is None else self.started_s,
             noticed_s=at_s,
-            before=math.exp(self._centre) if self.is_log else self._centre,
+            before=math.exp(self.mean) if self.is_log else self.mean,
             now=self.over_since / self.under_since,
         )
-        if self.level is None:
-            self.num, self.mean, self.variance, self.size = 0, 0.0, 0.0, 0.0
-        else:
-            self.is_above = not self.is_above
+        self.num, self.mean, self.variance, self.size = 0, 0.0, 0.0, 0.0
         self.up, self.down, self.started_s = 0.0, 0.0, None
         return found
 

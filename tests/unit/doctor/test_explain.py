@@ -15,7 +15,6 @@ from forerun.doctor.explain import (
     explain_request,
     in_words,
     outcomes_of,
-    quiz_of,
 )
 from forerun.errors import InvalidTrace
 from forerun.theory.acceptance import AcceptanceCounts
@@ -162,21 +161,6 @@ def test_a_plain_step_is_explained():
     )
     text = "\n".join(in_words(explain_request([plain]), [plain]))
     assert "Nothing was drafted" in text
-    assert quiz_of(explain_request([plain])) == []
-
-
-def test_exercises_have_answers_of_the_records():
-    exercises = quiz_of(found())
-    assert len(exercises) == 4
-    assert "Step 2 drafted 4 tokens and kept 0" in exercises[0][0]
-    assert exercises[0][1].startswith("1 token with one pass: the 0 that were kept")
-    assert "14 / 24 = 0.583. tau = 1 + 14 / 6 = 3.333" in exercises[1][1]
-    shares = found().shares
-    largest = max(shares, key=shares.get)
-    assert exercises[2][1].startswith(f"{largest}: {shares[largest] / sum(shares.values()):.0%}")
-    best = min(found().hindsight(), key=lambda item: item.step_s / item.tokens_per_step)
-    assert exercises[3][1].startswith(f"K = {best.num_speculative_tokens}: ")
-    assert f"{best.tokens_per_step:.2f} tokens per step" in exercises[3][1]
 
 
 def test_the_command_reads_a_trace(tmp_path, capsys):
@@ -186,8 +170,6 @@ def test_the_command_reads_a_trace(tmp_path, capsys):
             writer.add(record)
     assert main(["explain", str(path), "--step", "2"]) == 0
     assert "Verification kept 0" in capsys.readouterr().out
-    assert main(["explain", str(path), "--quiz"]) == 0
-    assert "Answers" in capsys.readouterr().out
     assert main(["explain", str(path), "--step", "9"]) == 2
     assert main(["explain", str(path), "--request", "x"]) == 2
     assert "there are: r" in capsys.readouterr().err

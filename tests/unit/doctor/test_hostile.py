@@ -23,7 +23,6 @@ from forerun.doctor.readers.sources import read_source, read_text
 from forerun.doctor.words import page_of
 from forerun.errors import ForerunError, InvalidRequest, InvalidTrace
 from forerun.trace.files import MAX_NODES, open_trace, read_trace
-from forerun.trace.summary import summarise
 
 
 def read(data: bytes) -> Evidence:
@@ -104,7 +103,6 @@ def test_impossible_steps_are_damage(tmp_path, changes):
     evidence = read_source(str(path), interval_s=1.0)
     assert evidence.readings[0].num_unknown == 1
     page_of(diagnose(evidence))
-    assert summarise(read_trace(path)).num_damaged == 1
 
 
 def test_a_trace_with_deep_drafts_is_diagnosed(tmp_path):
@@ -182,9 +180,7 @@ from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 from forerun.doctor.diagnosis import diagnose
 from forerun.doctor.readers.sources import read_source
-from forerun.trace.files import read_trace
 from forerun.trace.files import line_of
-from forerun.trace.summary import summarise
 
 path, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with path.open("wb") as file:
@@ -197,7 +193,6 @@ with path.open("wb") as file:
             record = replace(REQUEST, **changes, tags=tuple(f"tag-{i}-{j}" for j in range(10)))
         file.write(line_of(record))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-summarise(read_trace(path))
 diagnose(read_source(str(path), interval_s=1.0))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """

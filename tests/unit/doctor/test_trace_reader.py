@@ -12,7 +12,7 @@ from tests.records import HEADER, REQUEST, STEP, plain
 
 from forerun.doctor.diagnosis import derive, diagnose
 from forerun.doctor.evidence import Evidence
-from forerun.doctor.readers import trace as reader
+from forerun.doctor.readers import trace_totals as reader
 from forerun.doctor.readers.trace import read_trace_evidence
 from forerun.doctor.words import headline
 from forerun.theory.record import StepRecord

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
-from tests.records import HEADER, REQUEST, STEP
 
 from forerun.cli.main import main
 from forerun.client import door
-from forerun.doctor import watch
 from forerun.doctor.readers.prometheus import PrometheusText
 from forerun.doctor.watch import (
     PROMPT_TOKENS,
-    TIME_OVER_TARGET,
     TIME_PER_TOKEN,
     WatchState,
     observe,
-    observe_trace,
     watch_text,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.trace.change_points import Cusum, watch_position
-from forerun.trace.files import line_of
 
 K = 3
 
@@ -88,11 +81,11 @@ def read(page: str):
     return found.metrics
 
 
-def watched(state, server, polls, target_s=None, **traffic):
+def watched(state, server, polls, **traffic):
     found = []
     for _ in range(polls):
         server.serve(**traffic)
-        found += observe(state, read(server.page), 1e9, target_s)
+        found += observe(state, read(server.page), 1e9)
     return found
 
 
@@ -124,17 +117,6 @@ def test_other_figures_are_watched(traffic, series):
     }
 
 
-def test_passing_the_target_time_is_a_change_and_coming_back_another():
-    state, server = WatchState(source="s"), Server()
-    assert watched(state, server, 80, 0.03, acceptance=0.74) == []
-    slow = watched(state, server, 12, 0.03, acceptance=0.74, tpot_s=0.05)
-    assert TIME_OVER_TARGET in {change.series for change in slow}
-    fast = watched(state, server, 12, 0.03, acceptance=0.74)
-    (back,) = [change for change in fast if change.series == TIME_OVER_TARGET]
-    assert back.before == pytest.approx(0.03)
-    assert back.now < 0.03
-
-
 def test_a_restart_of_the_server_or_of_the_watch_is_no_change():
     state, server = WatchState(source="s"), Server()
     watched(state, server, 80, acceptance=0.74)
@@ -146,13 +128,13 @@ def test_a_restart_of_the_server_or_of_the_watch_is_no_change():
 
 def test_a_page_of_no_engine_is_refused():
     with pytest.raises(InvalidRequest, match="no metric of an engine"):
-        observe(WatchState(source="s"), read("python_info 1\n"), 0.0, None)
+        observe(WatchState(source="s"), read("python_info 1\n"), 0.0)
 
 
 def test_a_server_that_was_just_started_is_watched():
     """Counters with labels appear with the first request."""
     state = WatchState(source="s")
-    assert observe(state, read("vllm:num_requests_running 0\n"), 0.0, None) == []
+    assert observe(state, read("vllm:num_requests_running 0\n"), 0.0) == []
     assert watched(state, Server(), 100, acceptance=0.74) == []
     assert state.series["acceptance at position 1"].num > 60
 
@@ -201,7 +183,7 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
 
     hook = HTTPServer(("127.0.0.1", 0), Hook)
     Thread(target=hook.serve_forever, daemon=True).start()
-    arguments = ["watch", str(page), "--state", str(state), "--once", "--json"]
+    arguments = ["diagnose", "--watch", str(page), "--state", str(state), "--once", "--json"]
     arguments += ["--hook", f"http://127.0.0.1:{hook.server_port}", "--metrics-out", str(out)]
 
     def once(acceptance):
@@ -230,13 +212,12 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
     ("flags", "message"),
     [
         (("--interval-s", "0"), "--interval-s is 0.0"),
-        (("--target-tpot-s", "-1"), "--target-tpot-s is -1.0"),
         (("--hook", "pager"), "--hook must be an address"),
     ],
 )
 def test_unusable_options_are_refused(tmp_path, capsys, flags, message):
     state = str(tmp_path / "state.json")
-    assert main(["watch", str(tmp_path / "none"), "--state", state, *flags]) == 2
+    assert main(["diagnose", "--watch", str(tmp_path / "none"), "--state", state, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -245,7 +226,7 @@ def test_a_strange_state_is_refused(tmp_path, capsys, content):
     page, state = tmp_path / "page.prom", tmp_path / "state.json"
     page.write_text(Server().page)
     state.write_text(content)
-    assert main(["watch", str(page), "--state", str(state), "--once"]) == 2
+    assert main(["diagnose", "--watch", str(page), "--state", str(state), "--once"]) == 2
     assert "--state" in capsys.readouterr().err
     assert state.read_text() == content
 
@@ -253,7 +234,14 @@ def test_a_strange_state_is_refused(tmp_path, capsys, content):
 def test_a_reading_without_a_change_says_so(tmp_path, capsys):
     page = tmp_path / "page.prom"
     page.write_text(Server().page)
-    arguments = ["watch", str(page), "--state", str(tmp_path / "state.json"), "--once"]
+    arguments = [
+        "diagnose",
+        "--watch",
+        str(page),
+        "--state",
+        str(tmp_path / "state.json"),
+        "--once",
+    ]
     for words in ("first reading, kept in", "no change since the readings in"):
         assert main(arguments) == 0
         assert words in capsys.readouterr().out
@@ -261,144 +249,10 @@ def test_a_reading_without_a_change_says_so(tmp_path, capsys):
 
 def test_a_page_that_cannot_be_read_ends_the_first_reading(tmp_path, capsys):
     state = str(tmp_path / "state.json")
-    assert main(["watch", str(tmp_path / "none.prom"), "--state", state, "--once"]) == 2
-    assert "none.prom" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------ traces
-
-
-def step_line(num_accepted: int, step_s: float) -> bytes:
-    """A step of K drafted tokens, in which number, cycle, clock and request are to be filled in."""
-    step = replace(
-        STEP,
-        step=11111,
-        cycle_id=22222,
-        t_s=33333.0,
-        request_id="44444",
-        k_budget=K,
-        num_drafted=K,
-        depth_drafted=K,
-        num_accepted=num_accepted,
-        num_emitted=num_accepted + 1,
-        draft_s=0.0,
-        verify_s=step_s,
+    assert (
+        main(["diagnose", "--watch", str(tmp_path / "none.prom"), "--state", state, "--once"]) == 2
     )
-    line = line_of(step)
-    for digits in (b"11111", b"22222", b"33333", b"44444"):
-        line = line.replace(digits, b"%(" + digits[:1] + b")d")
-    return line
-
-
-class Trace:
-    """A trace of a simulated engine, which grows with every request."""
-
-    def __init__(self, path, seed: int = 0) -> None:
-        self.path = path
-        self.generator = torch.Generator().manual_seed(seed)
-        self.num_requests = self.num_cycles = 0
-        self.begin()
-
-    def begin(self) -> None:
-        self.path.write_bytes(line_of(HEADER))
-
-    def serve(self, acceptance: float, *, num: int = 50, step_s: float = 0.02) -> None:
-        steps = [step_line(accepted, step_s) for accepted in range(K + 1)]
-        with self.path.open("ab") as file:
-            for _ in range(num):
-                file.write(b"".join(self.request(acceptance, steps)))
-        os.utime(self.path, (1e9, 1e9 + self.num_cycles))
-
-    def request(self, acceptance: float, lines):
-        self.num_requests += 1
-        noise = torch.randn(2, generator=self.generator).tolist()
-        rate = min(0.99, max(0.01, acceptance + 0.1 * noise[0]))
-        num = max(1, round(60 * math.exp(0.5 * noise[1])))
-        kept = torch.rand((num, K), generator=self.generator) < rate
-        for number, accepted in enumerate(kept.cumprod(1).sum(1).tolist()):
-            self.num_cycles += 1
-            clock = 50 + self.num_cycles
-            values = (number, self.num_cycles, clock, self.num_requests)
-            yield lines[accepted] % dict(zip((b"1", b"2", b"3", b"4"), values, strict=True))
-        yield line_of(replace(REQUEST, request_id=f"{self.num_requests}"))
-
-
-def follow(state, trace, polls, **traffic):
-    found = []
-    for _ in range(polls):
-        trace.serve(**traffic)
-        found += observe_trace(state, trace.path, None)
-    return found
-
-
-@pytest.mark.parametrize("polls", [1, 14])
-def test_a_fall_of_acceptance_in_a_trace_is_noticed_within_200_requests(tmp_path, polls):
-    """One long reading is divided as many short ones are, and its changes have their times."""
-    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
-    assert follow(state, trace, polls, acceptance=0.74, num=700 // polls) == []
-    before = trace.num_cycles
-    trace.serve(0.47, num=200)
-    found = observe_trace(state, trace.path, None)
-    first = next(change for change in found if change.series == "acceptance at position 1")
-    assert (first.before, first.now) == pytest.approx((0.74, 0.47), abs=0.06)
-    assert before - 1000 < first.started_s - 1e9 < first.noticed_s - 1e9 < trace.num_cycles
-
-
-def test_slower_steps_in_a_trace_are_noticed(tmp_path):
-    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
-    assert follow(state, trace, 14, acceptance=0.74) == []
-    found = follow(state, trace, 4, acceptance=0.74, step_s=0.04)
-    assert {change.series for change in found} == {TIME_PER_TOKEN}
-
-
-def rotated(trace):
-    trace.path.rename(trace.path.with_suffix(".old"))
-    trace.begin()
-
-
-@pytest.mark.parametrize("renew", [rotated, Trace.begin])
-def test_a_trace_begins_anew_and_the_watch_too(tmp_path, renew):
-    """A file that was put in place of another, or cut, is no change, and none of it is lost."""
-    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
-    assert follow(state, trace, 7, acceptance=0.74) == []
-    renew(trace)
-    state = msgspec.json.decode(msgspec.json.encode(state), type=WatchState)
-    assert follow(state, trace, 7, acceptance=0.74, num=60) == []
-    name = "vllm:request_prompt_tokens_count"
-    read = sum(counted.totals.get(name, 0) for counted in (state.usual, state.recent))
-    assert read == trace.num_requests == 770
-    assert follow(state, trace, 4, acceptance=0.47)
-
-
-def test_a_line_that_is_still_written_is_read_when_it_is_whole(tmp_path):
-    state, trace = WatchState(source="t"), Trace(tmp_path / "t.jsonl")
-    line = line_of(STEP)
-    for part in (line[:40], line[40:], b"damaged\n", line):
-        with trace.path.open("ab") as file:
-            file.write(part)
-        observe_trace(state, trace.path, None)
-    assert state.usual.totals["forerun:sequence_steps"] == 2  # damage is skipped
-    assert state.num_read_bytes == trace.path.stat().st_size
-
-
-def test_a_trace_without_line_ends_is_read_a_part_at_a_time(tmp_path, monkeypatch):
-    """256 lines were gathered, whatever their lengths: 2 GB."""
-    monkeypatch.setattr(watch, "MAX_LINE_BYTES", 1000)
-    path = tmp_path / "t.jsonl"
-    for line in (b"x" * 10_000, b"x" * 900 + b"\n"):
-        path.write_bytes(line * 20)
-        with path.open("rb") as file:
-            sizes = [sum(map(len, lines)) for lines in watch._batches(file)]
-        assert sum(sizes) == path.stat().st_size and max(sizes) < 2000
-
-
-@pytest.mark.parametrize("changes", [{"num_read_bytes": -5}, {"num_read_bytes": 2**70}])
-def test_places_that_no_file_has_are_refused(tmp_path, capsys, changes):
-    trace, state = tmp_path / "t.jsonl", tmp_path / "state.json"
-    trace.write_bytes(line_of(STEP))
-    state.write_text(json.dumps({"source": str(trace)} | changes))
-    assert main(["watch", "--trace", str(trace), "--state", str(state), "--once"]) == 2
-    assert "is no state of forerun watch" in capsys.readouterr().err
+    assert "none.prom" in capsys.readouterr().err
 
 
 SECRET = "s3cr3t"
@@ -424,7 +278,16 @@ def test_secrets_of_addresses_are_neither_printed_nor_stored_nor_sent(
     monkeypatch.setattr(door, "fetch_page", fetched)
     monkeypatch.setattr(door, "post_once", posted)
     monkeypatch.setenv("KEY", "of-the-server")
-    arguments = ["watch", SECRET_URL, "--hook", SECRET_URL, "--api-key-env", "KEY", "--once"]
+    arguments = [
+        "diagnose",
+        "--watch",
+        SECRET_URL,
+        "--hook",
+        SECRET_URL,
+        "--api-key-env",
+        "KEY",
+        "--once",
+    ]
     arguments += ["--state", str(state), "--metrics-out", str(out), "--json"]
     for acceptance in [0.74] * 80 + [0.47] * 8:
         server.serve(acceptance)
@@ -445,7 +308,6 @@ def test_secrets_of_addresses_are_neither_printed_nor_stored_nor_sent(
         (SECRET_URL, "--once"),
         (SECRET_URL.upper().replace(SECRET.upper(), SECRET), "--once"),
         (SECRET_URL.replace("http", "htp"), "--once"),
-        (SECRET_URL, "--trace", "--once"),
         (SECRET_URL, "--once", "--state", "{state}"),
         ("{page}", "--once", "--hook", SECRET_URL.replace("http", "ftp")),
         ("{page}", "--once", "--api-key-env", "KEY"),
@@ -459,7 +321,7 @@ def test_secrets_of_addresses_are_not_in_errors(tmp_path, capsys, arguments):
     given = [text.format(**names) if "{" in text else text for text in arguments]
     if "--state" not in given:
         given += ["--state", str(tmp_path / "new.json")]
-    assert main(["watch", *given]) == 2
+    assert main(["diagnose", "--watch", *given]) == 2
     shown = capsys.readouterr()
     assert shown.err and SECRET not in shown.err + shown.out
 
@@ -483,27 +345,3 @@ def test_a_diagnosis_does_not_show_secrets_of_an_address(url, capsys, monkeypatc
     shown = capsys.readouterr()
     assert "127.0.0.1" in shown.out and "127.0.0.1" in shown.err
     assert SECRET not in shown.out + shown.err and "of-the-server" not in shown.out + shown.err
-
-
-def test_a_file_that_is_no_trace_is_refused(tmp_path, capsys):
-    page = tmp_path / "page.prom"
-    page.write_text(Server().page)
-    flags = ["--once", "--state", str(tmp_path / "state.json")]
-    assert main(["watch", "--trace", str(page), *flags]) == 2
-    assert main(["watch", "--trace", str(tmp_path / "none.jsonl"), *flags]) == 2
-    assert main(["watch", "--trace", "http://localhost/metrics", *flags]) == 2
-    shown = capsys.readouterr().err
-    assert "holds no record of a trace" in shown
-    assert "none.jsonl" in shown
-    assert "is an address" in shown
-
-
-def test_the_command_follows_a_trace(tmp_path, capsys):
-    trace = Trace(tmp_path / "t.jsonl")
-    arguments = ["watch", "--trace", str(trace.path), "--once"]
-    arguments += ["--state", str(tmp_path / "state.json")]
-    trace.serve(0.74, num=700)
-    assert main(arguments) == 0
-    trace.serve(0.47, num=200)
-    assert main(arguments) == 3
-    assert "acceptance at position 1 fell from 0.7" in capsys.readouterr().out

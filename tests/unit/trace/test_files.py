@@ -312,7 +312,7 @@ import sys
 from pathlib import Path
 from tests.records import HEADER
 from forerun.trace.files import open_trace, read_trace
-import forerun.trace.summary, forerun.cli.trace, forerun.doctor.readers.trace
+import forerun.trace.cycles, forerun.cli.explain, forerun.doctor.readers.trace
 with open_trace(Path(sys.argv[1])) as writer:
     writer.add(HEADER)
 list(read_trace(Path(sys.argv[1])))

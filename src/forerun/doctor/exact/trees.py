@@ -1,7 +1,7 @@
-"""Enumerates two steps with draft trees, sampled or verified by a walk.
+"""Enumerates two steps of every verifier: chains, draft trees, and the walk.
 
 The noise of a step is keyed by the committed length, by node and by purpose, so that no key occurs
-twice (`_check_keys`). Then all draws are independent and the probability of a text is a sum over
+twice (`check_keys`). Then all draws are independent and the probability of a text is a sum over
 drafts and outcomes. The outcomes are those of the engine's draw stage on every pattern of passed
 and failed tests.
 
@@ -17,9 +17,9 @@ consumed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import product
 
 import torch
@@ -37,93 +37,9 @@ from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree, expanded
 
-Interval = tuple[Tensor, Tensor]
-
 
 class Inexact(Exception):
     """Raised if a verifier lacks a property that its exactness requires."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Histories:
-    """Possible histories of noise and committed tokens with their probabilities, per model pair.
-
-    Children of one history are consecutive, so an interval recorded for the ancestors of these
-    histories applies to equal runs of them.
-
-    Attributes:
-        prefixes: the tokens each history committed (see `pairs` for the numbering).
-        intervals: by key, where its uniform lies: lower and upper ends, (pairs, ancestors).
-    """
-
-    weights: Float64[Tensor, "pairs histories"]
-    prefixes: Int64[Tensor, " histories"]
-    length: int
-    intervals: Mapping[int, Interval]
-
-    @classmethod
-    def begin(cls, num_pairs: int) -> Histories:
-        """Return the single history before the first draw."""
-        return cls(
-            weights=torch.ones(num_pairs, 1, dtype=torch.float64),
-            prefixes=torch.zeros(1, dtype=torch.int64),
-            length=0,
-            intervals={},
-        )
-
-    def interval(self, key: int) -> Interval:
-        """Return the interval of the uniform of `key` in each history; [0, 1) for an unused key."""
-        if key not in self.intervals:
-            return torch.zeros_like(self.weights), torch.ones_like(self.weights)
-        low, high = self.intervals[key]
-        run = self.weights.shape[1] // low.shape[1]
-        return low.repeat_interleave(run, 1), high.repeat_interleave(run, 1)
-
-    def masked(self, kept: Tensor) -> Histories:
-        return replace(self, weights=self.weights * kept)
-
-    def compare(
-        self, key: int, threshold: Float64[Tensor, "pairs histories"], passed: bool
-    ) -> Histories:
-        low, high = self.interval(key)
-        inside = (low, high.minimum(threshold)) if passed else (low.maximum(threshold), high)
-        return replace(
-            self,
-            weights=self.weights * _share(inside, (low, high)),
-            intervals={**self.intervals, key: inside},
-        )
-
-    def draw(self, key: int, weights: Float64[Tensor, "pairs histories vocab"]) -> Histories:
-        """Split every history by the token that an inverse-CDF draw returns."""
-        vocab_size = weights.shape[-1]
-        sums = weights.cumsum(-1)
-        ends = sums / sums[..., -1:]
-        starts = torch.cat([torch.zeros_like(ends[..., :1]), ends[..., :-1]], -1)
-        low, high = (bound[..., None] for bound in self.interval(key))
-        inside = (starts.maximum(low), ends.minimum(high))
-        shares = _share(inside, (low, high))
-        return replace(
-            self,
-            weights=(self.weights[..., None] * shares).flatten(1),
-            prefixes=self.prefixes.repeat_interleave(vocab_size),
-            intervals={**self.intervals, key: (inside[0].flatten(1), inside[1].flatten(1))},
-        )
-
-    def commit(self, tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Histories:
-        prefixes = self.prefixes
-        for column in tokens.unbind(1):
-            prefixes = prefixes * vocab_size + column
-        return replace(self, prefixes=prefixes, length=self.length + tokens.shape[1])
-
-    def mass(self, num_texts: int) -> Float64[Tensor, "pairs texts"]:
-        total = torch.zeros(len(self.weights), num_texts, dtype=torch.float64)
-        return total.index_add_(1, self.prefixes, self.weights)
-
-
-def _share(inside: Interval, whole: Interval) -> Tensor:
-    width = (inside[1] - inside[0]).clamp(min=0)
-    total = whole[1] - whole[0]
-    return torch.where(total > 0, width / total, 0.0)
 
 
 Table = tuple[Tensor, ...]
@@ -228,10 +144,6 @@ def _one_hot(weights: Tensor) -> Tensor:
     return torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)
 
 
-Decision = tuple[int, bool]
-"""A node and whether its acceptance test passed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainRows:
     """Input of verification for all pairs and histories, flattened to rows."""
@@ -311,34 +223,12 @@ class ChainVerifier:
     next_k: Callable[[int, int], int] = _one_more
 
 
-def decisive_tests(rule: Rule, num_nodes: int) -> list[tuple[Decision, ...]]:
-    """Return for each number of accepted tokens the acceptance tests that determine it.
-
-    Asks the engine's draw stage about every pattern of outcomes. The patterns with one verdict must
-    be all that agree in the decisive tests, else the verdict would not have the probability of
-    those tests.
-    """
-    patterns = list(product((False, True), repeat=num_nodes))
-    passed = torch.tensor(patterns, dtype=torch.bool).reshape(len(patterns), num_nodes)
-    uniforms = torch.where(passed, 0.25, 0.75).double()
-    verdicts = num_accepted(torch.full_like(uniforms, 0.5), uniforms, rule).tolist()
-    decisive = []
-    for accepted in range(num_nodes + 1):
-        agreeing = [p for p, v in zip(patterns, verdicts, strict=True) if v == accepted]
-        tests = tuple(
-            (node, agreeing[0][node])
-            for node in range(num_nodes)
-            if len({pattern[node] for pattern in agreeing}) == 1
-        )
-        if len(agreeing) != 2 ** (num_nodes - len(tests)):
-            raise Inexact(f"{rule}: {accepted} accepted is no conjunction of tests")
-        decisive.append(tests)
-    return decisive
-
-
 REQUEST = request_key(0, 0)
 NUM_PROMPT = 3
 """Tokens committed before the first step; keys count them."""
+
+Texts = Mapping[int, Float64[Tensor, "pairs prefixes texts"]]
+"""Probabilities of the texts that a step emits, by their length, after every prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -349,103 +239,143 @@ class Emitted:
     num_histories: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drafted:
-    """Histories after drafting, with the target and draft rows that verification reads."""
+def join_steps(pairs: ModelPairs, first: Texts, second: Callable[[int], Texts]) -> Emitted:
+    """Return the distribution of two steps, completed by the target to the horizon.
 
-    histories: Histories
-    tokens: Int64[Tensor, "histories nodes"]
-    num_drafted: Int64[Tensor, "pairs histories"]
-    target: Float64[Tensor, "pairs histories rows vocab"]
-    draft: Float64[Tensor, "pairs histories rows vocab"]
+    Args:
+        second: the texts of the second step, given the length of the first one's.
+    """
+    mass: dict[int, Tensor] = {}
+    num_histories = 0
+    for length, texts in first.items():
+        for more, then in second(length).items():
+            joint = (texts[:, 0, :, None] * then).flatten(1)
+            mass[length + more] = mass.get(length + more, 0.0) + joint
+            num_histories += int(joint.count_nonzero())
+    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
 
-    def rows(self) -> ChainRows:
-        """Flatten pairs and histories to the rows that the engine's functions read."""
-        num_pairs = len(self.num_drafted)
-        return ChainRows(
-            target=self.target.flatten(0, 1),
-            draft=self.draft.flatten(0, 1),
-            tokens=self.tokens.repeat(num_pairs, 1),
-            num_drafted=self.num_drafted.flatten(),
-        )
+
+def check_keys(first: Sequence[int], seconds: Iterable[Sequence[int]]) -> None:
+    """Refuse noise keys that occur twice in a step or in two consecutive steps."""
+    for keys in ([], *seconds):
+        both = [*first, *keys]
+        if len(set(both)) < len(both):
+            raise Inexact("a noise key decides twice")
+
+
+def sum_patterns(
+    accept: Float64[Tensor, "batch nodes"], verdict: Callable[[Tensor], Sequence[int]]
+) -> dict[int, Float64[Tensor, " batch"]]:
+    """Return the probability of each verdict of the draw stage, over all outcomes of the tests."""
+    num_nodes = accept.shape[1]
+    patterns = torch.tensor([*product((False, True), repeat=num_nodes)], dtype=torch.bool)
+    found: dict[int, Tensor] = {}
+    for passed, at in zip(patterns, verdict(patterns.reshape(-1, num_nodes)), strict=True):
+        prob = torch.where(passed, accept, 1 - accept).prod(-1)
+        found[at] = found.get(at, 0.0) + prob
+    return found
+
+
+def add_texts(found: dict[int, Tensor], tokens: Tensor, path: Sequence[int], rows: Tensor) -> None:
+    """Add the probabilities of the texts that consist of a path and one more token.
+
+    Args:
+        tokens: of every draft, (drafts, nodes).
+        rows: of the last token, (pairs, prefixes, drafts, vocab).
+    """
+    vocab = rows.shape[-1]
+    texts = torch.zeros(*rows.shape[:2], vocab ** (len(path) + 1), dtype=torch.float64)
+    index = _spelled(tokens, path, vocab)[:, None] * vocab + torch.arange(vocab)
+    texts.index_add_(2, index.flatten(), rows.flatten(2))
+    found[len(path) + 1] = found.get(len(path) + 1, 0.0) + texts
 
 
 def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> Emitted:
     """Return the output distribution of two steps, completed by the target to the horizon.
 
-    The K of the second step depends on what the first one accepted: it then tells of the noise of
-    the first, which is what noise used twice needs to do harm.
+    The K of the second step depends on what the first one accepted.
     """
-    mass: dict[int, Tensor] = {}
-    num_histories = 0
-    for accepted, first in _chain_step(
-        pairs, verifier, Histories.begin(pairs.num_pairs), num_drafts
-    ):
-        room = pairs.horizon - 1 - first.length
-        for _, second in _chain_step(
-            pairs, verifier, first, min(verifier.next_k(num_drafts, accepted), room)
-        ):
-            found = second.mass(pairs.vocab_size**second.length)
-            mass[second.length] = mass.get(second.length, 0.0) + found
-            num_histories += int(second.weights.count_nonzero())
-    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
 
+    def next_k(length: int) -> int:
+        return min(verifier.next_k(num_drafts, length - 1), pairs.horizon - 1 - length)
 
-def _chain_step(
-    pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
-) -> Iterator[tuple[int, Histories]]:
-    """Run one step, and yield each number of accepted tokens with the histories that have it."""
-    drafted = draft_chain(pairs, verifier, histories, num_drafts)
-    rows = drafted.rows()
-    shape = drafted.num_drafted.shape
-    accept = verifier.accept(rows, verifier.rule).reshape(*shape, num_drafts)
-    keys = verifier.verify_keys(REQUEST, NUM_PROMPT + histories.length, num_drafts)
-    for accepted, tests in enumerate(decisive_tests(verifier.rule, num_drafts)):
-        # the row after `accepted` tokens; shorter proposals have weight 0 but must be valid input
-        counts = torch.full_like(rows.num_drafted, accepted).minimum(rows.num_drafted)
-        final = verifier.final(rows, counts, verifier.rule).reshape(*shape, pairs.vocab_size)
-        at_hand = drafted.histories
-        for node, passed in tests:
-            at_hand = at_hand.compare(keys[node], accept[..., node], passed)
-        recovered, bonus = drafted.num_drafted > accepted, drafted.num_drafted == accepted
-        for kind, key in ((recovered, keys[-2]), (bonus, keys[-1])):
-            if kind.any():
-                ended = at_hand.masked(kind).draw(key, final)
-                yield accepted, committed(ended, drafted.tokens[:, :accepted], pairs.vocab_size)
-
-
-def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
-    """Commit the accepted tokens and the final token, which is the last draw of `ended`."""
-    final = torch.arange(vocab_size).repeat(len(accepted))
-    tokens = torch.cat([accepted.repeat_interleave(vocab_size, 0), final[:, None]], 1)
-    return ended.commit(tokens, vocab_size)
-
-
-def draft_chain(
-    pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
-) -> Drafted:
-    """Enumerate every chain of `num_drafts` draft tokens after every history."""
-    vocab_size, start = pairs.vocab_size, histories.length
-    paths = histories.prefixes
-    tokens = torch.empty(len(paths), 0, dtype=torch.int64)
-    kept = torch.ones(*histories.weights.shape, 0, dtype=torch.bool)
-    for node in range(num_drafts):
-        rows = pairs.draft[start + node][:, paths]
-        key = verifier.draft_key(REQUEST, NUM_PROMPT + start, node)
-        histories = histories.draw(key, rows)
-        drawn = torch.arange(vocab_size).repeat(len(paths))
-        paths = paths.repeat_interleave(vocab_size) * vocab_size + drawn
-        tokens = torch.cat([tokens.repeat_interleave(vocab_size, 0), drawn[:, None]], 1)
-        keep = verifier.keep(rows[:, :, None], rows).expand_as(rows).flatten(1)
-        kept = torch.cat([kept.repeat_interleave(vocab_size, 1), keep[..., None]], -1)
-    prefixes = [paths // vocab_size ** (num_drafts - node) for node in range(num_drafts + 1)]
-    return Drafted(
-        histories=histories,
-        tokens=tokens,
-        num_drafted=kept.cumprod(-1).sum(-1),
-        target=torch.stack([pairs.target_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
-        draft=torch.stack([pairs.draft_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
+    lengths = range(1, num_drafts + 2)
+    check_keys(
+        _chain_keys(verifier, 0, num_drafts),
+        (_chain_keys(verifier, length, next_k(length)) for length in lengths),
     )
+    return join_steps(
+        pairs,
+        _chain_step(pairs, verifier, 0, num_drafts),
+        lambda length: _chain_step(pairs, verifier, length, next_k(length)),
+    )
+
+
+def _chain_keys(verifier: ChainVerifier, start: int, num_drafts: int) -> list[int]:
+    at = NUM_PROMPT + start
+    drafts = [verifier.draft_key(REQUEST, at, node) for node in range(num_drafts)]
+    return drafts + verifier.verify_keys(REQUEST, at, num_drafts)
+
+
+def _chain_step(pairs: ModelPairs, verifier: ChainVerifier, start: int, num_drafts: int) -> Texts:
+    tokens, paths = _all_chains(pairs, start, num_drafts)
+    drawn = [pairs.draft[start + node][:, paths[node]] for node in range(num_drafts)]
+    taken = [_of_token(row, tokens[:, node]) for node, row in enumerate(drawn)]
+    probs = torch.ones(pairs.num_pairs, *paths[0].shape, dtype=torch.float64)
+    num_drafted = torch.zeros_like(probs, dtype=torch.int64)
+    is_kept = torch.ones_like(probs, dtype=torch.bool)
+    for row, prob in zip(drawn, taken, strict=True):
+        probs = probs * prob
+        is_kept = is_kept & verifier.keep(row, prob)
+        num_drafted += is_kept
+    levels = range(num_drafts + 1)
+    rows = ChainRows(
+        target=torch.stack([pairs.target_rows(start, i)[:, paths[i]] for i in levels], 3).flatten(
+            0, 2
+        ),
+        draft=torch.stack([pairs.draft_rows(start, i)[:, paths[i]] for i in levels], 3).flatten(
+            0, 2
+        ),
+        tokens=tokens.expand(*probs.shape, num_drafts).flatten(0, 2),
+        num_drafted=num_drafted.flatten(),
+    )
+    found: dict[int, Tensor] = {}
+    accept = verifier.accept(rows, verifier.rule)
+    for accepted, prob in sum_patterns(accept, partial(_count_accepted, verifier.rule)).items():
+        # the row after `accepted` tokens; shorter proposals have probability 0 but must be valid
+        counts = torch.full_like(rows.num_drafted, accepted).minimum(rows.num_drafted)
+        final = verifier.final(rows, counts, verifier.rule)
+        final = final / final.sum(-1, keepdim=True)
+        weights = (probs.flatten() * prob)[:, None] * final
+        add_texts(found, tokens, range(accepted), weights.reshape(*probs.shape, -1))
+    return found
+
+
+def _count_accepted(rule: Rule, passed: Tensor) -> list[int]:
+    uniforms = torch.where(passed, 0.25, 0.75).double()
+    counts: list[int] = num_accepted(torch.full_like(uniforms, 0.5), uniforms, rule).tolist()
+    return counts
+
+
+def _all_chains(
+    pairs: ModelPairs, start: int, num_drafts: int
+) -> tuple[Int64[Tensor, "drafts nodes"], list[Int64[Tensor, "prefixes drafts"]]]:
+    """Return all chains, and the texts before each of their nodes after every prefix."""
+    vocab = pairs.vocab_size
+    tokens = all_tokens(vocab, num_drafts)
+    prefixes = torch.arange(vocab**start)[:, None]
+    levels = range(num_drafts + 1)
+    return tokens, [prefixes * vocab**i + _spelled(tokens, range(i), vocab) for i in levels]
+
+
+def all_tokens(vocab_size: int, num_nodes: int) -> Int64[Tensor, "drafts nodes"]:
+    """Return every choice of the tokens of so many nodes."""
+    choices = [*product(range(vocab_size), repeat=num_nodes)]
+    return torch.tensor(choices, dtype=torch.int64).reshape(len(choices), num_nodes)
+
+
+def _of_token(rows: Tensor, tokens: Int64[Tensor, " drafts"]) -> Tensor:
+    return rows.gather(-1, tokens.expand(rows.shape[:-1])[..., None])[..., 0]
 
 
 Stage = Callable[[TokenTree, Tensor, Tensor, Tensor], TreeWeights]
@@ -507,36 +437,28 @@ def emit_trees(
     pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, second: TokenTree
 ) -> Emitted:
     """Return the output distribution of two steps, completed by the target to the horizon."""
-    _check_keys(verifier, tree, second)
-    mass: dict[int, Tensor] = {}
-    num_histories = 0
-    for length, first in step(pairs, verifier, tree, 0).items():
-        for more, then in step(pairs, verifier, second, length).items():
-            joint = (first[:, 0, :, None] * then).flatten(1)
-            mass[length + more] = mass.get(length + more, 0.0) + joint
-            num_histories += int(joint.count_nonzero())
-    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
+    lengths = range(1, max(tree.depths) + 2)
+    check_keys(
+        _tree_keys(verifier, tree, 0), (_tree_keys(verifier, second, length) for length in lengths)
+    )
+    return join_steps(
+        pairs,
+        step(pairs, verifier, tree, 0),
+        lambda length: step(pairs, verifier, second, length),
+    )
 
 
-def step(
-    pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, start: int
-) -> dict[int, Float64[Tensor, "pairs prefixes texts"]]:
+def step(pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, start: int) -> Texts:
     """Return the probability of every emitted text by length, after every prefix of `start`."""
-    vocab = pairs.vocab_size
     trees = verifier.damage(_draw_trees(pairs, tree, start), tree)
-    num_nodes = len(tree.parents)
     shape = trees.probs.shape
-    tokens = trees.tokens.expand(*shape, num_nodes).flatten(0, 2)
+    tokens = trees.tokens.expand(*shape, len(tree.parents)).flatten(0, 2)
     weights = verifier.stage(tree, trees.target.flatten(0, 2), trees.draft.flatten(0, 2), tokens)
     final = weights.final / weights.final.sum(-1, keepdim=True)
     emitted: dict[int, Tensor] = {}
     for node, prob in reach_probs(tree, weights.accept).items():
-        path = tree.path(node)
         rows = (trees.probs.flatten() * prob)[:, None] * final[:, node + 1]
-        texts = torch.zeros(*shape[:2], vocab ** len(path) * vocab, dtype=torch.float64)
-        index = _spelled(trees.tokens, path, vocab)[:, None] * vocab + torch.arange(vocab)
-        texts.index_add_(2, index.flatten(), rows.reshape(*shape[:2], -1))
-        emitted[len(path) + 1] = emitted.get(len(path) + 1, 0.0) + texts
+        add_texts(emitted, trees.tokens, tree.path(node), rows.reshape(*shape, -1))
     return emitted
 
 
@@ -545,21 +467,15 @@ def reach_probs(tree: TokenTree, accept: Tensor) -> dict[int, Tensor]:
 
     It sums the engine's draw stage over all patterns of passed and failed tests.
     """
-    nodes = range(len(tree.parents))
-    found: dict[int, Tensor] = {}
-    for passed in product((False, True), repeat=len(nodes)):
-        node = accepted_node(tree, passed)
-        prob = torch.ones_like(accept[:, 0])
-        for at in nodes:
-            prob = prob * (accept[:, at] if passed[at] else 1 - accept[:, at])
-        found[node] = found.get(node, 0.0) + prob
-    return found
+    return sum_patterns(
+        accept, lambda patterns: [accepted_node(tree, passed) for passed in patterns.tolist()]
+    )
 
 
 def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int) -> DrawnTrees:
     """Enumerate drafts after every prefix, with children drawn without replacement."""
     vocab, num_nodes = pairs.vocab_size, len(tree.parents)
-    tokens = torch.tensor(list(product(range(vocab), repeat=num_nodes)))
+    tokens = all_tokens(vocab, num_nodes)
     prefixes = torch.arange(vocab**start)
     probs = torch.ones(pairs.num_pairs, len(prefixes), len(tokens), dtype=torch.float64)
     draft: list[Tensor] = []
@@ -569,8 +485,7 @@ def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int) -> DrawnTrees:
         row = pairs.draft[start + len(path)][:, after]
         draft.append(drawn := row)
         for child in tree.children(parent):
-            token = tokens[:, child].expand(drawn.shape[:-1])[..., None]
-            probs = probs * drawn.gather(-1, token)[..., 0]
+            probs = probs * _of_token(drawn, tokens[:, child])
             drawn = without(drawn, tokens[:, child])
     target = [
         pairs.target[start + len(tree.path(node))][
@@ -591,30 +506,19 @@ def without(rows: Tensor, tokens: Int64[Tensor, " drafts"]) -> Tensor:
     return left / left.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
-def _spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab: int) -> Tensor:
+def _spelled(tokens: Int64[Tensor, "drafts nodes"], path: Iterable[int], vocab: int) -> Tensor:
     value = torch.zeros(len(tokens), dtype=torch.int64)
     for node in path:
         value = value * vocab + tokens[:, node]
     return value
 
 
-def _check_keys(verifier: TreeVerifier, first: TokenTree, second: TokenTree) -> None:
-    """Refuse noise keys that occur twice in a step or in two consecutive steps."""
-    at_start = set(_keys_of(verifier, first, NUM_PROMPT))
-    for num_emitted in range(1, max(first.depths) + 2):
-        keys = [*_keys_of(verifier, second, NUM_PROMPT + num_emitted)]
-        if len(set(keys)) < len(keys) or at_start.intersection(keys):
-            raise Inexact("a noise key decides twice")
-
-
-def _keys_of(verifier: TreeVerifier, tree: TokenTree, num_committed: int) -> Iterator[int]:
+def _tree_keys(verifier: TreeVerifier, tree: TokenTree, start: int) -> list[int]:
     """Return all noise keys of one step: draft draws, acceptance tests and final draws."""
-    num_nodes = len(tree.parents)
-    for node in range(num_nodes):
-        yield step_key(REQUEST, num_committed, node, Purpose.DRAFT)
-    tests, finals = verifier.keys(REQUEST, num_committed, num_nodes)
-    yield from tests
-    yield from finals
+    at, num_nodes = NUM_PROMPT + start, len(tree.parents)
+    drafts = [step_key(REQUEST, at, node, Purpose.DRAFT) for node in range(num_nodes)]
+    tests, finals = verifier.keys(REQUEST, at, num_nodes)
+    return drafts + tests + finals
 
 
 Walk = Callable[[TokenTree, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], int]]
@@ -651,49 +555,43 @@ class WalkTable:
 
 def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
     """Return the output distribution of two steps, completed by the target to the horizon."""
-    mass: dict[int, Tensor] = {}
-    num_histories = 0
-    for first, used in _walk_step(
-        pairs, walker, Histories.begin(pairs.num_pairs), frozenset(), tree
-    ):
-        room = pairs.horizon - 1 - first.length
+    spent: dict[int, frozenset[int]] = {}
+    first: dict[int, Tensor] = {}
+    for length, texts, keys in _walk_step(pairs, walker, tree, 0, frozenset()):
+        first[length], spent[length] = texts, keys
+
+    def second(length: int) -> Texts:
+        room = pairs.horizon - 1 - length
         fits = not walker.sampled and max(tree.depths) <= room
-        next_tree = tree if fits else TokenTree.chain(min(first.length, room))
-        for second, _ in _walk_step(pairs, walker, first, used, next_tree):
-            found = second.mass(pairs.vocab_size**second.length)
-            mass[second.length] = mass.get(second.length, 0.0) + found
-            num_histories += int(second.weights.count_nonzero())
-    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
+        next_tree = tree if fits else TokenTree.chain(min(length, room))
+        found = _walk_step(pairs, walker, next_tree, length, spent[length])
+        return {more: texts for more, texts, _ in found}
+
+    return join_steps(pairs, first, second)
 
 
 def _walk_step(
-    pairs: ModelPairs, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
-) -> Iterator[tuple[Histories, frozenset[int]]]:
-    keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
-    drafted, drafts = draft(pairs, walker, histories, tree)
-    num_drafts = drafted.weights.shape[1] // histories.weights.shape[1]
+    pairs: ModelPairs, walker: Walker, tree: TokenTree, start: int, used: frozenset[int]
+) -> Iterator[tuple[int, Tensor, frozenset[int]]]:
+    """Yield the texts of a step by length, with the noise keys that have decided until then."""
+    keys = walker.keys(REQUEST, NUM_PROMPT + start, tree)
+    if walker.sampled:
+        nodes = range(len(tree.parents))
+        used |= _consume([_engine_draft_key(REQUEST, NUM_PROMPT + start, n) for n in nodes], used)
+        tokens, paths = _all_chains(pairs, start, len(nodes))
+        probs = torch.ones(pairs.num_pairs, *paths[0].shape, dtype=torch.float64)
+        for node in nodes:
+            probs = probs * _of_token(pairs.draft[start + node][:, paths[node]], tokens[:, node])
+    else:
+        drafts = top_tokens(pairs, start, tree)
+        num_drafts = pairs.vocab_size ** len(tree.parents)
+        probs = torch.nn.functional.one_hot(drafts, num_drafts).double()
     table = walk_table(walker.walk, tree, pairs.vocab_size)
     for num_emitted, emits in table.emits.items():
         spent = used
         for rows in table.visited[num_emitted]:
-            spent |= _consume([keys[row] for row in rows], used | set(drafted.intervals))
-        possible = emits[drafts]
-        owners, texts = possible.any(0).nonzero(as_tuple=True)
-        drawn = _target_texts(pairs, histories, num_emitted)[:, owners // num_drafts, texts]
-        probs = drawn * possible[:, owners, texts]
-        prefixes = drafted.prefixes[owners] * pairs.vocab_size**num_emitted + texts
-        weights = drafted.weights[:, owners] * probs
-        length = drafted.length + num_emitted
-        yield replace(drafted, weights=weights, prefixes=prefixes, length=length), spent
-
-
-def draft(
-    pairs: ModelPairs, walker: Walker, histories: Histories, tree: TokenTree
-) -> tuple[Histories, Int64[Tensor, "some drafts"]]:
-    if not walker.sampled:
-        return histories, top_tokens(pairs, histories, tree)
-    drafted = draft_chain(pairs, ChainVerifier(rule="token"), histories, len(tree.parents))
-    return drafted.histories, number(drafted.tokens, pairs.vocab_size)[None]
+            spent |= _consume([keys[row] for row in rows], used)
+        yield num_emitted, probs @ emits.double() * _target_texts(pairs, start, num_emitted), spent
 
 
 def _consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
@@ -739,17 +637,15 @@ def _walk_outcomes(
     return outcomes
 
 
-def top_tokens(
-    pairs: ModelPairs, histories: Histories, tree: TokenTree
-) -> Int64[Tensor, "pairs drafts"]:
-    """Return one number per history, which encodes the greedy draft tokens of the whole tree."""
+def top_tokens(pairs: ModelPairs, start: int, tree: TokenTree) -> Int64[Tensor, "pairs prefixes"]:
+    """Return one number per prefix, which encodes the greedy draft tokens of the whole tree."""
     pair_index = torch.arange(pairs.num_pairs)[:, None]
-    root = histories.prefixes.expand_as(histories.weights)
+    root = torch.arange(pairs.vocab_size**start).expand(pairs.num_pairs, -1)
     paths: list[Tensor] = []
     drafts = torch.zeros_like(root)
     for node, parent in enumerate(tree.parents):
         before = paths[parent] if parent >= 0 else root
-        level = histories.length + tree.depths[node] - 1
+        level = start + tree.depths[node] - 1
         ranked = pairs.draft[level][pair_index, before].argsort(stable=True, descending=True)
         token = ranked[..., tree.children(parent).index(node)]
         paths.append(before * pairs.vocab_size + token)
@@ -758,22 +654,16 @@ def top_tokens(
 
 
 def _target_texts(
-    pairs: ModelPairs, histories: Histories, num_tokens: int
-) -> Float64[Tensor, "pairs histories texts"]:
-    """Return the target's probability of every next `num_tokens` tokens after each history."""
-    vocab = torch.arange(pairs.vocab_size)
-    probs = torch.ones_like(histories.weights)[..., None]
-    paths = histories.prefixes[:, None]
+    pairs: ModelPairs, start: int, num_tokens: int
+) -> Float64[Tensor, "pairs prefixes texts"]:
+    """Return the target's probability of every next `num_tokens` tokens after each prefix."""
+    prefixes = torch.arange(pairs.vocab_size**start)
+    probs = torch.ones(pairs.num_pairs, len(prefixes), 1, dtype=torch.float64)
     for offset in range(num_tokens):
-        rows = pairs.target_rows(histories.length, offset)[:, paths]
-        probs = (probs[..., None] * rows).flatten(2)
-        paths = (paths[..., None] * pairs.vocab_size + vocab).flatten(1)
+        size = pairs.vocab_size**offset
+        paths = prefixes[:, None] * size + torch.arange(size)
+        probs = (probs[..., None] * pairs.target_rows(start, offset)[:, paths]).flatten(2)
     return probs
-
-
-def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:
-    powers = vocab_size ** torch.arange(tokens.shape[1]).flip(0)
-    return (tokens * powers).sum(-1)
 
 
 def spell(text: tuple[int, ...], vocab_size: int) -> int:

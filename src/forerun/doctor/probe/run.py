@@ -544,20 +544,19 @@ class PairNames:
         return ModelFiles.find(self.target).folder, draft
 
 
-def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
-    """Load target and draft, and load the target again as its own draft."""
+def load_probed(names: PairNames, config: EngineConfig) -> ProbedEngine:
+    """Load target and draft, and the target once more as its own draft if memory suffices."""
     engine = Engine.load(
         names.target, names.draft, dtype=names.dtype, device=names.device, config=config
     )
     itself: Engine | None = None
-    if twice:
-        try:
-            copy, _ = load_pair_member(
-                names.target, dtype=names.dtype, device=names.device, config=config
-            )
-            itself = engine.with_draft(DraftModel(copy, engine.target.vocab_size))
-        except NotEnoughMemory as error:
-            logger.warning("the target drafts for itself with its own KV only: %s", error)
+    try:
+        copy, _ = load_pair_member(
+            names.target, dtype=names.dtype, device=names.device, config=config
+        )
+        itself = engine.with_draft(DraftModel(copy, engine.target.vocab_size))
+    except NotEnoughMemory as error:
+        logger.warning("the target drafts for itself with its own KV only: %s", error)
     target, draft = names.folders
     return ProbedEngine(
         engine=engine, self_drafting=itself, target_folder=target, draft_folder=draft

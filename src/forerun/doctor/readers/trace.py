@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-from msgspec.structs import replace
 
 from forerun.doctor.evidence import MAX_WORD, Evidence, Reading, is_limit, load_table
 from forerun.doctor.readers.trace_totals import (
@@ -24,13 +22,13 @@ from forerun.doctor.readers.trace_totals import (
     TraceTotals,
     compare,
     ends,
+    read_totals,
 )
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord, TraceHeader
-from forerun.trace.columns import Mask, Piece, StepBlock, pieces_of
-from forerun.trace.files import read_trace
-from forerun.trace.summary import MIN_PLAIN_STEPS, Seconds, merged
+from forerun.trace.columns import Mask
+from forerun.trace.cycles import MIN_PLAIN_STEPS, Seconds, merged
 
 MIN_CHANGES = 0.2
 """Least share of steps with another K than the step before; probes change K less often."""
@@ -38,20 +36,18 @@ MIN_RISES = 0.03
 """Least share of steps with a larger K than the step before for K to count as adaptive."""
 
 
-def add_figures(
-    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
-) -> None:
+def _add_figures(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add facts that are figures, and the data series of the charts."""
-    counts = totals.overall.acceptance
-    evidence.note("num_steps", totals.overall.num_steps, source)
+    counts = totals.acceptance
+    evidence.note("num_steps", totals.num_steps, source)
     evidence.note("num_drafts", counts.num_steps, source)
     evidence.note("num_drafted", counts.num_drafted, source)
     evidence.note("num_accepted", counts.num_accepted, source)
     if counts.num_steps:
         _add_counts(evidence, totals, counts, source)
-    add_costs(evidence, totals, source)
+    _add_costs(evidence, totals, source)
     _add_shares(evidence, totals, source)
-    add_requests(evidence, requests, source)
+    _add_requests(evidence, totals.requests, source)
 
 
 def _add_counts(
@@ -69,7 +65,7 @@ def _add_counts(
         evidence.note("full_accept_share", full / counts.num_steps, source)
     none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
     evidence.note("zero_accept_share", none / counts.num_steps, source)
-    if (expected := totals.overall.expected_accepted) > 0.0:
+    if (expected := totals.expected_accepted) > 0.0:
         ratio = counts.num_accepted / expected
         interval = normal_interval(ratio, math.sqrt(totals.squares) / expected)
         evidence.note("expected_accepted", expected, source)
@@ -81,7 +77,7 @@ def _add_counts(
         evidence.note("accept_rule_ratio", found, source)
 
 
-def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+def _add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add times of drafting and plain steps, at the same number of requests in a cycle."""
     drafting, plain_step_s = totals.cycles.by_size("drafting"), totals.cycles.plain_step_s
     if not drafting:
@@ -151,12 +147,12 @@ def _add_verify_curve(
 
 def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     prefill = merged(totals.cycles.by_size("prefill").values())
-    everything_s = merged(totals.cycles.places.values()).total_s
+    everything_s = totals.cycles.total.total_s
     if everything_s > 0.0:
         evidence.note("prefill_share", prefill.total_s / everything_s, source)
         decode_s = everything_s - prefill.total_s
         if decode_s > 0.0:
-            decoded = totals.overall.num_tokens - prefill.num_steps
+            decoded = totals.num_tokens - prefill.num_steps
             evidence.note("tokens_per_s", max(0, decoded) / decode_s, source)
     steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
     if steps:
@@ -181,7 +177,7 @@ def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.note("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
 
 
-def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+def _add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
     if not requests:
         return
     evidence.note("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
@@ -213,9 +209,7 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 """Keys of tags `key:value` that describe the form of a prompt; other tags describe its topic."""
 
 
-def add_contrasts(
-    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
-) -> None:
+def _add_contrasts(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add facts that compare parts of a trace, and the data series of their charts."""
     stretches = totals.stretches
     _add_outcomes(evidence, stretches.by("previous"), source)
@@ -230,7 +224,7 @@ def add_contrasts(
     found = compare(company, company.place == 0, company.place == 1)
     _add_fall(evidence, "acceptance_falls_with_batch", found, source)
     _add_growth(evidence, totals.far, source)
-    known = {request.request_id: request for request in requests}
+    known = {request.request_id: request for request in totals.requests}
     by_stretch = [known.get(name) for name in stretches.request_ids]
     _add_tags(evidence, stretches.by("all"), by_stretch, source)
     _add_temperatures(evidence, stretches.by("all"), by_stretch, source)
@@ -399,9 +393,8 @@ COMMON = 10
 """Number of most frequent tokens whose share is large in text and near 0 in random ids."""
 
 
-def _add_setup(
-    evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
-) -> None:
+def _add_setup(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    headers, methods = totals.headers, totals.methods
     if not headers:
         return
     evidence.note("engine", "forerun", source)
@@ -426,10 +419,9 @@ SWITCHING = frozenset({"auto", "goodput", "bandit"})
 """Controllers that plan K = 0 where they expect or measured that drafting does not pay."""
 
 
-def _add_off_share(
-    evidence: Evidence, headers: Sequence[TraceHeader], totals: TraceTotals, source: str
-) -> None:
+def _add_off_share(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add the share of decode steps with K = 0, if every controller can switch a draft off."""
+    headers = totals.headers
     names = {header.controller for header in headers}
     steps = totals.request_steps.total()
     has_draft = all(header.draft is not None for header in headers)
@@ -476,7 +468,7 @@ MIN_GRAMS = 200
 """Least number of 4-grams from which repetition is judged."""
 
 
-def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:
+def _add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:
     """Add how repetitive the outputs are, if the trace contains their tokens."""
     total = distinct = 0
     for text in texts:
@@ -487,100 +479,31 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
         evidence.note("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
 
 
-MAX_HEADERS = 1000
-MAX_STEPS = 5_000_000
-"""Most steps that are read, to bound the time; more would hardly make a figure more precise."""
-MAX_REQUESTS = 200_000
-"""Most requests that are kept; each takes about a kilobyte of memory."""
-MAX_TAGS = 16
-"""Most tags of one request."""
-MAX_PROMPT_TOKENS = 1_000_000
-"""Most prompt tokens that are kept to see whether prompts are random."""
-MAX_NAMED_DAMAGE = 3
-MAX_DAMAGE = 100_000
-"""Most unreadable places of a file; reading stops there."""
-PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperature")
-"""Parameters of requests that are kept as evidence."""
-
-
-@dataclass(slots=True, kw_only=True)
-class TraceRead:
-    totals: TraceTotals = field(default_factory=TraceTotals)
-    headers: list[TraceHeader] = field(default_factory=list)
-    requests: list[RequestRecord] = field(default_factory=list)
-    num_damaged: int = 0
-    damage: list[str] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    limit: str | None = None
-
-    def add(self, piece: Piece) -> None:
-        """Add steps, a header, a request or damage; sets `limit` where enough was read."""
-        if isinstance(piece, StepBlock):
-            self.totals.add(piece)
-            if self.totals.overall.num_steps >= MAX_STEPS:
-                self.limit = f"{MAX_STEPS} steps"
-            elif len(self.totals.request_steps) >= MAX_REQUESTS:
-                self.limit = f"{MAX_REQUESTS} requests"
-        elif isinstance(piece, TraceHeader):
-            if len(self.headers) < MAX_HEADERS:
-                self.headers.append(piece)
-        elif isinstance(piece, RequestRecord):
-            if len(self.requests) < MAX_REQUESTS:
-                self.requests.append(_trimmed(piece, self))
-        else:
-            self.num_damaged += 1
-            if len(self.damage) < MAX_NAMED_DAMAGE:
-                self.damage.append(str(piece))
-            if self.num_damaged >= MAX_DAMAGE:
-                self.limit = f"{MAX_DAMAGE} places that cannot be read"
-
-
 def read_trace_evidence(path: Path) -> Evidence:
     """Return the evidence of a trace; raises InvalidTrace if it cannot be read."""
-    read = TraceRead()
-    for piece in pieces_of(read_trace(path)):
-        read.add(piece)
-        if read.limit:
-            break
-    return evidence_of(read, path.name, f"trace {path.name}")
+    return evidence_of(read_totals(path), path.name)
 
 
-def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
-    """Return the facts that follow from the totals, headers and requests of a trace."""
-    evidence = Evidence(readings=[reading_of(read, name)])
-    add_figures(evidence, read.totals, read.requests, source)
-    add_contrasts(evidence, read.totals, read.requests, source)
-    _add_setup(evidence, read.headers, read.totals.methods, source)
-    _add_off_share(evidence, read.headers, read.totals, source)
-    _add_asked(evidence, read.requests, source)
-    add_texts(evidence, read.totals.texts.values(), source)
+def evidence_of(totals: TraceTotals, name: str) -> Evidence:
+    """Return the facts that follow from what was read of a trace."""
+    source = f"trace {name}"
+    evidence = Evidence(readings=[_reading_of(totals, name)])
+    _add_figures(evidence, totals, source)
+    _add_contrasts(evidence, totals, source)
+    _add_setup(evidence, totals, source)
+    _add_off_share(evidence, totals, source)
+    _add_asked(evidence, totals.requests, source)
+    _add_texts(evidence, totals.texts.values(), source)
     return evidence
 
 
-def _trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
-    tokens = request.prompt_token_ids
-    if tokens is not None:
-        tokens = tokens[: max(0, MAX_PROMPT_TOKENS - read.num_prompt_tokens)]
-        read.num_prompt_tokens += len(tokens)
-    return replace(
-        request,
-        tags=tuple(tag[:MAX_WORD] for tag in request.tags[:MAX_TAGS]),
-        parameters={
-            name: value
-            for name, value in request.parameters.items()
-            if name in PARAMETERS and isinstance(value, str | int | float | None)
-        },
-        prompt_token_ids=tokens,
-    )
-
-
-def reading_of(read: TraceRead, name: str) -> Reading:
-    reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.overall.num_steps)
-    reading.num_unknown = read.num_damaged
-    reading.notes += [f"not read: {place}" for place in read.damage]
-    if read.limit:
-        reading.notes.append(f"longer than {read.limit}; only the beginning was read")
-    if len(read.headers) > 1:
-        drafts = sorted({str(header.draft) for header in read.headers})
+def _reading_of(totals: TraceTotals, name: str) -> Reading:
+    reading = Reading(source=name, kinds={"forerun trace"}, num_lines=totals.num_steps)
+    reading.num_unknown = totals.num_damaged
+    reading.notes += [f"not read: {place}" for place in totals.damage]
+    if totals.limit:
+        reading.notes.append(f"longer than {totals.limit}; only the beginning was read")
+    if len(totals.headers) > 1:
+        drafts = sorted({str(header.draft) for header in totals.headers})
         reading.notes.append(f"several runs in one trace, drafts {', '.join(drafts)}")
     return reading

@@ -10,22 +10,29 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
+from forerun.doctor.evidence import MAX_WORD
+from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import student_quantile
-from forerun.theory.record import StepRecord
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.columns import (
     DRAFTING,
     PREFILL,
     Columns,
     Ints,
     Mask,
+    Piece,
     Reals,
     StepBlock,
     chosen,
+    pieces_of,
 )
-from forerun.trace.summary import CyclesByKind, GroupSummary, Seconds, seconds_by
+from forerun.trace.cycles import CyclesByKind, Seconds, seconds_by
+from forerun.trace.files import read_trace
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
@@ -276,6 +283,20 @@ SLICES = 16
 
 PAUSING = frozenset({"suffix"})
 """Drafters that draft nothing in text without repetition, whatever K is."""
+MAX_HEADERS = 1000
+MAX_STEPS = 5_000_000
+"""Most steps that are read, to bound the time; more would hardly make a figure more precise."""
+MAX_REQUESTS = 200_000
+"""Most requests that are kept; each takes about a kilobyte of memory."""
+MAX_TAGS = 16
+"""Most tags of one request."""
+MAX_PROMPT_TOKENS = 1_000_000
+"""Most prompt tokens that are kept to see whether prompts are random."""
+MAX_NAMED_DAMAGE = 3
+MAX_DAMAGE = 100_000
+"""Most unreadable places of a file; reading stops there."""
+PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperature")
+"""Parameters of requests that are kept as evidence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -283,7 +304,7 @@ class TraceTotals:
     """Sums over the steps of a trace.
 
     Attributes:
-        overall: counts of steps, tokens and acceptance.
+        expected_accepted: sum over drafting steps of what the verifier was expected to accept.
         ks: drafting steps by their K.
         cycles: durations by kind and batch size.
         rows: durations of drafting cycles by batch size and rows per request.
@@ -301,9 +322,15 @@ class TraceTotals:
             request K only falls.
         squares: sum over drafting steps of (accepted - expected) squared.
         overlap: sum of acceptance_probability, and the number of steps that have it.
+        requests: what a diagnosis needs of them.
+        damage: the first places that cannot be read.
+        limit: what ended the reading early; None if nothing did.
     """
 
-    overall: GroupSummary = field(default_factory=GroupSummary)
+    num_steps: int = 0
+    num_tokens: int = 0
+    expected_accepted: float = 0.0
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     ks: Counter[int] = field(default_factory=Counter)
     cycles: CyclesByKind = field(default_factory=CyclesByKind)
     rows: dict[tuple[int, ...], Seconds] = field(default_factory=dict)
@@ -323,10 +350,53 @@ class TraceTotals:
     graph_hits: Counter[bool] = field(default_factory=Counter)
     squares: float = 0.0
     overlap: tuple[float, int] = (0.0, 0)
+    headers: list[TraceHeader] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_damaged: int = 0
+    damage: list[str] = field(default_factory=list)
+    limit: str | None = None
 
-    def add(self, block: StepBlock) -> None:
-        """Add the steps of complete cycles."""
-        self.overall.add(block.columns)
+    def add(self, piece: Piece) -> None:
+        """Add steps, a header, a request or damage; sets `limit` where enough was read."""
+        if isinstance(piece, StepBlock):
+            self._add_block(piece)
+            if self.num_steps >= MAX_STEPS:
+                self.limit = f"{MAX_STEPS} steps"
+            elif len(self.request_steps) >= MAX_REQUESTS:
+                self.limit = f"{MAX_REQUESTS} requests"
+        elif isinstance(piece, TraceHeader):
+            if len(self.headers) < MAX_HEADERS:
+                self.headers.append(piece)
+        elif isinstance(piece, RequestRecord):
+            if len(self.requests) < MAX_REQUESTS:
+                self.requests.append(self._trimmed(piece))
+        else:
+            self.num_damaged += 1
+            if len(self.damage) < MAX_NAMED_DAMAGE:
+                self.damage.append(str(piece))
+            if self.num_damaged >= MAX_DAMAGE:
+                self.limit = f"{MAX_DAMAGE} places that cannot be read"
+
+    def _trimmed(self, request: RequestRecord) -> RequestRecord:
+        tokens = request.prompt_token_ids
+        if tokens is not None:
+            tokens = tokens[: max(0, MAX_PROMPT_TOKENS - self.num_prompt_tokens)]
+            self.num_prompt_tokens += len(tokens)
+        return replace(
+            request,
+            tags=tuple(tag[:MAX_WORD] for tag in request.tags[:MAX_TAGS]),
+            parameters={
+                name: value
+                for name, value in request.parameters.items()
+                if name in PARAMETERS and isinstance(value, str | int | float | None)
+            },
+            prompt_token_ids=tokens,
+        )
+
+    def _add_block(self, block: StepBlock) -> None:
+        self.num_steps += len(block.records)
+        self.num_tokens += int(block.columns["num_emitted"].sum())
         self._add_cycles(block)
         self._add_records(block.records)
         self._add_times(chosen(block.columns, block.columns["num_drafted"] > 0))
@@ -334,6 +404,10 @@ class TraceTotals:
         self._add_changes(steps)
         drafting = chosen(steps, steps["num_drafted"] > 0)
         if len(drafting["step"]):
+            counts = (drafting[name].tolist() for name in ("depth_drafted", "num_accepted"))
+            self.acceptance.steps.update(zip(*counts, strict=True))
+            self.acceptance.num_drafted += int(drafting["num_drafted"].sum())
+            self.expected_accepted += float(drafting["expected_accepted"].sum())
             self.ks.update(drafting["k_budget"].tolist())
             error = drafting["num_accepted"] - drafting["expected_accepted"]
             self.squares += float((error * error).sum())
@@ -390,6 +464,16 @@ class TraceTotals:
             part = accepted[start : start + size]
             mean_s = float(times_s[start : start + size].mean())
             self.over_time.append((mean_s, len(part), int(part.sum())))
+
+
+def read_totals(path: Path) -> TraceTotals:
+    """Read a trace, up to the limits; raises InvalidTrace if nothing of it can be read."""
+    totals = TraceTotals()
+    for piece in pieces_of(read_trace(path)):
+        totals.add(piece)
+        if totals.limit:
+            break
+    return totals
 
 
 def with_previous(columns: Columns) -> Columns:
