@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -43,16 +42,6 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-REMOVED = (
-    "forerun.audit",
-    "forerun.diagnose",
-    "forerun.probe",
-    "forerun.testing.exact",
-    "forerun.trace.explained",
-)
-"""Import paths of earlier versions, for which there is no alias."""
-
-
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -62,22 +51,6 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def package_of(path: Path) -> str:
     inside = path.relative_to(PACKAGE).parts
     return inside[0] if len(inside) > 1 else "."
-
-
-def test_no_package_grows_past_its_committed_size() -> None:
-    """`tests/package_sizes.json`: lines of Python. Lower an entry when its package shrinks."""
-    limits = json.loads((Path(__file__).parent / "package_sizes.json").read_text())
-    lines = Counter[str]()
-    for path in MODULES:
-        lines[package_of(path)] += len(path.read_text().splitlines())
-    assert set(lines) == set(limits), "a package is missing in the table, or gone"
-    assert not {name: lines[name] for name in lines if lines[name] > limits[name]}
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_removed_paths_stay_removed(name: str) -> None:
-    place = PACKAGE.joinpath(*name.split(".")[1:])
-    assert not place.with_suffix(".py").exists() and not [*place.rglob("*.py")]
 
 
 def imported_from_other_packages() -> set[tuple[Path, str]]:
@@ -120,6 +93,7 @@ NETWORK = {
 }
 
 
+@cache
 def imported_modules(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -202,6 +176,7 @@ def test_what_came_from_a_paper_is_where_the_page_says() -> None:
         resolve_name(f"forerun.{name}")  # raises where there is no such thing
 
 
+@cache
 def names_in(source: Path) -> set[str]:
     """Names that a module of the package, or a package, defines or imports at its top level."""
     if source.is_dir():
