@@ -198,12 +198,12 @@ def stale_imports(script: Path) -> Iterator[str]:
 
 
 def test_scripts_import_what_exists(tmp_path) -> None:
-    """Benchmarks and recipes, without running them; one falls back to a name of an old commit."""
+    """Benchmarks and recipes, without running them."""
     root = PACKAGE.parents[1]
     scripts = [path for name in ("benchmarks", "recipes") for path in (root / name).rglob("*.py")]
     assert len(scripts) > 50
     found = {name for script in scripts for name in stale_imports(script)}
-    assert found == {"forerun.models.zoo.catalog.held_out_prompts"}
+    assert not found
     script = tmp_path / "script.py"
     script.write_text("from forerun.trace.files import open_trace, NO_SUCH_NAME")
     assert [*stale_imports(script)] == ["forerun.trace.files.NO_SUCH_NAME"]

@@ -206,6 +206,19 @@ def test_removed_paths_stay_removed(name: str) -> None:
     assert name in MERGED or not place.with_suffix(".py").exists()
 
 
+def test_pages_link_to_what_exists() -> None:
+    pages = (run_git("ls-files", "*.md") or "").splitlines()
+    if not pages:
+        pytest.skip("not a repository of git")
+    broken = [
+        f"{page}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:\s]+)[)#]", (ROOT / page).read_text())
+        if not (ROOT / page).parent.joinpath(link).exists()
+    ]
+    assert not broken
+
+
 def test_a_function_begins_with_a_verb() -> None:
     source = """
     class Reader:
