@@ -1,13 +1,14 @@
-"""Which combinations of parameters `make test` runs of a test that is marked `covering`.
+"""Which cases `make test` runs of a test that has many; the others belong to the full grid.
 
-A covering array of strength 1 has every value of every parameter, one of strength 2 every pair of
-values. The other combinations belong to the full grid.
+Of a test that is marked `covering` it runs a covering array: one of strength 1 has every value of
+every parameter, one of strength 2 every pair of values. Of a list of `thinned` values it runs one
+in so many.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def covering(grid: Sequence[Combination], strength: int) -> list[int]:
         taken.update(pairs[best])
         missing -= tuples[best]
     return sorted(chosen)
+
+
+def thinned(values: Iterable[object], every: int) -> list[object]:
+    """Values to parametrise with, of which all but one in `every` belong to the full grid."""
+    return [
+        pytest.param(value, marks=pytest.mark.full) if index % every else value
+        for index, value in enumerate(values)
+    ]
 
 
 def values_of(item: pytest.Function) -> Combination:

@@ -304,6 +304,7 @@ SELF = (
 )
 
 
+@pytest.mark.full  # judging on all shipped prompts takes half a minute
 def test_a_model_without_data_is_enough(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["align", *SELF, "--out", str(out)]) == 0

@@ -105,6 +105,7 @@ def same(target, draft, requests, taken, **options):
     return len(taken)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", [None, "cousin", "itself"])
@@ -118,6 +119,7 @@ def test_texts_and_records_are_those_of_single_steps(target, taken, draft, rule,
     assert same(target, loaded, requests, taken, k=k) > 3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["coupled", "walk", "block", "token"])
 @pytest.mark.parametrize("draft", [None, "cousin"])
 def test_every_row_is_cut_by_the_parameters_of_its_own_request(target, taken, draft, rule):
@@ -130,6 +132,7 @@ def test_every_row_is_cut_by_the_parameters_of_its_own_request(target, taken, dr
     assert 4 in taken
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", ["int8", "int4", 1])
@@ -346,6 +349,7 @@ def test_a_head_reads_the_features_of_plain_cycles(shipped, taken):
     assert len(taken) > 10
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["greedy", "block"])
 @pytest.mark.parametrize(
     "changes",
@@ -534,6 +538,7 @@ def unwritten(short):
     return bool(short.store.data[1::2, :, :, SHORT:].isnan().all())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "nucleus"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_draft_is_not_run_past_its_own_context(target, taken, rule, k):
@@ -562,6 +567,7 @@ def test_a_member_that_drafts_less_shares_the_passes_up_to_its_context(target, t
     assert all(unwritten(short) for short in shorts)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overstates", [False, True])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "walk"])
 def test_two_draft_models_of_different_contexts(target, taken, rule, overstates):
@@ -589,6 +595,7 @@ STOPPING = replace(
 BY_TOKEN = replace(Plan.chain("draft_model", 3), verification="token")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overstates", [False, True])
 @pytest.mark.parametrize("special", [STOPPING, BY_TOKEN], ids=["stop rule", "verification"])
 @pytest.mark.parametrize("rule", ["greedy", "block", "walk"])
@@ -608,6 +615,7 @@ def test_stop_rules_and_verifiers_of_plans_are_obeyed(target, taken, rule, speci
         assert "stop_rule" in {record["stop_reason"] for record in records}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["coupled", "block", "token", "walk", "nucleus"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):
@@ -628,6 +636,7 @@ def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):
     assert "invalid_probs" in ends or k == 1 or rule == "coupled"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("rule", ["greedy", "walk", "block"])
 def test_a_target_that_is_nan_behind_some_token_emits_nothing_there(target, taken, rule, drafts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from tests.thinning import covering, values_of
+from tests.thinning import covering, thinned, values_of
 
 FLAGS, NAMES = (False, True), (("one", 1), ("two", 2), ("three", 3))
 
@@ -64,3 +64,9 @@ def test_only_some_combinations_of_a_marked_test_are_kept(request):
     names = [getattr(item, "originalname", "") for item in request.session.items]
     if request.config.option.markexpr == "not full":
         assert names.count("test_combinations") <= 3
+
+
+def test_one_value_in_so_many_is_kept():
+    kept = [value for value in thinned("abcdefg", 3) if isinstance(value, str)]
+    assert kept == ["a", "d", "g"]
+    assert len(thinned("abcdefg", 3)) == 7
