@@ -1,14 +1,14 @@
 """Which cases `make test` runs of a test that has many; the others belong to the full grid.
 
 Of a test that is marked `covering` it runs a covering array: one of strength 1 has every value of
-every parameter, one of strength 2 every pair of values. Of a list of `thinned` values it runs one
-in so many.
+every parameter, one of strength 2 every pair of values. Of one marked `one_in(n)` it runs every nth
+case.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -44,30 +44,25 @@ def covering(grid: Sequence[Combination], strength: int) -> list[int]:
     return sorted(chosen)
 
 
-def thinned(values: Iterable[object], every: int) -> list[object]:
-    """Values to parametrise with, of which all but one in `every` belong to the full grid."""
-    return [
-        pytest.param(value, marks=pytest.mark.full) if index % every else value
-        for index, value in enumerate(values)
-    ]
-
-
 def values_of(item: pytest.Function) -> Combination:
     """Identities of the values that a test is called with: all its calls have the same objects."""
     return {name: id(value) for name, value in item.callspec.params.items()}
 
 
 def mark_full(items: Sequence[pytest.Item]) -> None:
-    """Mark what `make test` leaves out of the tests that are marked `covering`."""
+    """Mark what `make test` leaves out of the tests that are marked `covering` or `one_in`."""
     grids: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("full") is None:
             grids[item.path, item.originalname].append(item)
     for grid in grids.values():
-        if (marker := grid[0].get_closest_marker("covering")) is None:
+        if (marker := grid[0].get_closest_marker("one_in")) is not None:
+            kept = list(range(0, len(grid), marker.args[0]))
+        elif (marker := grid[0].get_closest_marker("covering")) is not None:
+            (strength,) = marker.args or (1,)
+            kept = covering([values_of(item) for item in grid], strength)
+        else:
             continue
-        (strength,) = marker.args or (1,)
-        kept = covering([values_of(item) for item in grid], strength)
         for index, item in enumerate(grid):
             if index not in kept:
                 item.add_marker("full")

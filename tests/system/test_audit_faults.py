@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from tests.lab.audited import FAULTS, EngineEndpoint, Fault, faulty_engine, pair, reference_of
-from tests.thinning import thinned
 
 from forerun.doctor.audit.config import AuditConfig
 from forerun.doctor.audit.records import StateFile
@@ -42,9 +41,8 @@ def audited(fault: Fault | None, *, tokens: int = 12_000) -> AuditVerdict:
     return judge(audit)
 
 
-@pytest.mark.parametrize(
-    "fault", thinned((f for f in FAULTS if f.name in QUICK), 2), ids=lambda f: f.name
-)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.name in QUICK], ids=lambda f: f.name)
 def test_a_planted_fault_is_named(fault):
     verdict = audited(fault)
     assert verdict.status == "deviates", verdict

@@ -9,7 +9,6 @@ from tests.lab.catalogue import FAULTS
 from tests.lab.dice import Dice
 from tests.lab.laboratory import Lab
 from tests.lab.run import run_fault
-from tests.thinning import thinned
 
 from forerun.doctor.diagnosis import CAUSES, derive, diagnose
 from forerun.doctor.readers.trace import read_trace_evidence
@@ -32,7 +31,8 @@ def test_every_label_is_a_cause_and_there_are_twenty_faults():
     assert len(labels) - labels.count("healthy") >= 20 and labels.count("healthy") >= 6
 
 
-@pytest.mark.parametrize("name", thinned(FAULTS, 4))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_leaves_a_readable_trace(name: str, short: Lab, tmp_path: Path):
     path = tmp_path / "trace.jsonl"
     run = run_fault(FAULTS[name], 3, path, short)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from tests.thinning import covering, thinned, values_of
+from tests.thinning import covering, values_of
 
 FLAGS, NAMES = (False, True), (("one", 1), ("two", 2), ("three", 3))
 
@@ -66,7 +66,13 @@ def test_only_some_combinations_of_a_marked_test_are_kept(request):
         assert names.count("test_combinations") <= 3
 
 
-def test_one_value_in_so_many_is_kept():
-    kept = [value for value in thinned("abcdefg", 3) if isinstance(value, str)]
-    assert kept == ["a", "d", "g"]
-    assert len(thinned("abcdefg", 3)) == 7
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("number", range(7))
+def test_numbers(number):
+    assert number % 3 == 0 or number < 7
+
+
+def test_one_case_in_so_many_is_kept(request):
+    names = [item.name for item in request.session.items if item.name.startswith("test_numbers")]
+    if request.config.option.markexpr == "not full" and len(names) > 1:
+        assert names == ["test_numbers[0]", "test_numbers[3]", "test_numbers[6]"]
