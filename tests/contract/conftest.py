@@ -184,7 +184,10 @@ CASES = [
         for name in NETWORKS
         if runner != "traced"
     ),
-    *((name, "eager") for name in SPECIAL),
+    *(
+        pytest.param((name, "eager"), marks=FULL if index % 2 else ())
+        for index, name in enumerate(SPECIAL)
+    ),
     *((name, "native") for name in tiny.NATIVE),
     *(
         pytest.param((name, "traced"), marks=FULL, id=f"{name}-traced")

@@ -93,6 +93,7 @@ def test_copying_changes_no_text(target, expected, k):
     assert target.store.num_free == 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["suffix", "self", "recycling"])
 @pytest.mark.parametrize(
@@ -250,6 +251,7 @@ def test_a_store_that_is_no_number_is_refused(target):
         build_drafter(NamedDrafter(name="suffix", argument="many"), target)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_every_family_drafts_with_its_first_layers(family):
     target = tiny.adapted(tiny.network(family, num_layers=2))
