@@ -215,6 +215,7 @@ def along_the_root(history: History, tree: TokenTree, tokens: Sequence[int]) -> 
     return [RowHistory(base=history)] * (len(tokens) + 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_counts_that_end_at_the_root_are_caught(target, draft, verification, monkeypatch):
     monkeypatch.setattr(History, "at", at_the_root)
@@ -342,6 +343,7 @@ class TopAndDrawn(Sapling):
 SHAPED = replace(BASE, seed=None, verification="auto", temperature=0.8, repetition_penalty=1.3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
 @pytest.mark.parametrize("params", [replace(SHAPED, temperature=1.0, repetition_penalty=1), SHAPED])
 def test_drawn_trees_follow_the_targets_distribution(target, draft, kind, params, monkeypatch):
@@ -425,6 +427,7 @@ def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, dr
     assert any(record.stop_reason == "stop_rule" for record in records)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_a_draft_that_fails_after_some_tokens_does_not_bias_the_text(target, draft, verification):
     """Failing after token 0 says that 0 was drawn: such chains must end there, not be dropped."""
@@ -450,6 +453,7 @@ def test_as_much_is_accepted_as_is_expected(target, draft):
         assert abs(float(differences.mean())) < 3.5 * error
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tree", [Tree(num_nodes=7, depth=3, width=2), None])
 def test_as_much_of_a_coupled_draft_is_accepted_as_is_expected(tree, monkeypatch):
     """Vocabularies beyond one group of the race; the target's own probabilities would not do."""
@@ -511,6 +515,7 @@ class Pruning(DraftModel):
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [Lying, Pruning])
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_the_same_test_catches_a_drafter_that_breaks_the_rules(target, draft, kind, verification):
