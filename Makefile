@@ -32,10 +32,10 @@ $(STAMP): $(BASE)
 demo: $(BASE)  ## a chat with and without a draft, and the speed of both
 	$(BIN)/forerun demo $(ARGS)
 
-test: check  ## static checks, then every test
+test: check  ## static checks, then every kind of test on few cases (8 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-full: check  ## the same with the full grid of cases and kernels under sanitisers (three times as long)
+test-full: check  ## the same with every case and kernels under sanitisers (about an hour), as in CI
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
 
 repeat: $(STAMP)  ## every test file 20 times beside busy loops, and once with a slow clock (hours); ARGS="tests/system"

@@ -1,7 +1,8 @@
-"""Which combinations of parameters `make test` runs of a test that is marked `covering`.
+"""Which cases `make test` runs of a test that has many; the others belong to the full grid.
 
-A covering array of strength 1 has every value of every parameter, one of strength 2 every pair of
-values. The other combinations belong to the full grid.
+Of a test that is marked `covering` it runs a covering array: one of strength 1 has every value of
+every parameter, one of strength 2 every pair of values. Of one marked `one_in(n)` it runs every nth
+case.
 """
 
 from __future__ import annotations
@@ -49,16 +50,19 @@ def values_of(item: pytest.Function) -> Combination:
 
 
 def mark_full(items: Sequence[pytest.Item]) -> None:
-    """Mark what `make test` leaves out of the tests that are marked `covering`."""
+    """Mark what `make test` leaves out of the tests that are marked `covering` or `one_in`."""
     grids: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("full") is None:
             grids[item.path, item.originalname].append(item)
     for grid in grids.values():
-        if (marker := grid[0].get_closest_marker("covering")) is None:
+        if (marker := grid[0].get_closest_marker("one_in")) is not None:
+            kept = list(range(0, len(grid), marker.args[0]))
+        elif (marker := grid[0].get_closest_marker("covering")) is not None:
+            (strength,) = marker.args or (1,)
+            kept = covering([values_of(item) for item in grid], strength)
+        else:
             continue
-        (strength,) = marker.args or (1,)
-        kept = covering([values_of(item) for item in grid], strength)
         for index, item in enumerate(grid):
             if index not in kept:
                 item.add_marker("full")

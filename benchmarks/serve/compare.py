@@ -7,7 +7,7 @@ token of every prompt is another one for every arm and round, so that no server 
 its cache. Nothing else should run.
 
     python benchmarks/serve/compare.py --target build/pairs/292m/target \\
-      --draft build/pairs/292m/draft --out benchmarks/serve/2026-11-23-http
+      --draft build/pairs/292m/draft --out benchmarks/serve/2026-11-23-servers
 """
 
 from __future__ import annotations

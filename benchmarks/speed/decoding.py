@@ -1,6 +1,6 @@
 """Speed of decoding with and without drafts by batch, context and temperature; parts of a step.
 
-OUT=benchmarks/speed/2026-11-25-decoding/zen3.json
+OUT=benchmarks/speed/2026-11-26-tiles/zen3.json
 python benchmarks/speed/decoding.py --out $OUT --minutes 12
 
 Arms take turns in every round, each round has prompts of its own (text of the standard library),

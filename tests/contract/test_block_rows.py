@@ -46,7 +46,7 @@ def dense_logits(network: PreTrainedModel, ids: list[int], num_prefix: int) -> T
     return network(torch.tensor([ids]), attention_mask=mask, position_ids=positions[None]).logits[0]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("num_block", [1, 6, 20])
 @pytest.mark.parametrize(("name", "runner"), BLOCKS)
 def test_rows_of_a_block_see_each_other(name, runner, num_block):

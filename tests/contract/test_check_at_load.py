@@ -41,6 +41,7 @@ def compared(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert "was not compared" not in caplog.text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_class_at_its_released_size_passes(name):
     model_class = getattr(transformers, name)
@@ -48,6 +49,7 @@ def test_a_class_at_its_released_size_passes(name):
     check_passes(model_class, model_class.config_class(**settings))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", MORE)
 def test_a_class_at_the_size_of_the_tests_passes(family):
     made = network(family)
@@ -100,6 +102,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("plant", "family"), [(plant, f) for plant, families in FAULTS.items() for f in families]
 )

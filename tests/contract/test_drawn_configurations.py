@@ -74,6 +74,7 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
     return family, settings
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", DRAWS)
 def test_a_drawn_configuration_is_refused_or_equal(seed):
     family, settings = drawn(seed)

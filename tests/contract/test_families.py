@@ -133,6 +133,7 @@ LAST_POSITIONS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("member", LAST_POSITIONS, indirect=True)
 def test_the_last_position_is_reached(member):
     """Where learned positions end, and drafts must."""
@@ -144,6 +145,7 @@ def test_the_last_position_is_reached(member):
         assert list(output.token_ids) == expected
 
 
+@pytest.mark.one_in(3)
 def test_ragged_batch_is_one_by_one(member):
     for params in (GREEDY, SEEDED):
         assert texts(member.model, params, max_batch=1) == member.plain(params)
@@ -170,6 +172,7 @@ def test_a_folder_loads_with_the_fastest_runner_that_carries_it(member, tmp_path
             load_model(tmp_path, device="cpu", runner=runner)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", [None, -1, 1], ids=["ignored", "too short", "too long"])
 @pytest.mark.parametrize("family", tiny.SLIDING)
 def test_a_window_not_kept_to_is_noticed(family, change, monkeypatch):

@@ -39,6 +39,7 @@ def all_layers(case: Case) -> tuple[int, ...]:
     return tuple(range(case.model.num_layers + 1))
 
 
+@pytest.mark.one_in(3)
 def test_features_differ_between_layers_and_rows(case):
     """Features that are alike would let every test below pass."""
     features = case.features(text(20))
@@ -56,6 +57,7 @@ def test_features_of_a_chain(case, num_rows):
     assert_close(output.logits, case.expected(ids)[-1:])
 
 
+@pytest.mark.one_in(3)
 def test_features_come_for_the_layers_asked_in_that_order(case):
     ids, last = text(9), case.model.num_layers
     contexts = [Context(case.model.store, ids) for _ in range(3)]
@@ -66,6 +68,7 @@ def test_features_come_for_the_layers_asked_in_that_order(case):
     assert run(case, [(other.span(9), ids)], ()).features is None
 
 
+@pytest.mark.one_in(3)
 def test_features_of_a_pass_of_chunks_trees_and_single_rows(case):
     (prefilling, verifying, decoding), parts = mixed_pass(case.model)
     expected = [case.features(verifying.ids)[-1:]]
@@ -83,6 +86,7 @@ def test_a_layer_that_does_not_exist_is_refused(case):
             run(case, [(span, [1])], (layer,))
 
 
+@pytest.mark.one_in(3)
 def test_embedding_norm_and_head_are_those_of_the_pass(case):
     ids = text(12)
     if isinstance(case.model, TabularModel):
@@ -105,6 +109,7 @@ def test_embedding_norm_and_head_are_those_of_the_pass(case):
         assert_close(positions, other)
 
 
+@pytest.mark.one_in(3)
 def test_shorter_models_have_the_features_of_their_layers(case):
     if isinstance(case.model, TabularModel):
         pytest.skip("a table has no layers to leave out")

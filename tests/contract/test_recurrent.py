@@ -318,6 +318,7 @@ def test_wrong_snapshots_would_show(monkeypatch, plant):
     assert [text for _, text in found] != expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "plant", [not_rolled_back, one_row_too_far, convolution_forgotten, state_of_a_sibling]
 )

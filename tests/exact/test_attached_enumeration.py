@@ -174,6 +174,7 @@ def with_head(target: TabularModel) -> Steps:
     return Steps(target, heads.eagle3_drafter(target, head), (0, 2))
 
 
+@pytest.mark.one_in(2)
 def test_two_steps_keep_the_distribution(steps):
     texts: dict[tuple[int, ...], float] = defaultdict(float)
     for drawn, first, prob in steps.outcomes([PROMPT], []):

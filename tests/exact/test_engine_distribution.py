@@ -214,6 +214,7 @@ def along_the_root(history: History, tree: TokenTree, tokens: Sequence[int]) -> 
     return [RowHistory(base=history)] * (len(tokens) + 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_counts_that_end_at_the_root_are_caught(target, draft, verification, monkeypatch):
     monkeypatch.setattr(History, "at", at_the_root)
@@ -318,6 +319,7 @@ class WrongShrub(Shrub):
 SHAPED = replace(BASE, seed=None, verification="auto", temperature=0.8, repetition_penalty=1.3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", [replace(SHAPED, temperature=1.0, repetition_penalty=1), SHAPED])
 def test_drawn_trees_follow_the_targets_distribution(target, draft, params, monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
@@ -387,6 +389,7 @@ def test_no_controller_or_change_of_drafter_biases_the_text(target, draft, param
     assert {record.method for record in records if record.num_drafted} == set(drafters)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_a_draft_that_fails_after_some_tokens_does_not_bias_the_text(target, draft, verification):
     """Failing after token 0 says that 0 was drawn: such chains must end there, not be dropped."""
@@ -412,6 +415,7 @@ def test_as_much_is_accepted_as_is_expected(target, draft):
         assert abs(float(differences.mean())) < 3.5 * error
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tree", [Tree(num_nodes=7, depth=3, width=2), None])
 def test_as_much_of_a_coupled_draft_is_accepted_as_is_expected(tree, monkeypatch):
     """Vocabularies beyond one group of the race; the target's own probabilities would not do."""
@@ -473,6 +477,7 @@ class Pruning(DraftModel):
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [Lying, Pruning])
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_the_same_test_catches_a_drafter_that_breaks_the_rules(target, draft, kind, verification):

@@ -373,6 +373,7 @@ def distance(engine: Engine, texts: dict[tuple[int, ...], float]) -> float:
     return total / 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_two_steps_with_features_and_trees_keep_the_distribution(choice, noise):
     drafter = FeatureTrees(choice, noise)

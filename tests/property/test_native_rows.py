@@ -235,6 +235,7 @@ SUBJECTS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "dtype", "num_threads"), SUBJECTS)
 @settings(max_examples=12)
 @given(
@@ -254,6 +255,7 @@ def test_a_row_computes_the_same_alone_and_among_others(
         sequence.alone.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "dtype", "num_threads"), SUBJECTS)
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_greedy_chain_is_decoding_token_by_token(name, dtype, num_threads, share):

@@ -56,6 +56,7 @@ def test_a_healthy_server_passes_and_an_audit_resumes(tmp_path, capsys):
     assert "No deviation" in page.read_text() or "little" in page.read_text()
 
 
+@pytest.mark.full
 def test_a_broken_server_is_found_and_the_control_is_clean(capsys):
     flags = ("--reference", "zoo:code-2m", "--draft", "zoo:books-1m", "--tokens", "2400", "--json")
     with address(lambda engine: plant(engine, KEEPS_ALL)) as url:

@@ -201,6 +201,7 @@ def test_two_processes_train_one_head(in_two_processes: Path, tmp_path: Path) ->
     assert_same_state(in_two_processes / "head", tmp_path)
 
 
+@pytest.mark.full
 def test_shards_go_on_where_one_process_was(reference: Path, in_shards: Path) -> None:
     found = in_shards / "draft"
     assert_same_curve(metrics_of(found), metrics_of(reference)[HALF_WAY:])
@@ -209,6 +210,7 @@ def test_shards_go_on_where_one_process_was(reference: Path, in_shards: Path) ->
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
 
 
+@pytest.mark.full
 def test_shards_in_bf16(in_shards: Path, tmp_path: Path) -> None:
     """Passes round to bf16, differently where weights were rounded first; sums do not."""
     expected = alone(tmp_path, 4, precision="bf16")

@@ -41,6 +41,7 @@ def audited(fault: Fault | None, *, tokens: int = 12_000) -> AuditVerdict:
     return judge(audit)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.name in QUICK], ids=lambda f: f.name)
 def test_a_planted_fault_is_named(fault):
     verdict = audited(fault)

@@ -175,6 +175,7 @@ def test_other_settings_need_another_folder(align, aligned):
     assert "objective.objective was auto, is fkl" in err
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("own", "agrees"), [((), True), (("--draft-temperature", "0"), False)])
 def test_a_draft_learns_at_the_temperature_it_proposes_at(align, tiny_pair, tmp_path, own, agrees):
     """The target as its own draft: nothing is refused unless it proposes at another one."""
@@ -304,6 +305,7 @@ SELF = (
 )
 
 
+@pytest.mark.full  # judging on all shipped prompts takes half a minute
 def test_a_model_without_data_is_enough(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["align", *SELF, "--out", str(out)]) == 0

@@ -165,6 +165,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
 def test_conversations_are_prompts_of_every_method(target, method, tmp_path):
     chat = tmp_path / "target"

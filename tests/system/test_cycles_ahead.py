@@ -104,6 +104,7 @@ def same(target, draft, requests, taken, **options):
     return len(taken)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", [None, "cousin", "itself"])
@@ -117,6 +118,7 @@ def test_texts_and_records_are_those_of_single_steps(target, taken, draft, rule,
     assert same(target, loaded, requests, taken, k=k) > 3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["coupled", "walk", "block", "token"])
 @pytest.mark.parametrize("draft", [None, "cousin"])
 def test_every_row_is_cut_by_the_parameters_of_its_own_request(target, taken, draft, rule):
@@ -129,6 +131,7 @@ def test_every_row_is_cut_by_the_parameters_of_its_own_request(target, taken, dr
     assert 4 in taken
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", ["int8", "int4", 1])
@@ -345,6 +348,7 @@ def test_a_head_reads_the_features_of_plain_cycles(shipped, taken):
     assert len(taken) > 10
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["greedy", "block"])
 @pytest.mark.parametrize(
     "changes",
@@ -533,6 +537,7 @@ def unwritten(short):
     return bool(short.store.data[1::2, :, :, SHORT:].isnan().all())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "nucleus"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_draft_is_not_run_past_its_own_context(target, taken, rule, k):
@@ -561,6 +566,7 @@ def test_a_member_that_drafts_less_shares_the_passes_up_to_its_context(target, t
     assert all(unwritten(short) for short in shorts)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overstates", [False, True])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "walk"])
 def test_two_draft_models_of_different_contexts(target, taken, rule, overstates):
@@ -582,6 +588,7 @@ def test_two_draft_models_of_different_contexts(target, taken, rule, overstates)
     assert {record["method"] for record in records} >= {"draft_model", "other"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rule", ["coupled", "block", "token", "walk", "nucleus"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):
@@ -602,6 +609,7 @@ def test_a_draft_that_is_nan_behind_some_tokens(target, taken, rule, k):
     assert "invalid_probs" in ends or k == 1 or rule == "coupled"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("rule", ["greedy", "walk", "block"])
 def test_a_target_that_is_nan_behind_some_token_emits_nothing_there(target, taken, rule, drafts):

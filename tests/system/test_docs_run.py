@@ -1,7 +1,7 @@
 """Every command and every snippet of the pages runs, on files that the page made before.
 
 What a page shows of `zoo:code-40m` runs on weights of a quarter of its size under the same name;
-the full grid runs it on its own.
+the full grid runs it on its own, and the pages that take many seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 WITH_OWN_WEIGHTS = ("README.md", "attached-drafters.md")
+LONG = ("choosing.md", "probe.md", "quantised.md", "trees.md")
 SMALLER = {"code-40m": "code-11m", "code-2m-for-40m": "code-2m"}
 
 
@@ -44,7 +45,13 @@ def smaller_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.usefixtures("smaller_models")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if not with_own_weights(page)], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=FULL) if page.name in LONG else page
+        for page in PAGES
+        if not with_own_weights(page)
+    ],
+    ids=lambda page: page.name,
 )
 def test_a_page_runs_on_smaller_weights(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,7 @@ def test_no_draft_and_no_k_changes_a_text(target, expected, name, k):
     assert target.store.num_free == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -93,6 +93,7 @@ def test_copying_changes_no_text(target, expected, k):
     assert target.store.num_free == 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["suffix", "self", "recycling"])
 @pytest.mark.parametrize(
@@ -251,6 +252,7 @@ def test_a_drafter_without_argument_refuses_one(target, name):
         build_drafter(NamedDrafter(name=name, argument="9"), target)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_every_family_drafts_with_its_first_layers(family):
     target = tiny.adapted(tiny.network(family, num_layers=2))

@@ -48,6 +48,7 @@ def draft_of(family: str, name: str) -> PreTrainedModel:
     return tiny.network("llama" if name == "stranger" else family, **DRAFTS.get(name, {}))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", tiny.LEAN + tiny.NATIVE)
 def test_in_fp32_texts_are_those_of_the_eager_runner(family):
     network = tiny.network(family)
@@ -93,6 +94,7 @@ def bf16(request) -> tuple[str, NativeModel]:
     return request.param, natively(tiny.network(request.param), torch.bfloat16)
 
 
+@pytest.mark.one_in(2)
 def test_in_bf16_no_batch_changes_a_text(bf16):
     _, target = bf16
     requests = REQUESTS + UNSEEDED
@@ -103,6 +105,7 @@ def test_in_bf16_no_batch_changes_a_text(bf16):
         assert answers(tiny.engine_over(target, **changes), requests) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("k", [1, 4, 7])
 def test_in_bf16_no_draft_changes_a_text(bf16, k):

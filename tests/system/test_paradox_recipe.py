@@ -69,6 +69,7 @@ def prompts_of(recipe, out: Path, human_eval: Path | None) -> list[dict[str, str
     return [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_problems_of_humaneval_are_judged_on_by_name(recipe, tmp_path, packed):
     path = tmp_path / ("HumanEval.jsonl.gz" if packed else "HumanEval.jsonl")

@@ -36,6 +36,7 @@ def self_draft(target: NativeModel, argument: str):
     return build_drafter(NamedDrafter(name="self", argument=argument), target)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("argument", SELF_DRAFTS)
 @pytest.mark.parametrize("changes", [{"max_batch": 1}, {}, {"prefill_chunk": 3}], ids=str)
 def test_chains_in_fewer_bits_change_no_text(target, expected, argument, changes):

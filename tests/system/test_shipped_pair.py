@@ -81,8 +81,8 @@ def test_held_out_prompts_fit_and_differ():
     ("target", "draft"),
     [
         ("zoo:code-11m", "zoo:code-2m"),
-        ("zoo:code-11m", "zoo:books-1m"),
-        ("zoo:code-40m", "zoo:code-2m-for-40m"),
+        pytest.param("zoo:code-11m", "zoo:books-1m", marks=pytest.mark.full),
+        pytest.param("zoo:code-40m", "zoo:code-2m-for-40m", marks=pytest.mark.full),
         ("zoo:code-40m", "zoo:eagle3-for-40m"),
     ],
 )
@@ -106,7 +106,7 @@ def test_speculative_text_equals_plain_text_in_fp32(target, draft):
     [
         ("zoo:code-11m", "zoo:code-2m"),
         pytest.param("zoo:code-40m", "zoo:code-2m-for-40m", marks=pytest.mark.full),
-        ("zoo:code-40m", "zoo:eagle3-for-40m"),
+        pytest.param("zoo:code-40m", "zoo:eagle3-for-40m", marks=pytest.mark.full),
     ],
 )
 def test_texts_of_trees_equal_plain_texts_in_fp32(target, draft):

@@ -64,3 +64,15 @@ def test_only_some_combinations_of_a_marked_test_are_kept(request):
     names = [getattr(item, "originalname", "") for item in request.session.items]
     if request.config.option.markexpr == "not full":
         assert names.count("test_combinations") <= 3
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("number", range(7))
+def test_numbers(number):
+    assert number % 3 == 0 or number < 7
+
+
+def test_one_case_in_so_many_is_kept(request):
+    names = [item.name for item in request.session.items if item.name.startswith("test_numbers")]
+    if request.config.option.markexpr == "not full" and len(names) > 1:
+        assert names == ["test_numbers[0]", "test_numbers[3]", "test_numbers[6]"]

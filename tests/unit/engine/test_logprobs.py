@@ -79,6 +79,7 @@ def ids_of(entries: tuple[TokenLogprobs, ...]) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.covering
 def test_any_k_any_draft_any_neighbours(
     target: LanguageModel, expected: Found, name: str, k: int
 ) -> None:

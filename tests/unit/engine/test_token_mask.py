@@ -82,6 +82,7 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("name", ["cousin", "itself", "stranger", "unmasked"])
+@pytest.mark.covering
 def test_every_text_follows_the_automaton(
     target: TabularModel, name: str, params: SamplingParams
 ) -> None:

@@ -111,6 +111,7 @@ def logits_of(model: LanguageModel) -> Tensor:
     return tiny.logits_of(model, IDS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_tensors_are_those_of_the_gguf_package_to_the_bit(folder, tmp_path, kind):
     path = written(folder, tmp_path, kind)
@@ -278,6 +279,7 @@ def test_experts_are_packed_as_they_are(tmp_path):
     assert model.bytes_read < (packed + 64 * 64) * 5 / 8 + 64 * 64 * 2  # the router in panels of 64
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_logits_are_those_of_the_dequantised_model(folder, tmp_path, kind):
     """In fp32 up to rounding; as loaded by default, up to that of the activations."""

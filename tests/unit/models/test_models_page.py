@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from forerun.models.architecture import SUPPORTED
 
 ROOT = Path(__file__).parents[3]
@@ -64,6 +66,7 @@ def test_the_readme_and_the_page_agree_on_runners():
         assert families and {runners[family] for family in families} == {expected}
 
 
+@pytest.mark.full
 def test_the_page_is_up_to_date():
     command = [sys.executable, ROOT / "recipes" / "docs" / "models.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

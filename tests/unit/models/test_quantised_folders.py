@@ -179,6 +179,7 @@ def logits_of(model):
     return tiny.logits_of(model, list(range(1, 30)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_those_of_the_published_formula(form, write, caplog):
     folder, plain = write(form)
