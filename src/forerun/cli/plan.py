@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.simulate import SimulationFlags, simulate
+from forerun.cli.simulate import SimulationFlags, simulate_profiles
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import AUTO, NONE, parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
@@ -370,7 +370,7 @@ def run(options: PlanOptions) -> int:
     if options.simulation.workload is not None:
         return run_workload(options)
     if options.simulation != SimulationFlags():
-        raise InvalidRequest("--controller, --no-oracle and --seed are of a --workload: name one")
+        raise InvalidRequest("--controller and --seed are of a --workload: name one")
     from forerun.plan.advice import advise
 
     found, config = candidates_of(options)
@@ -407,7 +407,7 @@ def run_workload(options: PlanOptions) -> int:
                 f"--draft {draft} has no profile: there are those of {', '.join(known)}"
             )
     chosen = [profile for profile in profiles if not named or profile.draft in named]
-    simulate(options.simulation, path, chosen, as_json=options.json)
+    simulate_profiles(options.simulation, path, chosen, as_json=options.json)
     return 0
 
 
@@ -446,7 +446,7 @@ COMMAND = Command(
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
     "stops paying. Drafts are chains, and trees too with --sibling-acceptance. With --workload,\n"
     "serve a workload in simulated time under several controllers, the engine's own, and compare\n"
-    "latency, throughput and what each lost against the best fixed K.",
+    "latency and throughput.",
     examples=(
         "forerun plan --profile profile.json --acceptance 0.8",
         "forerun plan --profile profile.json --acceptance 0.5 --sibling-acceptance 0.4",
