@@ -241,11 +241,17 @@ def test_the_configuration_may_come_from_a_file(tmp_path):
 
 
 def test_the_configuration_may_be_what_a_plan_recommends(tmp_path, capsys):
-    from forerun.cli.main import main
+    from tests.profiles import profile_of
 
-    flags = "--machine h100-sxm --target-params 8e9 --draft-params 1e9 --kv-token-bytes 131072"
-    flags += " --acceptance 0.75 --batch 1 --json"
-    assert main(["plan", *flags.split()]) == 0
+    from forerun.cli.main import main
+    from forerun.measure.profile import write_profile
+    from forerun.theory.cost import CostLine, CostTable
+
+    line = CostLine(rows=(1, 16), verify_s=(0.01, 0.011), plain_s=0.01, draft_s=0.0005)
+    table = CostTable(lines=(line,))
+    profile = tmp_path / "profile.json"
+    write_profile(profile_of(greedy=table, sampled=table), profile)
+    assert main(["plan", "--profile", str(profile), "--acceptance", "0.9", "--json"]) == 0
     file = tmp_path / "plan.json"
     file.write_text(capsys.readouterr().out)
     k = json.loads(file.read_text())["best"]["num_speculative_tokens"]

@@ -106,7 +106,7 @@ def test_what_cannot_be_simulated_is_refused(arguments, message, files, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("more", [("--acceptance", "0.5"), ("--batch", "2"), ("--flops", "1")])
+@pytest.mark.parametrize("more", [("--acceptance", "0.5"), ("--batch", "2")])
 def test_flags_of_a_plan_that_a_workload_states_itself_are_refused(more, files, capsys):
     assert main(["plan", *files, *more]) == 2
     assert "are fields of its file" in " ".join(capsys.readouterr().err.split())

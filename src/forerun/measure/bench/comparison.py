@@ -36,12 +36,8 @@ from forerun.measure.bench.compare import (
     warm_up,
 )
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
-from forerun.measure.bench.report import (
-    BenchReport,
-    CellReport,
-)
+from forerun.measure.bench.report import BenchReport, CellReport
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
-from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, StepRecord
@@ -170,7 +166,6 @@ class BenchComparison:
         self.drafts: dict[str, list[str]] = {}
         self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
-        self.costs: dict[str, DraftCosts] = {}
         self.blocks: dict[BenchCell, list[Block]] = {
             BenchCell(temperature=temperature, batch=batch): []
             for batch in config.batches
@@ -238,10 +233,9 @@ class BenchComparison:
         engine = replace(config.engine, num_threads=num_threads)
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
-    def add_controllers(self, costs: Mapping[str, DraftCosts]) -> None:
+    def add_controllers(self) -> None:
         """Add and warm up the arms whose K a controller chooses; call `load` before."""
-        self.costs.update(costs)
-        adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)
+        adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers)
         warm_up(adaptive, self.prompts[0], self.clock)
         self.arms = (*self.arms, *adaptive)
 
@@ -291,9 +285,7 @@ class BenchComparison:
     def report(self) -> BenchReport:
         return BenchReport(
             cells=tuple(
-                CellReport.of(
-                    blocks, temperature=cell.temperature, batch=cell.batch, costs=self.costs
-                )
+                CellReport.of(blocks, temperature=cell.temperature, batch=cell.batch)
                 for cell, blocks in self.blocks.items()
             ),
             provenance=collect(
