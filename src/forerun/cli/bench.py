@@ -269,7 +269,7 @@ class BenchOptions:
     Plain decoding is always the first arm.
     Default: auto; for a target with a shipped draft, that draft at K=1 to 4."""
     prompts: Path | None = None
-    """A .jsonl, .json, .csv, .tsv or .parquet file with "prompt" or "messages", or .txt with one
+    """A .jsonl, .json or .parquet file with "prompt" or "messages", or .txt with one
     per line or between "---". Default: shipped chats for a chat model, else Python code on which no
     shipped model was trained."""
     raw: bool = False
