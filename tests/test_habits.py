@@ -28,7 +28,8 @@ audit bounded_documents cli/bench_endpoints cli/plan_inputs control/exploration 
 diagnose drafters/eagle3/formats drafters/eagle3/gate drafters/medusa_head
 drafters/suffix_automaton engine/core engine/endpoint measure/judge measure/judged measure/profile
 models/tabular models/token_text native/compiler plan/simulation probe sampling/tree_residuals
-server/grammar server/keys testing/exact theory/cost_line trace/explained trace/schema trace/summary cli/trace
+server/grammar server/keys testing/exact theory/cost_line trace/explained trace/schema
+trace/summary cli/trace
 """.split()
 """Packages and large modules of earlier versions whose work another place does now.
 

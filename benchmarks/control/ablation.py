@@ -37,21 +37,20 @@ from forerun.plan.simulation import (
     CycleTimes,
     Result,
     Server,
-    SimulationTally,
+    SimulatedCycle,
+    SimulatedRequest,
     Times,
-    build_result,
-    levels,
+    count_levels,
+    draw_requests,
+    summarise,
 )
 from forerun.plan.workload import (
     Constant,
     Phase,
-    SimulatedCycle,
-    SimulatedRequest,
     SimulatedServerConfig,
     Slo,
     Uniform,
     Workload,
-    traffic_of,
 )
 from forerun.provenance import collect
 from forerun.theory.cost import CostTable
@@ -160,13 +159,13 @@ class SeveralDrafters(Server):
 
     other_alphas: Sequence[float] | None = None
 
-    def advance(self, request: SimulatedRequest) -> int:
+    def verify(self, request: SimulatedRequest) -> int:
         """See `Server`."""
         if self.other_alphas is None or request.plan.method != OTHER:
-            return super().advance(request)
+            return super().verify(request)
         own = request.alphas
         request.alphas = (self.other_alphas[request.phase],) * MAX_K
-        gained = super().advance(request)
+        gained = super().verify(request)
         request.alphas = own
         return gained
 
@@ -177,7 +176,7 @@ class SeveralDrafters(Server):
         super().spend(cycle, times, requests)
         others = [request for request in requests if request.plan.method == OTHER]
         if others:
-            cycle.draft_s -= 0.9 * sum(times.draft_s[b] for b in levels(others))
+            cycle.draft_s -= 0.9 * sum(times.draft_s[b] for b in count_levels(others))
 
 
 def workload_of(case: Case, costs: DraftCosts) -> Workload:
@@ -201,8 +200,7 @@ def workload_of(case: Case, costs: DraftCosts) -> Workload:
 
 def requests_of(case: Case, workload: Workload, seed: int) -> list[SimulatedRequest]:
     """The requests of a case, those of a mixture with acceptance and tags drawn one by one."""
-    traffic = traffic_of(workload, seed)
-    requests = [SimulatedRequest(traffic, i) for i in range(workload.requests)]
+    requests = draw_requests(workload, seed)
     drawn = random.Random(seed)
     for request in requests:
         mixture = case.alphas[request.phase]
@@ -232,15 +230,15 @@ def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed
     costs = costs_of(case)
     table = with_drafting_times(costs[METHOD].greedy, case.draft_factor)
     workload = workload_of(case, costs[METHOD])
-    tally = SimulationTally(num_phases=len(workload.phases))
     times = NoisyTimes(table, costs[METHOD].reading, case.row_factor, seed)
     controller: Any = make(costs)
     if case.siblings is not None and not isinstance(controller, FixedController):
         controller.tree_methods = (METHOD,)
-    server = SeveralDrafters(workload.server, times, controller, tally)
+    server = SeveralDrafters(workload, times, controller)
     server.other_alphas = case.other_alphas
-    server.serve(requests_of(case, workload, seed))
-    return build_result("", tally, workload.slo)
+    requests = requests_of(case, workload, seed)
+    server.serve(requests)
+    return summarise("", workload, server, requests)
 
 
 def rates(result: Result) -> list[float]:

@@ -31,7 +31,7 @@ from forerun.engine.thread import EngineThread
 from forerun.measure.profile import load_profile
 from forerun.models.catalog import held_out_prompts
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation import ControllerComparison
+from forerun.plan.simulation import simulate
 from forerun.plan.workload import SimulatedServerConfig, Slo, workload_of
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
@@ -188,10 +188,7 @@ def simulated(case: Case, costs: DraftCosts, path: Path) -> Figures:
         max_batch=MAX_BATCH, max_context=MAX_CONTEXT, max_k=max(case.k, 1)
     )
     workload = workload_of(read_trace(path), str(path), server, Slo(), case.temperature)
-    found = [
-        ControllerComparison(workload, costs, seed=seed).run(f"fixed:{case.k}")
-        for seed in range(NUM_SEEDS)
-    ]
+    found = [simulate(workload, costs, f"fixed:{case.k}", seed=seed) for seed in range(NUM_SEEDS)]
     return {
         "duration_s": median(result.total_s for result in found),
         "tokens_per_s": median(result.tokens_per_s for result in found),

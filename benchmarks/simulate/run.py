@@ -16,7 +16,7 @@ from statistics import median
 
 from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation import ControllerComparison
+from forerun.plan.simulation import simulate
 from forerun.plan.workload import Workload, load_workload
 from forerun.provenance import collect
 
@@ -42,7 +42,7 @@ def measured(workload: Workload, costs: DraftCosts) -> dict[str, object]:
         name: rates(
             workload.requests,
             times,
-            lambda name=name: ControllerComparison(workload, costs, seed=1).run(name),
+            lambda name=name: simulate(workload, costs, name, seed=1),
         )
         for name, times in CONTROLLERS
     }

@@ -21,7 +21,7 @@ from rich.table import Table
 from forerun.control.goodput import GoodputController
 from forerun.measure.profile import load_profile
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation import METHOD, ControllerComparison, simulate
+from forerun.plan.simulation import METHOD, Times, serve, simulate
 from forerun.plan.workload import (
     Constant,
     Phase,
@@ -88,10 +88,11 @@ def run(costs: DraftCosts, alpha: float, seed: int) -> dict[str, float]:
         server=SimulatedServerConfig(max_batch=1, max_k=8, max_tree_nodes=16),
         sibling_acceptance=0.4,
     )
-    comparison = ControllerComparison(workload, costs, seed=seed)
-    seconds = {arm: comparison.run(arm).decode_s for arm in (*CHAINS, *TREES, "auto")}
+    seconds = {
+        arm: simulate(workload, costs, arm, seed=seed).decode_s for arm in (*CHAINS, *TREES, "auto")
+    }
     blind = GoodputController({METHOD: None}, 8, tree_methods=(METHOD,), max_tree_nodes=16)
-    found = simulate(workload, comparison.traffic, comparison.times, blind, "auto, no profile")
+    found = serve(workload, Times(costs.greedy, costs.reading), blind, seed=seed)
     return {**seconds, "auto, no profile": found.decode_s}
 
 

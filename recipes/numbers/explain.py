@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.control.named import FixedController
-from forerun.plan.simulation import Times, simulate
+from forerun.plan.simulation import Times, serve
 from forerun.plan.workload import (
     Constant,
     Phase,
     SimulatedServerConfig,
     Workload,
-    traffic_of,
 )
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import (
@@ -106,7 +105,7 @@ def simulated_s(parameters: Parameters, k: int, alpha: float, num_requests: int 
         server=SimulatedServerConfig(max_batch=1, max_k=USELESS_K),
     )
     times = Times(parameters.table())
-    found = simulate(workload, traffic_of(workload, 0), times, FixedController(k), "fixed")
+    found = serve(workload, times, FixedController(k))
     return found.decode_s / num_requests
 
 

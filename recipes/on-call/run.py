@@ -77,7 +77,7 @@ class Watch:
         """Requests served by one set-up, every other one of them plainly, which diagnosis needs."""
         self.forerun(
             *("bench", "--target", self.recipe.target, "--arms", f"{ARM}={arm}"),
-            *(*self.requests, "--no-prediction", "--trace", str(trace)),
+            *(*self.requests, "--trace", str(trace)),
         )
 
     def diagnose(self, incident: Path, healthy: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from forerun.cli import demo as command
 from forerun.cli.main import main
 from forerun.errors import InvalidModel
+from forerun.measure.bench import comparison as comparison_module
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, DraftArms
-from forerun.measure.bench.demo import Demo, TextComparison
 from forerun.measure.prompt_files import PromptEntry
 
 ROW_KEYS = {
@@ -29,7 +29,8 @@ ROW_KEYS = {
 ARGUMENTS = ["demo", "--model", "zoo:code-40m"]
 
 
-def demo_of(tiny_pair, seconds=10.0):
+def run_small(tiny_pair, seconds=10.0):
+    """Run a small demonstration; return its comparisons and the one that showed an example."""
     ticks = count()
     bench = BenchConfig(
         target=str(tiny_pair.target),
@@ -40,80 +41,77 @@ def demo_of(tiny_pair, seconds=10.0):
         max_context=512,
         num_threads=1,
     )
-    shown = []
-    demo = Demo(
-        {"bf16": bench, "4 bits": replace(bench, weights="int4")},
-        [PromptEntry(where="", text=f"def f{i}({'x' * i}):") for i in range(6)],
-        end_s=seconds,
-        clock=lambda: next(ticks) / 1000,
-        notify=lambda stage: None,
-        show_example=shown.append,
-    )
-    return demo, shown
+    prompts = [PromptEntry(where="", text=f"def f{i}({'x' * i}):") for i in range(6)]
+    comparisons, shown = {}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison_module, "shipped_prompts", lambda tokenizer, raw: prompts)
+        command.run_in_turn(
+            {"bf16": bench, "4 bits": replace(bench, weights="int4")},
+            comparisons,
+            end_s=seconds,
+            clock=lambda: next(ticks) / 1000,
+            notify=lambda stage: None,
+            show_example=shown.append,
+        )
+    return comparisons, shown
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_pair):
-    """A demonstration with time for everything, run once, and the example it showed."""
-    demo, shown = demo_of(tiny_pair)
-    demo.run()
-    return demo, shown
+    """A demonstration with time for everything, run once."""
+    return run_small(tiny_pair)
 
 
 @pytest.fixture
 def replay(finished, monkeypatch):
-    """Let the command find what `finished` found, with changes, or an interruption."""
+    """Let the command find what `finished` found, or nothing, or an interruption."""
 
-    def prepare(interrupted=False, **changes):
+    def prepare(interrupted=False, is_empty=False):
         found, shown = finished
 
-        def run(self):
-            self.comparisons = changes.get("comparisons", found.comparisons)
-            for example in shown:
-                self.show_example(example)
+        def run_in_turn(benches, comparisons, *, show_example, **settings):
+            if not is_empty:
+                comparisons.update(found)
+                show_example(shown[0])
             if interrupted:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(Demo, "run", run)
+        monkeypatch.setattr(command, "run_in_turn", run_in_turn)
 
     return prepare
 
 
 def test_both_formats_are_compared_at_both_temperatures(finished):
-    demo, (example,) = finished
-    report = demo.report()
-    assert list(report.reports) == ["bf16", "4 bits"]
-    for bench in report.reports.values():
-        assert [cell.temperature for cell in bench.cells] == [0.0, 1.0]
-        for cell in bench.cells:
+    comparisons, shown = finished
+    assert list(comparisons) == ["bf16", "4 bits"]
+    for comparison in comparisons.values():
+        cells = comparison.report().cells
+        assert [cell.temperature for cell in cells] == [0.0, 1.0]
+        for cell in cells:
             assert [row.arm.name for row in cell.rows] == ["plain", "draft K=2", "draft auto"]
-    assert example.arm == "draft auto"
-    assert example.plain.token_ids == example.speculative.token_ids
+    assert shown == [comparisons["bf16"]]
 
 
 def test_greedy_texts_are_compared_with_those_of_plain_decoding(finished):
-    demo, _ = finished
-    texts = demo.report().texts
-    assert texts.num_texts > 2 and texts.num_tokens > 20
-    assert texts.num_different == 0
+    texts = command.compare_texts([comparison.report() for comparison in finished[0].values()])
+    assert texts["num_texts"] > 2 and texts["num_tokens"] > 20
+    assert texts["num_different"] == 0
 
 
 def test_a_greedy_text_that_differs_is_counted(finished):
-    demo, _ = finished
-    (bench, *_) = demo.report().reports.values()
+    bench = finished[0]["bf16"].report()
     cell = bench.cells[0]
     plain, fixed, adaptive = cell.blocks[0]
     ((*tokens, last),) = fixed.token_ids
     off = (plain, replace(fixed, token_ids=((*tokens, last + 1),)), adaptive)
     changed = replace(bench, cells=(replace(cell, blocks=(off, *cell.blocks[1:])),))
-    assert TextComparison.of([changed]).num_different == 1
+    assert command.compare_texts([changed])["num_different"] == 1
 
 
 def test_a_short_time_leaves_the_fewest_blocks(tiny_pair):
-    demo, _ = demo_of(tiny_pair, seconds=0.0)
-    demo.run()
-    for bench in demo.report().reports.values():
-        assert {len(cell.blocks) for cell in bench.cells} == {LEAST_BLOCKS}
+    comparisons, _ = run_small(tiny_pair, seconds=0.0)
+    for comparison in comparisons.values():
+        assert {len(cell.blocks) for cell in comparison.report().cells} == {LEAST_BLOCKS}
 
 
 def test_json_and_files(replay, tmp_path, capsys):
@@ -126,8 +124,6 @@ def test_json_and_files(replay, tmp_path, capsys):
     assert content["greedy_texts"]["num_different"] == 0
     written = json.loads((folder / "demo.json").read_text())
     assert written["greedy_texts"] == content["greedy_texts"]
-    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (folder / "demo.svg").read_text()
     assert "draft&#160;auto" in (folder / "text.svg").read_text()
 
 
@@ -141,8 +137,8 @@ def test_text_and_table_for_people(replay, capsys):
 
 def test_text_that_differs_fails_the_command(replay, monkeypatch, capsys):
     replay()
-    off = TextComparison(num_texts=5, num_tokens=50, num_different=1)
-    monkeypatch.setattr(TextComparison, "of", lambda reports: off)
+    off = {"num_texts": 5, "num_tokens": 50, "num_different": 1}
+    monkeypatch.setattr(command, "compare_texts", lambda reports: off)
     assert main(ARGUMENTS) == 1
     assert "1 of 5 greedy texts differ" in " ".join(capsys.readouterr().out.split())
 
@@ -156,7 +152,7 @@ def test_ctrl_c_shows_what_was_measured(replay, capsys):
 
 
 def test_ctrl_c_before_anything_was_measured(replay, capsys):
-    replay(interrupted=True, comparisons={})
+    replay(interrupted=True, is_empty=True)
     assert main(ARGUMENTS) == 130
     assert "tokens/s (95%)" not in capsys.readouterr().out
 

@@ -159,7 +159,7 @@ def test_exit_codes_are_documented(capsys):
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_closed_streams_are_no_traceback(closed, tmp_path):
-    script = f"{sys.executable} -m forerun plan --machine l4 --acceptance 0.8 {closed}"
+    script = f"{sys.executable} -m forerun plan --acceptance 0.8 {closed}"
     run = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2
     assert "Traceback" not in run.stderr

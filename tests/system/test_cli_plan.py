@@ -124,29 +124,6 @@ def test_a_drafter_without_a_model_costs_what_the_trace_says(profile, tmp_path, 
     assert difference == pytest.approx((0.001 + 0.0025 - 0.0002) / (0.010 + 64e-5))
 
 
-def test_a_machine_nobody_has(capsys):
-    sizes = ("--target-params", "30e9", "--draft-params", "1e9", "--kv-token-bytes", "327680")
-    found = planned(capsys, "--machine", "h100-sxm", *sizes, "--acceptance", "0.75")
-    assert "data sheet" in found["origin"][0]
-    assert any("no known error" in remark for remark in found["remarks"])
-    one = found["per_batch"][0]
-    # 60 GB at 3.35 TB/s, keys and values of 1024 tokens, and the overheads.
-    plain_s = (60e9 + 1024 * 327680) / 3.35e12 + 1e-4 + 5e-4
-    assert one["tpot_s"] * one["speedup"]["estimate"] == pytest.approx(plain_s)
-
-
-def test_a_profiled_pair_on_another_machine(profile, capsys):
-    described = ("--flops", "1e14", "--bandwidth", "1e12", "--launch-us", "0", "--step-us", "0")
-    found = planned(
-        capsys, "--profile", profile, *described, "--acceptance", "0.7", "--batch", "1",
-        "--context", "0",
-    )  # fmt: skip
-    best = found["best"]
-    k = best["num_speculative_tokens"]
-    assert best["cycle_cost"]["estimate"] == pytest.approx(1 + k * 0.05)
-    assert best["tpot_s"] * best["speedup"]["estimate"] == pytest.approx(4e-3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,11 +148,6 @@ def test_a_profiled_pair_on_another_machine(profile, capsys):
             "could be of draft, suffix; give DRAFT=.5",
         ),
         (("--profile", "PROFILE", "--acceptance", ".8", "--slo-tpot", ".0001"), "cannot be kept"),
-        (("--profile", "PROFILE", "--acceptance", ".8", "--draft-params", "1"), "name one"),
-        (("--machine", "abacus", "--acceptance", ".8"), "'abacus' is unknown"),
-        (("--flops", "1e12", "--acceptance", ".8"), "--flops and --bandwidth"),
-        (("--machine", "l4", "--acceptance", ".8"), "--draft-params"),
-        (("--machine", "l4", "--draft-params", "1e8", "--acceptance", ".8"), "--target-params"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments, message, profile, capsys):

@@ -126,9 +126,6 @@ def measured(k, estimate, low, disturbance=None):
         step_s=0.01,
         cycle_cost=1.5,
         break_even=None,
-        mean_context=50.0,
-        mean_prompt=20.0,
-        decode_steps=50.0,
         distinct_4gram_share=1.0,
         disturbance=disturbance,
     )

@@ -60,7 +60,7 @@ def test_bench(tiny_pair, loaded, tmp_path, capsys):
     prompts.write_text("def f\nimport\n")
     arguments = ["--target", str(tiny_pair.target), "--arms", f"{tiny_pair.draft}@2"]
     small = ["--prompts", str(prompts), "--blocks", "2", "--max-tokens", "18", "--batch", "1"]
-    chosen = ["--runner", "eager", "--threads", "1", "--no-prediction", "--temperatures", "0"]
+    chosen = ["--runner", "eager", "--threads", "1", "--temperatures", "0"]
     assert main(["bench", *arguments, *small, *chosen]) == 0
     (engine,) = loaded
     assert type(engine.target) is HuggingFaceModel
@@ -73,12 +73,11 @@ def test_demo(monkeypatch, capsys):
     class Stop(BaseException):
         pass
 
-    class Demo:
-        def __init__(self, benches, **_):
-            configs.extend(benches.values())
-            raise Stop
+    def run_in_turn(benches, comparisons, **_):
+        configs.extend(benches.values())
+        raise Stop
 
-    monkeypatch.setattr("forerun.measure.bench.demo.Demo", Demo)
+    monkeypatch.setattr(demo_command, "run_in_turn", run_in_turn)
     with pytest.raises(Stop):
         main(["demo", "--model", "zoo:code-40m", "--runner", "graphs", "--threads", "3"])
     assert {(config.runner, config.num_threads) for config in configs} == {("graphs", 3)}

@@ -96,7 +96,7 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     code = main(
         [
             *("bench", "--target", str(tiny_pair.target), *arms, "--prompts", str(prompts), *small),
-            *("--blocks", "2", "--temperatures", "0", "--batch", "1", "2", "--no-prediction"),
+            *("--blocks", "2", "--temperatures", "0", "--batch", "1", "2"),
             *("--trace", str(path), "--trace-tokens", "--json"),
         ]
     )

@@ -65,8 +65,7 @@ class DataConfig:
     """Texts that the draft is trained on, and prompts that it is judged on."""
 
     prompts: Path
-    """A .jsonl, .json, .csv, .tsv, .parquet or .txt file of prompts or conversations, a folder of
-    them, or the name of a dataset on the Hugging Face hub."""
+    """A .jsonl, .json, .parquet or .txt file of prompts or conversations, or a folder of them."""
     responses_from: str | None = None
     """OpenAI-compatible server that writes the responses; by default the target in this process."""
     responses_model: str | None = None

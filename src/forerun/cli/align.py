@@ -63,9 +63,8 @@ class DataFlags(DataConfig):
 
     # Help comes from DataConfig; the prompts may come from an earlier run.
     prompts: Annotated[Path, arg(help_behavior_hint="(required without --refresh)")] = NO_PROMPTS
-    """A .jsonl, .json, .csv, .tsv, .parquet or .txt file of prompts or conversations, a folder of
-    them, the name of a dataset on the Hugging Face hub, or "self": the target writes them (a file
-    of that name is given by its whole path)."""
+    """A .jsonl, .json, .parquet or .txt file of prompts or conversations, a folder of them, or
+    "self": the target writes them (a file of that name is given by its whole path)."""
     num_self_prompts: int | None = None
     """Prompts that the target writes with --prompts self. Default: 5,000, on a GPU 20,000."""
     replay: UseAppendAction[tuple[Path, ...]] = ()

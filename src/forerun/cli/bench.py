@@ -6,7 +6,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command
 from forerun.cli.flags import (
     TraceFlags,
-    check_plot,
     check_threads,
     check_writable,
 )
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from forerun.engine.http_backend import HttpBackend
     from forerun.measure.bench.comparison import BenchComparison, BenchTrace
     from forerun.measure.bench.load import LoadBlock
-    from forerun.plan.costs import DraftCosts
     from forerun.sampling.config import SamplingParams
     from forerun.theory.intervals import Interval
     from forerun.trace.files import TraceWriter
@@ -271,7 +269,7 @@ class BenchOptions:
     Plain decoding is always the first arm.
     Default: auto; for a target with a shipped draft, that draft at K=1 to 4."""
     prompts: Path | None = None
-    """A .jsonl, .json, .csv, .tsv or .parquet file with "prompt" or "messages", or .txt with one
+    """A .jsonl, .json or .parquet file with "prompt" or "messages", or .txt with one
     per line or between "---". Default: shipped chats for a chat model, else Python code on which no
     shipped model was trained."""
     raw: bool = False
@@ -303,16 +301,10 @@ class BenchOptions:
     ] = ()
     """One more arm per draft and controller, which chooses K up to the draft's largest.
     `forerun generate --help` describes them."""
-    profile: UseAppendAction[tuple[Path, ...]] = ()
-    """Predict from these profiles of `forerun profile` instead of measuring costs first."""
-    no_prediction: bool = False
-    """Neither measure costs nor predict."""
     json: bool = False
     """Print one JSON object, all measurements included, instead of tables."""
     out: Path | None = None
     """Write the same JSON object to this file."""
-    plot: Path | None = None
-    """Draw the tables into this .png, .svg or .pdf file."""
     tracing: TraceFlags = field(default_factory=TraceFlags)
     """Written between the measurements, so that no measurement pays for it."""
 
@@ -347,9 +339,6 @@ class BenchOptions:
         """Refuse options that would otherwise fail only after the measurements."""
         check_threads(self.threads)
         check_writable("--out", self.out)
-        check_plot(self.plot)
-        if self.no_prediction and self.profile:
-            raise InvalidRequest("--profile and --no-prediction exclude each other")
         self.tracing.check()
 
 
@@ -381,7 +370,7 @@ def run(options: BenchOptions) -> int:
             trace = opened.enter_context(options.tracing.opened())
             if trace is not None:
                 comparison.trace = _begin_trace(trace, options, comparison)
-            comparison.add_controllers(costs_of(options, comparison, status_text(status)))
+            comparison.add_controllers()
             comparison.run()
         finally:
             status.stop()
@@ -440,18 +429,6 @@ def _endpoint_run(options: BenchOptions) -> EndpointRun:
     )
 
 
-def costs_of(
-    options: BenchOptions, comparison: BenchComparison, notify: Callable[[str], None]
-) -> Mapping[str, DraftCosts]:
-    if options.no_prediction:
-        return {}
-    from forerun.cli.pair_costs import measured_costs, read_costs
-
-    if options.profile:
-        return read_costs(options.profile, comparison)
-    return measured_costs(comparison, notify)
-
-
 def _begin_trace(
     trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
 ) -> BenchTrace:
@@ -481,11 +458,6 @@ def show(comparison: BenchComparison, options: BenchOptions) -> None:
     if options.out is not None:
         with atomic_write(options.out) as scratch:
             scratch.write_text(content + "\n", encoding="utf-8")
-    if options.plot is not None and report.has_results:
-        from forerun.measure.bench.report import plot
-
-        panels = {cell.title: cell.rows for cell in report.cells if cell.rows}
-        plot(panels, report.config.target, [options.plot])
 
 
 LISTS = {
@@ -496,7 +468,6 @@ LISTS = {
     "--batches": ",",
     "--controller": ",",
     "--controllers": ",",
-    "--profile": ",",
     "--url": "",
     "--api-key-env": "",
     "--concurrency": ",",
@@ -518,7 +489,7 @@ COMMAND = Command(
         "forerun bench --arms zoo:code-2m-for-40m@2,4 zoo:code-2m-for-40m@tree:7,3,4",
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl",
         "forerun bench --arms zoo:code-2m-for-40m@2,4,8 --controller auto",
-        "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",
+        "forerun bench --temperature 0 --blocks 30 --out bench.json",
         "forerun bench --url http://127.0.0.1:8000/v1 --concurrency 1 4",
         "forerun bench --trace bench.jsonl && forerun explain bench.jsonl",
     ),

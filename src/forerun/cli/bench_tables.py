@@ -21,14 +21,12 @@ HEADINGS = (
     "tokens/s\n(95%)",
     "speedup\n(95%)",
     "tau\nkappa",
-    "predicted\n(95%)",
     "decoding\n(95%)",
     "4-\ngrams",
 )
 """Of the columns after the arm's name; narrow enough for 80 characters."""
 LEGEND = (
     "speedup counts the prefill; decoding does not, but for the draft's reading of the prompt\n"
-    "predicted: decoding, by what the passes of this pair cost when they were measured\n"
     "tau: tokens per step; kappa: a step in plain steps; 4-grams: share that is distinct"
 )
 
@@ -49,7 +47,7 @@ def _print_cell(console: SafeConsole, cell: CellReport) -> None:
     """Print the table and the verdicts of one cell, and the best of several arms."""
     table = table_of(Column("arm", no_wrap=True), *HEADINGS, title=cell.title)
     for row in cell.rows:
-        table.add_row(row.arm.name, *figures(cell, row))
+        table.add_row(row.arm.name, *figures(row))
     console.print(table, "")
     for row in cell.rows:
         chain = faster_chain(row, cell.rows)
@@ -60,13 +58,11 @@ def _print_cell(console: SafeConsole, cell: CellReport) -> None:
     console.print()
 
 
-def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
-    prediction = cell.predictions.get(row.arm.name)
+def figures(row: ArmSummary) -> tuple[str, ...]:
     return (
         with_ends(row.tokens_per_s, ".0f"),
         with_ends(row.speedup, ".2f"),
         f"{row.acceptance_length:.2f}\n{row.cycle_cost:.2f}",
-        with_ends(prediction.decode_speedup, ".2f") if prediction else "",
         with_ends(row.decode_speedup, ".2f"),
         f"{row.distinct_4gram_share:.2f}",
     )

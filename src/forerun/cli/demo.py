@@ -1,4 +1,4 @@
-"""`forerun demo`: a chat decoded with and without a draft, and the speed of both."""
+"""`forerun demo`: a chat decoded with and without a draft, and a preset of `forerun bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,25 +15,25 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from forerun.atomic_write import atomic_write
-from forerun.cli.command import Command
+from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_threads, shortened
-from forerun.cli.tables import SafeConsole, status_text, table_of, with_ends
+from forerun.cli.tables import SafeConsole, status_text
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.measure.bench.config import CHECKOUT_TARGET, demo_benches
+from forerun.measure.bench.config import CHECKOUT_TARGET, BenchConfig, demo_benches
 from forerun.models.architecture import Runner
 from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
     from forerun.engine.results import Completion
-    from forerun.measure.bench.demo import DemoReport, ExampleText, TextComparison
-    from forerun.measure.bench.report import ArmSummary
+    from forerun.measure.bench.comparison import BenchComparison
+    from forerun.measure.bench.report import BenchReport
 
-HEADINGS = ("tokens/s\n(95%)", "speedup\n(95%)", "tokens\nper step")
-"""Of the columns after weights, temperature and arm; narrow enough for 80 characters."""
+EXAMPLE_TOKENS = 120
+"""Most tokens of the text that is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class DemoOptions:
     threads: int | None = None
     """Threads of the passes. Default: the number with which plain decoding is fastest."""
     out: Path | None = None
-    """Write demo.json, demo.png, demo.svg and text.svg into this folder."""
+    """Write demo.json and text.svg into this folder."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -61,25 +62,21 @@ def run(options: DemoOptions) -> int:
         _make_folder(options.out)
     target = choose_reachable_model(options.model)
     end_s = time.perf_counter() + options.seconds
-
-    from forerun.measure.bench.demo import Demo
-
+    benches = demo_benches(target, runner=options.runner, num_threads=options.threads)
+    comparisons: dict[str, BenchComparison] = {}
     with SafeConsole(stderr=True).status("starting") as status:
-        demo = Demo(
-            demo_benches(target, runner=options.runner, num_threads=options.threads),
-            clock=time.perf_counter,
-            end_s=end_s,
-            notify=status_text(status),
-            show_example=lambda example: show_example(example, options),
-        )
         try:
-            demo.run()
-        except KeyboardInterrupt:
+            run_in_turn(
+                benches,
+                comparisons,
+                end_s=end_s,
+                notify=status_text(status),
+                show_example=lambda comparison: show_example(comparison, options),
+            )
+        finally:
             status.stop()
-            if (report := demo.report()).reports:
-                show(report, target, options)
-            raise
-    return show(demo.report(), target, options)
+            is_same = show(comparisons, options)
+    return Exit.GOOD if is_same else Exit.FAILED
 
 
 def choose_reachable_model(model: str) -> str:
@@ -98,30 +95,95 @@ def choose_reachable_model(model: str) -> str:
     return model
 
 
-def show(report: DemoReport, target: str, options: DemoOptions) -> int:
-    """Print and write the results; returns the command's exit status."""
-    from forerun.measure.bench.report import plot
+def run_in_turn(
+    benches: Mapping[str, BenchConfig],
+    comparisons: dict[str, BenchComparison],
+    *,
+    end_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+    notify: Callable[[str], None],
+    show_example: Callable[[BenchComparison], None],
+) -> None:
+    """Run the comparisons, each in an equal share of the time left, and show one text first.
 
-    content = json.dumps(report.to_dict(), indent=None if options.json else 1)
+    Args:
+        benches: by the name of their format of the weights.
+        comparisons: receives those that have begun, so that an interruption leaves results.
+        end_s: on the clock; a slow machine exceeds it, because every cell needs two blocks.
+    """
+    from forerun.measure.bench.comparison import BenchComparison
+
+    for num_done, (name, bench) in enumerate(benches.items()):
+        comparison = comparisons[name] = BenchComparison(bench, None, clock=clock, notify=notify)
+        comparison.load()
+        comparison.add_controllers()
+        if num_done == 0:
+            notify("decoding an example")
+            show_example(comparison)
+        now_s = clock()
+        comparison.run(end_s=now_s + (end_s - now_s) / (len(benches) - num_done))
+
+
+def show(comparisons: Mapping[str, BenchComparison], options: DemoOptions) -> bool:
+    """Print and write the results; returns whether all greedy texts are those of plain decoding."""
+    from forerun.cli.bench_tables import print_comparison
+
+    reports = {name: comparison.report() for name, comparison in comparisons.items()}
+    reports = {name: report for name, report in reports.items() if report.has_results}
+    texts = compare_texts(list(reports.values()))
+    weights = {name: report.to_dict() for name, report in reports.items()}
+    content = json.dumps({"greedy_texts": texts, "weights": weights})
     if options.json:
         print(content)
-    else:
-        print_report(report)
+    elif reports:
+        for name, report in reports.items():
+            SafeConsole().print(f"[bold]weights: {escape(name)}[/]")
+            print_comparison(report)
+        SafeConsole().print(describe_texts(texts))
     if options.out is not None:
         with atomic_write(options.out / "demo.json") as scratch:
             scratch.write_text(content + "\n", encoding="utf-8")
-        panels = {
-            f"{weights}, {cell.title}": cell.rows
-            for weights, bench in report.reports.items()
-            for cell in bench.cells
-        }
-        plot(panels, target, [options.out / "demo.png", options.out / "demo.svg"])
-    return 1 if report.texts.num_different else 0
+    return not texts["num_different"]
 
 
-def show_example(example: ExampleText, options: DemoOptions) -> None:
+def compare_texts(reports: Sequence[BenchReport]) -> dict[str, int]:
+    """Count the greedy texts of arms with a draft, and those that differ from plain decoding."""
+    pairs = [
+        (text, plain_text)
+        for report in reports
+        for cell in report.cells
+        if cell.temperature == 0
+        for plain, *others in cell.blocks
+        for other in others
+        for text, plain_text in zip(other.token_ids, plain.token_ids, strict=True)
+    ]
+    return {
+        "num_texts": len(pairs),
+        "num_tokens": sum(len(text) for text, _ in pairs),
+        "num_different": sum(text != plain for text, plain in pairs),
+    }
+
+
+def describe_texts(texts: Mapping[str, int]) -> Text:
+    """Return a sentence on whether greedy texts with a draft are those without."""
+    if not texts["num_texts"]:
+        return Text("No greedy text was compared with that of plain decoding.")
+    if texts["num_different"]:
+        return Text(
+            f"{texts['num_different']} of {texts['num_texts']} greedy texts differ from plain "
+            "decoding",
+            style="bold red",
+        )
+    return Text(
+        f"All {texts['num_texts']} greedy texts ({texts['num_tokens']} tokens) that were decoded "
+        "with a draft are those of plain decoding, token for token.",
+        style="green",
+    )
+
+
+def show_example(comparison: BenchComparison, options: DemoOptions) -> None:
     """Print a text from both ways of decoding, side by side, and draw it into the folder."""
-    both = arrange_texts(example)
+    both = arrange_texts(comparison)
     if not options.json:
         SafeConsole().print(both)
     if options.out is not None:
@@ -133,12 +195,16 @@ def show_example(example: ExampleText, options: DemoOptions) -> None:
         (options.out / "text.svg").write_text(svg, encoding="utf-8")
 
 
-def arrange_texts(example: ExampleText) -> Group:
-    """Return the text of plain decoding, beside it the same coloured by the origin of tokens."""
+def arrange_texts(comparison: BenchComparison) -> Group:
+    """Decode the first prompt plainly and with the last arm; every token has a colour by origin."""
     from forerun.cli.session import ColouredText, legend
+    from forerun.sampling.config import SamplingParams
+
+    plain, arm = comparison.plain, comparison.arms[-1]
+    params = SamplingParams(temperature=0, max_tokens=EXAMPLE_TOKENS)
 
     def panel(name: str, completion: Completion) -> Panel:
-        coloured = ColouredText(example.tokenizer).take(
+        coloured = ColouredText(plain.tokenizer).take(
             completion.text, completion.token_ids, completion.sources
         )
         rate = len(completion.token_ids) / completion.total_s
@@ -147,52 +213,15 @@ def arrange_texts(example: ExampleText) -> Group:
     both = Table.grid(expand=True, padding=(0, 1))
     both.add_column(ratio=1)
     both.add_column(ratio=1)
-    both.add_row(panel("plain decoding", example.plain), panel(example.arm, example.speculative))
-    prompt = Text(printable(example.prompt.rstrip(), keep="\n\t"), style="bold")
-    return Group(prompt, "", both, legend(), "")
-
-
-def print_report(report: DemoReport) -> None:
-    """Print one table of all comparisons, what it shows, and the machine."""
-    console = SafeConsole()
-    table = table_of(Column("weights"), Column("decoding", no_wrap=True), "T", *HEADINGS)
-    for weights, bench in report.reports.items():
-        for cell in bench.cells:
-            for row in cell.rows:
-                first = row is cell.rows[0]
-                table.add_row(weights if first else "", *format_row(row, cell.temperature, first))
-            table.add_section()
-    console.print(table, "")
-    console.print(describe_texts(report.texts))
-    provenance = [bench.provenance for bench in report.reports.values()]
-    if provenance:
-        console.print(f"[dim]{escape(provenance[0].line)}[/]")
-
-
-def format_row(row: ArmSummary, temperature: float, is_first: bool) -> tuple[str, ...]:
-    return (
-        row.arm.name,
-        f"{temperature:g}" if is_first else "",
-        with_ends(row.tokens_per_s, ".0f"),
-        "" if is_first else with_ends(row.speedup, ".2f"),
-        "" if is_first else f"{row.acceptance_length:.2f}",
-    )
-
-
-def describe_texts(texts: TextComparison) -> Text:
-    """Return a sentence on whether greedy texts with a draft are those without."""
-    if not texts.num_texts:
-        return Text("No greedy text was compared with that of plain decoding.")
-    if texts.num_different:
-        return Text(
-            f"{texts.num_different} of {texts.num_texts} greedy texts differ from plain decoding",
-            style="bold red",
+    both.add_row(
+        *(
+            panel(name, engine.generate([comparison.prompts[0]], params)[0].completions[0])
+            for name, engine in (("plain decoding", plain), (arm.name, arm.engine))
         )
-    return Text(
-        f"All {texts.num_texts} greedy texts ({texts.num_tokens} tokens) that were decoded with a "
-        "draft are those of plain decoding, token for token.",
-        style="green",
     )
+    assert comparison.entries is not None  # of the prompts, which are loaded
+    text = comparison.entries[0].text or ""
+    return Group(Text(printable(text.rstrip(), keep="\n\t"), style="bold"), "", both, legend(), "")
 
 
 def _make_folder(folder: Path) -> None:

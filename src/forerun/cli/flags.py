@@ -161,9 +161,11 @@ class TargetFlags:
     ) -> tuple[str, ...]:
         """Return the drafts that --draft names, "auto" by default; empty for plain decoding."""
         from forerun.engine.auto_drafts import with_auto
+        from forerun.models.checkpoint import ModelFiles
 
         config = EngineConfig(runner=self.runner, weights=weights)
-        names, _ = with_auto(named or (AUTO,), self.target, self.device, self.dtype, config)
+        target = ModelFiles.open(self.target)
+        names, _ = with_auto(named or (AUTO,), target, self.device, self.dtype, config)
         drafts = tuple(map(str, names))
         for name in drafts:
             if drafts.count(name) > 1:

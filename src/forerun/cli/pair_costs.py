@@ -1,93 +1,24 @@
-"""Cost tables of a target and its drafts, for the predictions of bench and align."""
+"""The cost table of a target and its draft, for the predictions of align."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from forerun.align.config import AlignConfig
-from forerun.cli.session import pair_of
 from forerun.cli.tables import SafeConsole
-from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.measure.bench.compare import BenchArm, on_best_threads
-from forerun.measure.bench.comparison import BenchComparison
-from forerun.measure.profile import Profile, ProfileConfig, check_setup, profiles_of_drafts
-from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, load_pair, measure_pair, setup_of
+from forerun.measure.bench.compare import on_best_threads
+from forerun.measure.profile import Profile, ProfileConfig, check_setup
+from forerun.measure.rigs import facts_of, load_pair, measure_pair, setup_of
 from forerun.plan.costs import DraftCosts
 from forerun.theory.cost import CostTable
 
-BENCH_BUDGET_S = 6.0
-"""Per draft: a prediction needs less than a profile that is kept."""
 ALIGN_BUDGET_S = 15.0
-
-
-def measured_costs(
-    comparison: BenchComparison, notify: Callable[[str], None]
-) -> Mapping[str, DraftCosts]:
-    found = {}
-    for draft, arm in _by_draft(comparison).items():
-        pair, facts = _pair_of(comparison, arm)
-        if not isinstance(pair.drafter, DraftModel):
-            continue  # it drafts as many tokens as it finds, so K says little of a step
-
-        def say(num_rounds: int, error: float, draft: str = draft) -> None:
-            notify(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
-
-        profile = measure_pair(
-            pair, facts, _probe_for(comparison), clock=time.perf_counter, notify=say
-        )
-        found[draft] = profile.costs
-    return found
-
-
-def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, DraftCosts]:
-    """Read costs from profiles, and assign each to the draft that it was measured with."""
-    pairs = {draft: _pair_of(comparison, arm) for draft, arm in _by_draft(comparison).items()}
-    setups = {draft: setup_of(pair, *facts) for draft, (pair, facts) in pairs.items()}
-    found = profiles_of_drafts(paths, setups)
-    return {draft: profile.costs for draft, profile in found.items()}
-
-
-def _by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
-    """Return the first arm of every draft whose arms have a fixed K."""
-    arms: dict[str, BenchArm] = {}
-    for arm in comparison.arms:
-        if arm.draft is not None and not arm.adaptive:
-            arms.setdefault(arm.draft, arm)
-    return arms
-
-
-def _pair_of(
-    comparison: BenchComparison, arm: BenchArm
-) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    assert isinstance(arm.engine, Engine) and arm.draft is not None
-    assert arm.engine.drafter is not None
-    return pair_of(arm.engine, arm.engine.drafter, comparison.config.target, arm.draft)
-
-
-def _probe_for(comparison: BenchComparison) -> ProfileConfig:
-    """Return settings of a profile whose batch sizes and K are those of the comparison."""
-    config, room = comparison.config, comparison.arms[0].engine
-    assert isinstance(room, Engine)
-    longest = room.max_context - config.max_k - 1
-    defaults = ProfileConfig()
-    contexts = tuple(c for c in defaults.contexts if c <= longest) or (max(1, longest // 2),)
-    return replace(
-        defaults,
-        rows=tuple(range(1, config.max_k + 2)),
-        batches=tuple(sorted(config.batches)),
-        contexts=contexts,
-        read=tuple(size for size in defaults.read if contexts[0] + size <= longest),
-        drafted=(1, config.max_k) if config.max_k > 1 else (1,),
-        max_pass_rows=max(defaults.max_pass_rows, max(config.batches) * (config.max_k + 1)),
-        budget_s=BENCH_BUDGET_S,
-    )
 
 
 SCOUT_TEXT = "The quick brown fox"

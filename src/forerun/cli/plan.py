@@ -7,21 +7,21 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.markup import escape
 from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.simulate import SimulationFlags, simulate
+from forerun.cli.simulate import SimulationFlags, simulate_profiles
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.drafters.config import AUTO, NONE, parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.measure.profile import Profile, load_profiles
 from forerun.plan.acceptance import Acceptance, TracedDrafts, counted, drafts_in, given
 from forerun.plan.advice import DraftCandidate, PlanConfig
-from forerun.plan.costs import PRESETS, Machine, ModelSize, cost_table, preset, with_draft_cost
+from forerun.plan.costs import with_draft_cost
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:
@@ -29,89 +29,7 @@ if TYPE_CHECKING:
     from forerun.theory.cost import CostTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFlags:
-    """A machine described by its data sheet, from which a roofline estimates costs."""
-
-    machine: Annotated[
-        str | None,
-        arg(metavar="NAME", help=f"Plan for this machine by its data sheet: {', '.join(PRESETS)}."),
-    ] = None
-    flops: float | None = None
-    """Dense operations per second, for a machine of your own or instead of the data sheet's."""
-    bandwidth: float | None = None
-    """Bytes per second it reads."""
-    launch_us: float | None = None
-    """Microseconds every pass costs before it computes."""
-    step_us: float | None = None
-    """Microseconds every step costs outside the passes."""
-    target_params: float | None = None
-    """Parameters of the target; by default its weights as profiled."""
-    draft_params: float | None = None
-    """Parameters of the draft; by default its weights as profiled."""
-    weight_bytes: float = 2.0
-    """Bytes per parameter."""
-    kv_token_bytes: float | None = None
-    """Bytes of keys and values per token of the target; by default as profiled, else 0."""
-
-    @property
-    def chosen(self) -> Machine | None:
-        """Return the machine that the flags describe; None if they describe none."""
-        rates = {"flops_per_s": self.flops, "bytes_per_s": self.bandwidth}
-        overheads = {"launch_s": self.launch_us, "step_s": self.step_us}
-        given: dict[str, Any] = {
-            **{name: rate for name, rate in rates.items() if rate is not None},
-            **{name: 1e-6 * us for name, us in overheads.items() if us is not None},
-        }
-        if self.machine is not None:
-            found = preset(self.machine)
-            return replace(found, **given, source=f"{found.source}, changed") if given else found
-        if not given:
-            self._check_unused()
-            return None
-        if self.flops is None or self.bandwidth is None:
-            raise InvalidRequest("describe a machine by --flops and --bandwidth, or name --machine")
-        return Machine(name="the machine described", **given)
-
-    def _check_unused(self) -> None:
-        for flag in ("target_params", "draft_params", "kv_token_bytes"):
-            if getattr(self, flag) is not None:
-                raise InvalidRequest(
-                    f"--{flag.replace('_', '-')} describes models on a --machine; name one"
-                )
-
-    def sizes(self, profile: Profile | None) -> tuple[ModelSize, ModelSize | None]:
-        """Return the sizes of target and draft from the flags, otherwise from the profile."""
-        limit = None if profile is None else profile.limit
-        target, draft = self.target_params, self.draft_params
-        if limit is not None:
-            target = limit.target_bytes / self.weight_bytes if target is None else target
-            draft = limit.draft_bytes / self.weight_bytes if draft is None else draft
-        if target is None:
-            raise InvalidRequest(
-                "the machine does not define the models: give --target-params and --draft-params, "
-                "or a --profile of the pair"
-            )
-        kv = self.kv_token_bytes
-        if kv is None:
-            kv = 0.0 if limit is None else float(limit.kv_token_bytes)
-        return self._size(target, kv), None if draft is None else self._size(draft, 0.0)
-
-    def _size(self, num_parameters: float, kv_token_bytes: float) -> ModelSize:
-        return ModelSize(
-            num_parameters=num_parameters,
-            weight_bytes=num_parameters * self.weight_bytes,
-            kv_token_bytes=kv_token_bytes,
-        )
-
-
 logger = logging.getLogger(__name__)
-
-DRAFT = "draft"
-"""Name of the draft of a roofline without --draft."""
-ROOFLINE_BATCHES: tuple[int, ...] = (1, 8, 32, 128)
-ROOFLINE_CONTEXT = 1024
-"""Committed tokens of a roofline without --context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +62,6 @@ class PlanOptions:
     sibling_acceptance: float | None = None
     """Plan draft trees too, and recommend one only where it is faster than every chain: the
     probability that a further child is accepted where those before it are not."""
-    machine: MachineFlags = field(default_factory=MachineFlags)
     simulation: SimulationFlags = field(default_factory=SimulationFlags)
     json: bool = False
     """Print one JSON object."""
@@ -153,14 +70,12 @@ class PlanOptions:
 def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
     """Return every drafter that the plan compares, and the plan's operating points."""
     profiles = _read_profiles(options.profile)
-    machine = options.machine.chosen
+    if not profiles:
+        raise InvalidRequest("a plan needs costs: a --profile of `forerun profile`")
     traced = _read_traced(options)
     config = config_of(options, profiles, temperature_of(options, traced))
     _check_same_pair(profiles, traced)
-    if machine is None:
-        tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
-    else:
-        tables = rooflines(machine, options, profiles, config)
+    tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
     named = [tuple(tables) if name == AUTO else (name,) for name in options.draft or (AUTO,)]
     names = tuple(name for each in named for name in each)
     figures = _given_by(options, names)
@@ -187,17 +102,10 @@ def config_of(
     options: PlanOptions, profiles: Mapping[str, Profile], temperature: float
 ) -> PlanConfig:
     """Return the operating points of the plan: from the flags, otherwise from the profile."""
-    batches, context = ROOFLINE_BATCHES, ROOFLINE_CONTEXT
-    if options.machine.chosen is None:
-        if not profiles:
-            raise InvalidRequest(
-                "a plan needs costs: a --profile of `forerun profile`, or a --machine"
-            )
-        table = next(iter(profiles.values())).greedy
-        batches, context = table.batches, table.contexts[0]
+    table = next(iter(profiles.values())).greedy
     return PlanConfig(
-        batches=tuple(sorted(set(options.batch))) or batches,
-        context=context if options.context is None else options.context,
+        batches=tuple(sorted(set(options.batch))) or table.batches,
+        context=table.contexts[0] if options.context is None else options.context,
         temperature=temperature,
         max_k=options.max_k,
         slo_tpot_s=options.slo_tpot,
@@ -257,34 +165,6 @@ def _check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | Non
                     f"{profile.target} and {profile.draft} with target_hash {setup.target_hash} "
                     f"and draft_hash {setup.draft_hash}: acceptance holds for its own pair"
                 )
-
-
-def rooflines(
-    machine: Machine, options: PlanOptions, profiles: Mapping[str, Profile], config: PlanConfig
-) -> dict[str, CostTable]:
-    sources: Mapping[str, Profile | None] = profiles or {_name_without_profile(options): None}
-    return {
-        name: cost_table(
-            machine,
-            *options.machine.sizes(profile),
-            batches=config.batches,
-            contexts=[config.context],
-        )
-        for name, profile in sources.items()
-    }
-
-
-def _name_without_profile(options: PlanOptions) -> str:
-    """Return the draft whose size the flags describe."""
-    models = [name for name in options.draft if parse_drafter(name) is None]
-    if options.machine.draft_params is None and (models or not options.draft):
-        raise InvalidRequest("how large is the draft? give --draft-params, or --draft suffix")
-    if len(models) > 1:
-        raise InvalidRequest(
-            f"--draft-params is the size of one draft, and {', '.join(models)} are named; give a "
-            "--profile of each"
-        )
-    return models[0] if models else DRAFT
 
 
 def _table_for(
@@ -370,7 +250,7 @@ def run(options: PlanOptions) -> int:
     if options.simulation.workload is not None:
         return run_workload(options)
     if options.simulation != SimulationFlags():
-        raise InvalidRequest("--controller, --no-oracle and --seed are of a --workload: name one")
+        raise InvalidRequest("--controller and --seed are of a --workload: name one")
     from forerun.plan.advice import advise
 
     found, config = candidates_of(options)
@@ -407,19 +287,13 @@ def run_workload(options: PlanOptions) -> int:
                 f"--draft {draft} has no profile: there are those of {', '.join(known)}"
             )
     chosen = [profile for profile in profiles if not named or profile.draft in named]
-    simulate(options.simulation, path, chosen, as_json=options.json)
+    simulate_profiles(options.simulation, path, chosen, as_json=options.json)
     return 0
 
 
 def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[str]:
     """Return lines that state the sources of costs and acceptance."""
-    machine = options.machine.chosen
-    costs = "costs: " + (
-        ", ".join(map(str, options.profile))
-        if machine is None
-        else f"roofline of {machine.name} ({machine.source}; {1e6 * machine.launch_s:.0f} us per "
-        f"pass, {1e6 * machine.step_s:.0f} us per step)"
-    )
+    costs = "costs: " + ", ".join(map(str, options.profile))
     sources = (options.trace if c.acceptance.num_requests else "given" for c in candidates)
     names = (f"acceptance of {c.name}" for c in candidates)
     return [costs, *(f"{name}: {found}" for name, found in zip(names, sources, strict=True))]
@@ -446,16 +320,14 @@ COMMAND = Command(
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
     "stops paying. Drafts are chains, and trees too with --sibling-acceptance. With --workload,\n"
     "serve a workload in simulated time under several controllers, the engine's own, and compare\n"
-    "latency, throughput and what each lost against the best fixed K.",
+    "latency and throughput.",
     examples=(
         "forerun plan --profile profile.json --acceptance 0.8",
         "forerun plan --profile profile.json --acceptance 0.5 --sibling-acceptance 0.4",
         "forerun plan --profile profile.json --trace trace.jsonl --temperature 1 --batch 1 8",
         "forerun plan --profile a.json --profile b.json --draft a --draft b --draft suffix "
         "--trace bench.jsonl",
-        "forerun plan --machine h100-sxm --target-params 8e9 --draft-params 1e9 "
-        "--kv-token-bytes 131072 --acceptance 0.75 --slo-tpot 0.02",
-        "forerun plan --machine h100-sxm --profile profile.json --acceptance 0.8,0.66,0.5 --json",
+        "forerun plan --profile profile.json --acceptance 0.8,0.66,0.5 --slo-tpot 0.02 --json",
         "forerun plan --workload w.toml --profile profile.json --controller plain fixed:3 auto",
     ),
 )

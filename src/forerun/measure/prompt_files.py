@@ -1,31 +1,24 @@
-"""Reads prompts and conversations from files, folders, and Hugging Face datasets.
+"""Reads prompts and conversations from files and folders.
 
-Records are read in three forms: forerun's own ("prompt" or "messages", and perhaps "response" and
-"tag"), ShareGPT's ("conversations" of "from" and "value") and Alpaca's ("instruction", "input" and
-"output").
+A record has "prompt" or "messages", and perhaps "response" and "tag"; conversations of ShareGPT
+("conversations" of "from" and "value") are read too.
 """
 
 from __future__ import annotations
 
-import csv
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from io import StringIO
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.bounded_read import (
     ReadLimits,
     check_regular,
-    decoded,
     first_line,
     json_lines,
-    open_bounded,
     parquet_batches,
-    parse_json,
     read_json,
     read_text,
 )
@@ -35,7 +28,7 @@ from forerun.models.catalog import chat_prompts, held_out_prompts
 if TYPE_CHECKING:
     from forerun.models.tokenizers import Tokenizer
 
-SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
+SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of all files that are read."""
 SEPARATOR = "---"
 OWN_FIELDS = ("prompt", "text", "messages")
@@ -46,10 +39,6 @@ FIELDS = (
     "tag",
     *ID_FIELDS,
     "conversations",
-    "system",
-    "instruction",
-    "input",
-    "output",
 )
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Other roles of ShareGPT, such as "system", are those of chat templates."""
@@ -60,7 +49,6 @@ STREAM = ReadLimits(
 )
 """Limits of files that are read record by record; the time includes tokenisation."""
 TABLE = ReadLimits(max_bytes=1 << 27, max_seconds=3600.0, max_rows=MAX_RECORDS)
-DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<split>[\w.-]+))?")
 
 STRIDE = 7
 """Shipped prompts are reordered with this stride, so that those of one module are not adjacent."""
@@ -154,13 +142,10 @@ def plain_text(entry: PromptEntry) -> str:
 
 
 def read_entries(path: Path) -> Iterator[PromptEntry]:
-    """Read the records of a file, of every file of a folder in order of names, or of a dataset.
+    """Read the records of a file, or of every file of a folder in order of names.
 
-    The suffix decides how a file is read: JSON lines, a JSON list, a CSV or TSV table with a
-    header, a Parquet table, or plain text, in which lines of "---" separate the prompts or, where
-    there are none, every line is one. A path that does not exist is taken for the name of a
-    dataset on the Hugging Face hub, with its split after a colon, if the package `datasets` is
-    installed.
+    The suffix decides how a file is read: JSON lines, a JSON list, a Parquet table, or plain text,
+    in which lines of "---" separate the prompts or, where there are none, every line is one.
     """
     num_characters = 0
     try:
@@ -195,20 +180,16 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
         yield from texts_of(source)
         return
     readers: dict[str, Callable[[Path], Rows]] = {
-        ".csv": _csv_rows,
         ".json": _json_rows,
         ".jsonl": lambda file: ((f"{file}:{n}", row) for n, row in json_lines(file, STREAM)),
         ".parquet": _parquet_rows,
-        ".tsv": _csv_rows,
     }
-    reader = readers.get(source.suffix, _dataset_rows)
-    may_be_dataset = DATASET.fullmatch(str(source)) is not None and not source.exists()
-    if source.suffix not in readers and not may_be_dataset:
+    if source.suffix not in readers:
         raise InvalidRequest(
             f"{source} has the suffix {source.suffix!r}; prompts are read from files that end in "
             f"{', '.join(SUFFIXES)}: rename it by its format"
         )
-    for where, row in reader(source):
+    for where, row in readers[source.suffix](source):
         yield _build_entry(row, where)
 
 
@@ -226,29 +207,6 @@ def _json_rows(file: Path) -> Rows:
         yield f"{file}, record {number}", {"prompt": row} if isinstance(row, str) else row
 
 
-def _csv_rows(file: Path) -> Rows:
-    """Yield the rows of a CSV file with a header line; a cell may hold a JSON list."""
-    delimiter = "\t" if file.suffix == ".tsv" else ","
-    with open_bounded(file, STREAM) as source:
-        lines = (decoded(line, str(file)) for line in source.lines())
-        table = csv.DictReader(lines, delimiter=delimiter, strict=True)
-        try:
-            for row in table:
-                where = f"{file}:{table.line_num}"
-                yield where, {name: _read_cell(row.get(name), where, name) for name in FIELDS}
-        except csv.Error as error:
-            raise InvalidRequest(f"{file}:{table.line_num} is not CSV: {error}") from error
-
-
-def _read_cell(cell: Any, where: str, name: str) -> object:
-    """Return the value of a CSV cell: None if it is empty, a list if it is a JSON list."""
-    if not isinstance(cell, str) or not cell:
-        return None
-    if cell.startswith("[{") or name in ID_FIELDS:
-        return parse_json(cell, where)
-    return cell
-
-
 def _parquet_rows(file: Path) -> Rows:
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
@@ -263,29 +221,6 @@ def _parquet_rows(file: Path) -> Rows:
         for row in batch.to_pylist():
             number += 1
             yield f"{file}, row {number}", row
-
-
-def _dataset_rows(name: Path) -> Rows:
-    """Yield the records of a Hugging Face dataset, by default of its training split."""
-    try:
-        datasets: Any = import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise InvalidRequest(
-            f"{name} does not exist; if it is a dataset of the Hugging Face hub, install the "
-            "package that reads it: pip install datasets"
-        ) from error
-    match = DATASET.fullmatch(str(name))
-    assert match is not None
-    try:
-        rows = datasets.load_dataset(match["name"], split=match["split"] or "train", streaming=True)
-        for number, row in enumerate(islice(rows, MAX_RECORDS), start=1):
-            yield f"{name}, row {number}", row
-    except InvalidRequest:
-        raise
-    except Exception as error:  # whatever the hub, the network or a decoder of the dataset raises
-        raise InvalidRequest(
-            f"{name} does not exist here, and is no dataset that can be read: {first_line(error)}"
-        ) from error
 
 
 def texts_of(file: Path) -> Iterator[PromptEntry]:
@@ -310,7 +245,7 @@ def texts_of(file: Path) -> Iterator[PromptEntry]:
 
 
 def _build_entry(row: object, where: str) -> PromptEntry:
-    """Check a record in forerun's, ShareGPT's or Alpaca's form and convert it to an entry."""
+    """Check a record in forerun's or ShareGPT's form and convert it to an entry."""
     if not isinstance(row, Mapping):
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')
     # Rows of a table have every column; those without a value are null.
@@ -318,7 +253,7 @@ def _build_entry(row: object, where: str) -> PromptEntry:
     if sum(name in fields for name in OWN_FIELDS) != 1:
         raise InvalidRequest(
             f'{where} must have one of "prompt", "text" and "messages", or be a record of ShareGPT '
-            '("conversations") or Alpaca ("instruction")'
+            '("conversations")'
         )
     messages = fields.pop("messages", None)
     ids = {name: _checked_ids(fields.pop(name, []), name, where) for name in ID_FIELDS}
@@ -346,32 +281,21 @@ def _checked_ids(ids: object, name: str, where: str) -> tuple[int, ...]:
 
 
 def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Convert the fields of a ShareGPT or Alpaca record to forerun's field names."""
-    own = (*OWN_FIELDS, *ID_FIELDS, "response", "tag")
-    found = {name: fields[name] for name in own if name in fields}
-    if any(name in found for name in OWN_FIELDS):
-        return found
-    system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
-    if "conversations" in fields:
-        turns = fields["conversations"]
-        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-            raise InvalidRequest(f'{where}: "conversations" must be a list of objects')
-        found["messages"] = system + [
-            {
-                "role": SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")),
-                "content": turn.get("value"),
-            }
-            for turn in turns
-        ]
-    elif "instruction" in fields:
-        parts = [fields["instruction"], fields.get("input")]
-        if not all(isinstance(part, str) for part in parts if part is not None):
-            raise InvalidRequest(f'{where}: "instruction" and "input" must be text')
-        content = "\n\n".join(part for part in parts if part)
-        found["messages"] = [*system, {"role": "user", "content": content}]
-        if fields.get("output"):
-            found["response"] = fields["output"]
-    return found
+    """Return the fields of a record, the conversation of a ShareGPT record as messages."""
+    own = dict(fields)
+    turns = own.pop("conversations", None)
+    if turns is None or any(name in own for name in OWN_FIELDS):
+        return own
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise InvalidRequest(f'{where}: "conversations" must be a list of objects')
+    own["messages"] = [
+        {
+            "role": SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")),
+            "content": turn.get("value"),
+        }
+        for turn in turns
+    ]
+    return own
 
 
 def _checked_messages(messages: object, where: str) -> tuple[Message, ...]:

@@ -346,7 +346,8 @@ def load_pair(
     """
     names = [target]
     if draft is not None:
-        draft = str(with_auto([draft], target, device, dtype, engine)[0][0])  # "mtp" of the target
+        files = ModelFiles.open(target)
+        draft = str(with_auto([draft], files, device, dtype, engine)[0][0])  # "mtp" of the target
         check_draft(draft, target)
         if parse_drafter(draft) is None and not is_head(ModelFiles.find(draft).folder):
             names.append(draft)

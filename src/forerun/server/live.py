@@ -29,7 +29,7 @@ from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
 from forerun.server.metrics import LABELS, ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord
-from forerun.trace.summary import Seconds
+from forerun.trace.cycles import Seconds
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""

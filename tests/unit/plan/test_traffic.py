@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
 
+from forerun.plan.simulation import draw_requests
 from forerun.plan.workload import (
     Clustered,
     Constant,
@@ -16,7 +16,6 @@ from forerun.plan.workload import (
     Workload,
     key_of,
     normals,
-    traffic_of,
     uniforms,
 )
 from forerun.theory.splitmix import INCREMENT, finalise
@@ -24,7 +23,7 @@ from forerun.theory.splitmix import INCREMENT, finalise
 COUNT = 20_000
 
 
-def traffic(seed=5, **changes):
+def requests(seed=5, **changes):
     values = {
         "requests": COUNT,
         "prompt_tokens": 3,
@@ -32,7 +31,7 @@ def traffic(seed=5, **changes):
         "phases": (Phase(share=1.0, acceptance=Constant(alpha=0.5)),),
         "server": SimulatedServerConfig(max_k=4),
     }
-    return traffic_of(Workload(**(values | changes)), seed)
+    return draw_requests(Workload(**(values | changes)), seed)
 
 
 def test_numbers_are_those_of_splitmix_and_do_not_depend_on_how_many_are_asked_for():
@@ -56,7 +55,7 @@ def test_normal_numbers_have_mean_0_and_deviation_1():
 
 
 def test_poisson_arrivals_have_their_rate_and_exponential_gaps():
-    times = traffic(arrivals=Poisson(rate_per_s=50.0)).arrival_s
+    times = [r.arrival_s for r in requests(arrivals=Poisson(rate_per_s=50.0))]
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert fmean(gaps) == pytest.approx(1 / 50, rel=0.02)
     assert pstdev(gaps) == pytest.approx(1 / 50, rel=0.03)
@@ -65,16 +64,18 @@ def test_poisson_arrivals_have_their_rate_and_exponential_gaps():
 
 def test_recorded_arrivals_are_kept():
     times = (0.0, 0.5, 0.5)
-    assert traffic(requests=3, arrivals=times).arrival_s == [0.0, 0.5, 0.5]
+    assert [r.arrival_s for r in requests(requests=3, arrivals=times)] == [0.0, 0.5, 0.5]
 
 
 def test_lengths():
-    uniform = traffic(output_tokens=Uniform(least=4, most=8)).num_output
+    uniform = [r.num_output for r in requests(output_tokens=Uniform(least=4, most=8))]
     assert set(uniform) == {4, 5, 6, 7, 8}
     assert fmean(uniform) == pytest.approx(6.0, abs=0.05)
-    listed = traffic(requests=5, prompt_tokens=(7, 9)).num_prompt
+    listed = [r.num_prompt for r in requests(requests=5, prompt_tokens=(7, 9))]
     assert listed == [7, 9, 7, 9, 7]
-    long = traffic(output_tokens=Lognormal(median=100.0, sigma=1.0, most=300)).num_output
+    long = [
+        r.num_output for r in requests(output_tokens=Lognormal(median=100.0, sigma=1.0, most=300))
+    ]
     assert sorted(long)[COUNT // 2] == pytest.approx(100, rel=0.05)
     assert max(long) == 300
     assert min(long) >= 1
@@ -84,16 +85,17 @@ def test_lengths():
 
 def test_prompts_and_outputs_are_drawn_apart():
     lengths = Uniform(least=1, most=1000)
-    found = traffic(prompt_tokens=lengths, output_tokens=lengths)
-    assert found.num_prompt != found.num_output
+    found = requests(prompt_tokens=lengths, output_tokens=lengths)
+    assert [r.num_prompt for r in found] != [r.num_output for r in found]
 
 
 def test_clustered_requests_have_an_alpha_each():
     phases = (Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.15)),)
-    alphas = [alpha for alpha, *_ in traffic(phases=phases).alphas]
+    found = requests(phases=phases)
+    alphas = [request.alphas[0] for request in found]
     assert fmean(alphas) == pytest.approx(0.6, abs=0.005)
     assert pstdev(alphas) == pytest.approx(0.15, abs=0.005)
-    assert all(len(set(found)) == 1 for found in traffic(phases=phases).alphas)
+    assert all(len(set(request.alphas)) == 1 for request in found)
 
 
 def test_phases_change_suddenly():
@@ -101,21 +103,21 @@ def test_phases_change_suddenly():
         Phase(share=0.25, acceptance=Constant(alpha=0.65)),
         Phase(share=0.75, acceptance=Constant(alpha=0.35)),
     )
-    found = traffic(requests=8, phases=phases)
-    assert found.phases == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert [alphas[0] for alphas in found.alphas] == pytest.approx([0.65] * 2 + [0.35] * 6)
+    found = requests(requests=8, phases=phases)
+    assert [request.phase for request in found] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [request.alphas[0] for request in found] == pytest.approx([0.65] * 2 + [0.35] * 6)
 
 
 def test_acceptance_by_position_is_made_conditional_and_goes_on():
     phases = (Phase(share=1.0, acceptance=(0.8, 0.4)),)
-    assert traffic(requests=1, phases=phases).alphas[0] == pytest.approx((0.8, 0.5, 0.5, 0.5))
+    assert requests(requests=1, phases=phases)[0].alphas == pytest.approx((0.8, 0.5, 0.5, 0.5))
     never = (Phase(share=1.0, acceptance=(0.5, 0.0, 0.0)),)
-    assert traffic(requests=1, phases=never).alphas[0] == (0.5, 0.0, 0.0, 0.0)
+    assert requests(requests=1, phases=never)[0].alphas == (0.5, 0.0, 0.0, 0.0)
 
 
 def test_texts_depend_on_seed_and_request_only():
-    one, same = traffic(requests=4), traffic(requests=9)
-    assert one.text(2) == same.text(2)
-    assert one.text(2) != one.text(3)
-    assert one.text(2) != replace(one, seed=6).text(2)
-    assert len(one.text(0)) == 9 + 4 + 1
+    one, same, other = requests(requests=4), requests(requests=9), requests(requests=4, seed=6)
+    assert one[2].text == same[2].text
+    assert one[2].text != one[3].text
+    assert one[2].text != other[2].text
+    assert len(one[0].text) == 9 + 4 + 1

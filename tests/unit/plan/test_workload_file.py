@@ -115,7 +115,7 @@ POISSON = {"kind": "poisson", "rate_per_s": 1}
         (put(["acceptance", "alpha"], 1.5), r"alpha is 1.5.* at `\$.phases\[0\].acceptance`"),
         (put(["acceptance"], [0.5, 0.6]), "position 2 is 0.6"),
         (put(["acceptance"], []), "acceptance is empty"),
-        (put(["acceptance"], {"kind": "clustered", "alpha": 0.9, "spread": 0.1}), "most 0.058"),
+        (put(["acceptance"], {"kind": "clustered", "alpha": 0.9, "spread": 0.1}), "at most 0.057"),
         (
             put(["phases"], [{"share": 0.5, "acceptance": SMALL["acceptance"]}]),
             "unknown field `acceptance`",

@@ -16,7 +16,7 @@ uses a core the wait becomes the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, TypeVar, runtime_checkable
@@ -32,7 +32,6 @@ from forerun.engine.intake import Prompt as EnginePrompt
 from forerun.engine.loading import Source, default_controller, load_drafters, tree_method
 from forerun.engine.results import RequestOutput
 from forerun.measure.bench.config import SCOUT_BATCH, DraftArms
-from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts, first_repeat
 
@@ -87,7 +86,6 @@ class Measurement:
     total_s: float
     decode_s: float
     token_ids: tuple[tuple[int, ...], ...]
-    num_prompt_tokens: int
     acceptance: AcceptanceCounts
 
     @property
@@ -135,7 +133,6 @@ def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurem
         total_s=total_s,
         decode_s=sum(c.total_s - (c.ttft_s or 0.0) for c in completions) / len(batch),
         token_ids=tuple(c.token_ids for c in completions),
-        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         acceptance=sum((c.acceptance for c in completions), AcceptanceCounts()),
     )
 
@@ -202,7 +199,7 @@ def auto_arm(target: Engine, wanted: DraftArms, drafts: Sequence[Source], dtype:
         name=wanted.name,
         method=drafter.method,
         num_speculative_tokens=wanted.max_nodes,
-        engine=build_controlled_engine(target, drafter, wanted.max_nodes, "auto", {}),
+        engine=build_controlled_engine(target, drafter, wanted.max_nodes, "auto"),
         draft=wanted.draft,
         adaptive=True,
     )
@@ -212,7 +209,6 @@ def adaptive_arms(
     target: Engine,
     arms: Sequence[BenchArm],
     controllers: Sequence[ControllerName],
-    costs: Mapping[str, DraftCosts],
 ) -> tuple[BenchArm, ...]:
     """Return one arm per draft and controller, up to the draft's largest K."""
     ascending = sorted(arms, key=lambda arm: arm.num_speculative_tokens)
@@ -221,7 +217,7 @@ def adaptive_arms(
         replace(
             arm,
             name=f"{arm.name.rpartition(' ')[0]} {name}",
-            engine=_build_adaptive_engine(target, arm, name, costs),
+            engine=_build_adaptive_engine(target, arm, name),
             tree=None,
             adaptive=True,
         )
@@ -230,27 +226,17 @@ def adaptive_arms(
     )
 
 
-def _build_adaptive_engine(
-    target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
-) -> Engine:
+def _build_adaptive_engine(target: Engine, arm: BenchArm, name: ControllerName) -> Engine:
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
-    assert arm.draft is not None
-    known = {arm.method: costs[arm.draft]} if arm.draft in costs else {}
-    return build_controlled_engine(
-        target, arm.engine.drafter, arm.num_speculative_tokens, name, known
-    )
+    return build_controlled_engine(target, arm.engine.drafter, arm.num_speculative_tokens, name)
 
 
 def build_controlled_engine(
-    target: Engine,
-    drafter: Drafter,
-    max_nodes: int,
-    name: ControllerName,
-    costs: Mapping[str, DraftCosts],
+    target: Engine, drafter: Drafter, max_nodes: int, name: ControllerName
 ) -> Engine:
     """Return an engine whose controller chooses K, as `Engine.load` would build it."""
     config = replace(target.config, controller=name, num_speculative_tokens=max_nodes)
-    controller = default_controller(config, drafter, costs, target.target)
+    controller = default_controller(config, drafter, {}, target.target)
     return target.with_draft(drafter, max_nodes, controller=controller)
 
 

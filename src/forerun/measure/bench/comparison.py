@@ -36,12 +36,9 @@ from forerun.measure.bench.compare import (
     warm_up,
 )
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
-from forerun.measure.bench.report import (
-    BenchReport,
-    CellReport,
-)
+from forerun.measure.bench.report import BenchReport, CellReport
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
-from forerun.plan.costs import DraftCosts
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, StepRecord
@@ -170,7 +167,6 @@ class BenchComparison:
         self.drafts: dict[str, list[str]] = {}
         self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
-        self.costs: dict[str, DraftCosts] = {}
         self.blocks: dict[BenchCell, list[Block]] = {
             BenchCell(temperature=temperature, batch=batch): []
             for batch in config.batches
@@ -182,8 +178,9 @@ class BenchComparison:
         if self.entries is not None:
             self._check_number(self.entries)  # before models are loaded
         config, dtype, wanted = self.config, self.config.dtype, self.config.num_threads
+        files = ModelFiles.open(config.target)
         for arm in config.arms:
-            named, _ = with_auto([arm.draft], config.target, config.device, dtype, config.engine)
+            named, _ = with_auto([arm.draft], files, config.device, dtype, config.engine)
             self.drafts[arm.name] = [str(draft) for draft in named]
             for draft in named:
                 check_draft(draft, config.target)
@@ -238,10 +235,9 @@ class BenchComparison:
         engine = replace(config.engine, num_threads=num_threads)
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
-    def add_controllers(self, costs: Mapping[str, DraftCosts]) -> None:
+    def add_controllers(self) -> None:
         """Add and warm up the arms whose K a controller chooses; call `load` before."""
-        self.costs.update(costs)
-        adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)
+        adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers)
         warm_up(adaptive, self.prompts[0], self.clock)
         self.arms = (*self.arms, *adaptive)
 
@@ -291,9 +287,7 @@ class BenchComparison:
     def report(self) -> BenchReport:
         return BenchReport(
             cells=tuple(
-                CellReport.of(
-                    blocks, temperature=cell.temperature, batch=cell.batch, costs=self.costs
-                )
+                CellReport.of(blocks, temperature=cell.temperature, batch=cell.batch)
                 for cell, blocks in self.blocks.items()
             ),
             provenance=collect(

@@ -1,25 +1,17 @@
-"""Summaries and reports of comparisons: figures, and the speedups costs predict."""
+"""Summaries and reports of comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 from forerun.measure.bench.compare import BenchArm, Block, Measurement
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
-from forerun.pictures import BASELINE, COLOURS, picture
-from forerun.plan.costs import DraftCosts
 from forerun.provenance import Provenance
 from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share
 from forerun.theory.intervals import Interval, bootstrap_ratio
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
 """Interval of sum(numerators) / sum(denominators) over paired blocks."""
@@ -39,8 +31,6 @@ class ArmSummary:
         step_s: mean seconds of a decode step.
         cycle_cost: kappa, the same in plain decode steps.
         break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
-        mean_context: tokens before the row of a decode step, on average.
-        decode_steps: steps of a prompt after the one that ended its prefill.
         distinct_4gram_share: mean over the completions; low where text loops.
         disturbance: what shows that something else slowed one of the arms; None if nothing does.
     """
@@ -56,9 +46,6 @@ class ArmSummary:
     step_s: float
     cycle_cost: float
     break_even: float | None
-    mean_context: float
-    mean_prompt: float
-    decode_steps: float
     distinct_4gram_share: float
     disturbance: str | None = None
 
@@ -93,9 +80,6 @@ class ArmSummary:
             "step_s": self.step_s,
             "cycle_cost": self.cycle_cost,
             "break_even": self.break_even,
-            "mean_context": self.mean_context,
-            "mean_prompt": self.mean_prompt,
-            "decode_steps": self.decode_steps,
             "distinct_4gram_share": self.distinct_4gram_share,
             "disturbance": self.disturbance,
         }
@@ -128,7 +112,6 @@ def _summarise_arm(
     own_step_s = step_s(own)
     kappa = own_step_s / step_s(plain)
     num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
-    num_prompts = sum(len(m.batch) for m in own)
     return ArmSummary(
         arm=own[0].arm,
         num_blocks=len(own),
@@ -148,9 +131,6 @@ def _summarise_arm(
         cycle_cost=kappa,
         # tau = 1 + rate * nodes per step, so tau = kappa at this rate, for every acceptance profile
         break_even=(kappa - 1.0) * num_steps / num_drafted if num_drafted else None,
-        mean_context=mean_context(own),
-        mean_prompt=sum(m.num_prompt_tokens for m in own) / num_prompts,
-        decode_steps=sum(m.num_decode_steps for m in own) / num_prompts,
         distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
         disturbance=find_disturbance(own, plain, kappa),
     )
@@ -211,11 +191,6 @@ def step_s(measurements: Sequence[Measurement]) -> float:
     # The prompts of a batch share their steps: each is counted with its own seconds.
     seconds = sum(m.decode_s * len(m.batch) for m in measurements)
     return seconds / sum(m.num_decode_steps for m in measurements)
-
-
-def mean_context(measurements: Sequence[Measurement]) -> float:
-    num_tokens = sum(m.num_prompt_tokens + m.num_tokens / 2 for m in measurements)
-    return num_tokens / sum(len(m.batch) for m in measurements)
 
 
 def ends(interval: Interval) -> list[float]:
@@ -309,155 +284,29 @@ def faster_chain(tree: ArmSummary, rows: Sequence[ArmSummary]) -> ArmSummary | N
     return best if best.speedup.is_above(tree.speedup.high) else None
 
 
-ARM_COLOURS = (BASELINE, *COLOURS)
-
-
-def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence[Path]) -> None:
-    """Draw the arms and write the plot to every path, whose suffix selects the format."""
-    with picture(paths, width=9.0, height=3.6 * len(panels)) as figure:
-        lines = figure.subplots(len(panels), 2, width_ratios=[3, 2], squeeze=False)
-        figure.suptitle(title, fontsize=11)
-        for (name, summaries), (speeds, survivals) in zip(panels.items(), lines, strict=True):
-            speeds.set_title(name, fontsize=9, loc="left")
-            _draw_speeds(speeds, summaries)
-            _draw_survival(survivals, summaries)
-
-
-def _draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
-    """Draw horizontal bars with 95% intervals, each labelled with its speedup."""
-    for row, summary in enumerate(summaries):
-        speed, ratio = summary.tokens_per_s, summary.speedup
-        reach = [[speed.estimate - speed.low], [speed.high - speed.estimate]]
-        axes.barh(row, speed.estimate, color=colour(row), height=0.6)
-        axes.errorbar(speed.estimate, row, xerr=reach, color="black", capsize=4, linewidth=1)
-        found = f"{ratio.estimate:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
-        axes.annotate(
-            found if row else "baseline",
-            (speed.high, row),
-            xytext=(6, 0),
-            textcoords="offset points",
-            verticalalignment="center",
-            fontsize=8,
-        )
-    axes.set_yticks(range(len(summaries)), [summary.arm.name for summary in summaries])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * max(summary.tokens_per_s.high for summary in summaries))
-    axes.set_xlabel("tokens per second, prefill included (95% interval)")
-
-
-def _draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
-    """Draw the share of steps accepted through each position."""
-    for row, summary in enumerate(summaries):
-        survival = summary.acceptance.survival
-        if survival:
-            positions = range(1, len(survival) + 1)
-            axes.plot(positions, survival, marker="o", color=colour(row), label=summary.arm.name)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("drafted position")
-    axes.set_ylabel("accepted through it")
-    axes.set_xticks(range(1, 1 + max(s.acceptance.max_depth for s in summaries)))
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-
-
-def colour(row: int) -> str:
-    return ARM_COLOURS[row % len(ARM_COLOURS)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchPrediction:
-    """Speedup that the cost table predicts from the measured acceptance.
-
-    Attributes:
-        cycle_cost: kappa by the table, at the arm's K, batch and mean context.
-        reading_cost: the draft's reading of the prompt, in plain steps per cycle; 0 where it is not
-            known. It comes after the first token, so decoding pays for it.
-    """
-
-    cycle_cost: Interval
-    reading_cost: float
-    decode_speedup: Interval
-
-
-FULL_SHARE = 0.8
-"""Least share of K that the steps of an arm draft, for a prediction that counts all as of K."""
-
-
-def predict(
-    summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
-) -> BenchPrediction | None:
-    """Predict the speedup of an arm from its acceptance and the cost table.
-
-    None where the drafter proposes far fewer than K, as copying does, or the table is too rough.
-    """
-    most = summary.arm.num_speculative_tokens * summary.acceptance.num_steps
-    if summary.acceptance.num_drafted < FULL_SHARE * most:
-        return None
-    table, context = costs.at(temperature), round(summary.mean_context)
-    kappa = table.cycle_cost_interval(summary.arm.num_speculative_tokens, context, batch)
-    if kappa.low <= 0:
-        return None
-    read_s = (
-        0.0 if costs.reading is None else costs.reading.draft_more_s(round(summary.mean_prompt))
-    )
-    # Of a batch all prompts are read, and all its requests wait for that.
-    per_cycle = batch * read_s / summary.decode_steps / table.plain_step_s(context, batch)
-    tau = summary.acceptance_length
-    return BenchPrediction(
-        cycle_cost=kappa,
-        reading_cost=per_cycle,
-        decode_speedup=Interval(
-            estimate=tau / (kappa.estimate + per_cycle),
-            low=tau / (kappa.high + per_cycle),
-            high=tau / (kappa.low + per_cycle),
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellReport:
     """Results at one temperature and batch size.
 
     Attributes:
         rows: every arm, plain decoding first; empty where too few blocks were measured.
-        predictions: by arm, of those whose draft has a cost table that is not too rough.
         best: the best arm, where there was a choice and blocks enough.
     """
 
     temperature: float
     batch: int
     rows: tuple[ArmSummary, ...]
-    predictions: Mapping[str, BenchPrediction]
     best: BestOfSeveral | None
     blocks: Sequence[Block]
 
     @classmethod
-    def of(
-        cls,
-        blocks: Sequence[Block],
-        *,
-        temperature: float,
-        batch: int,
-        costs: Mapping[str, DraftCosts],
-    ) -> CellReport:
+    def of(cls, blocks: Sequence[Block], *, temperature: float, batch: int) -> CellReport:
         """Compute the report from the blocks measured so far."""
         rows = rows_of(blocks)
         return cls(
             temperature=temperature,
             batch=batch,
             rows=rows,
-            predictions={
-                row.arm.name: prediction
-                for row in rows
-                if row.arm.draft is not None
-                and not row.arm.adaptive  # whose cycles are not all of one cost
-                and row.arm.draft in costs
-                and (
-                    prediction := predict(
-                        row, costs[row.arm.draft], temperature=temperature, batch=batch
-                    )
-                )
-            },
             best=best_of_several(blocks) if rows else None,
             blocks=blocks,
         )
@@ -477,10 +326,8 @@ class CellReport:
         }
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
-        prediction = self.predictions.get(summary.arm.name)
         chain = faster_chain(summary, self.rows)
         return _as_row(summary) | {
-            "predicted": asdict(prediction) if prediction else None,
             "faster_chain": None if chain is None else chain.arm.name,
         }
 

@@ -14,15 +14,11 @@ from forerun.measure.bench.compare import Prompt, batched, run_blocks
 from forerun.measure.bench.comparison import BenchCell, BenchComparison
 from forerun.measure.bench.config import BenchConfig, parse_arms
 from forerun.measure.bench.report import (
-    CellReport,
     best_of_several,
     faster_chain,
-    predict,
     summarise,
 )
-from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
-from forerun.theory.cost import CostLine, CostTable, ReadingCost
 
 
 @pytest.fixture
@@ -93,7 +89,6 @@ def test_a_report_is_json(comparison):
     comparison.run()
     content = comparison.report().to_dict()
     assert json.loads(json.dumps(content))["cells"][0]["rows"][2]["name"] == "d K=2"
-    assert content["cells"][0]["rows"][2]["predicted"] is None
 
 
 def test_the_best_is_scored_on_blocks_that_did_not_choose_it(make_arm, clock):
@@ -161,57 +156,3 @@ def test_one_arm_is_no_choice_and_three_blocks_are_no_halves(make_arm, clock):
     plain, draft = make_arm("plain"), make_arm("d", k=1, accepted=1)
     assert best_of_several(blocks_of([plain, draft], clock, 8)) is None
     assert best_of_several(blocks_of([plain, draft, make_arm("e")], clock, 3)) is None
-
-
-def table_with(error_s):
-    """Of one line whose passes are known to within `error_s`."""
-    line = CostLine(
-        rows=(1, 4),
-        verify_s=(0.010, 0.012),
-        verify_error_s=(error_s, error_s),
-        plain_s=0.010,
-        draft_s=0.001,
-        overhead_s=(0.0005,),
-    )
-    return CostTable(lines=(line,))
-
-
-def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
-    table = table_with(error_s=0.0003)
-    costs = DraftCosts(greedy=table, sampled=table)
-    plain = make_arm("plain")
-    draft = make_arm("d", k=3, accepted=2, step_s=1.5)
-    summary = summarise(blocks_of([plain, draft], clock, 4), num_resamples=50)[1]
-    prediction = predict(summary, costs, temperature=0.0, batch=1)
-    assert prediction is not None
-    assert prediction.cycle_cost.estimate == pytest.approx(3 * 0.1 + 1.2 + 0.05)
-    assert prediction.decode_speedup.estimate == pytest.approx(3.0 / 1.55)
-    low, high = prediction.decode_speedup.low, prediction.decode_speedup.high
-    assert low < prediction.decode_speedup.estimate < high
-
-
-def test_a_prediction_counts_the_drafts_reading_of_the_prompt_where_it_is_known(make_arm, clock):
-    table = table_with(error_s=0.0)
-    draft = make_arm("d", k=3, accepted=2, step_s=1.5)
-    summary = summarise(blocks_of([make_arm("plain"), draft], clock, 4), num_resamples=50)[1]
-    summary = replace(summary, mean_prompt=101.0, decode_steps=20.0)
-    reading = ReadingCost(tokens=(1, 201), target_s=(0.01, 0.1), draft_s=(0.001, 0.041))
-    costs = DraftCosts(greedy=table, sampled=table, reading=reading)
-    alone = predict(summary, costs, temperature=0.0, batch=1)
-    together = predict(summary, costs, temperature=0.0, batch=4)
-    assert alone is not None and together is not None
-    # 20 ms more than one token takes, over 20 cycles, are a tenth of a plain step of 10 ms each.
-    assert alone.reading_cost == pytest.approx(0.1)
-    assert alone.decode_speedup.estimate == pytest.approx(3.0 / (1.55 + 0.1))
-    assert alone.cycle_cost.estimate == pytest.approx(1.55)
-    assert together.reading_cost > alone.reading_cost
-
-
-def test_nothing_is_predicted_from_a_table_whose_error_reaches_zero(make_arm, clock):
-    table = table_with(error_s=0.020)
-    costs = {"d": DraftCosts(greedy=table, sampled=table)}
-    arm = replace(make_arm("d", k=3, accepted=2), draft="d")
-    blocks = blocks_of([make_arm("plain"), arm], clock, 4)
-    cell = CellReport.of(blocks, temperature=0.0, batch=1, costs=costs)
-    assert cell.rows and not cell.predictions
-    assert [cell.row(row)["predicted"] for row in cell.rows] == [None, None]

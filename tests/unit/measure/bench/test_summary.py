@@ -9,9 +9,7 @@ import pytest
 from forerun.measure.bench import report as summary
 from forerun.measure.bench.compare import Prompt, batched, run_blocks
 from forerun.measure.bench.report import MIN_BLOCKS, best_arm, measurable, verdict
-from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
-from forerun.theory.cost import CostLine, CostTable
 
 summarise = partial(summary.summarise, num_resamples=100)
 
@@ -117,11 +115,6 @@ def test_a_batch_is_one_block_whose_prompts_share_every_step(make_arm, clock):
     assert fast.acceptance_length == pytest.approx(3.0)
 
 
-def test_mean_context_is_the_prompt_and_half_of_the_completion(make_arm, clock):
-    (base,) = summarise(run([make_arm("plain")], clock, count=3, batch=2))
-    assert base.mean_context == pytest.approx(1 + 13 / 2)
-
-
 def verdict_of(make_arm, clock, count=MIN_BLOCKS, **changes):
     arms = [make_arm("plain"), make_arm("draft", **changes)]
     return verdict(summarise(run(arms, clock, count=count))[1])
@@ -205,13 +198,3 @@ def test_steps_of_different_lengths_are_no_disturbance(make_arm, clock):
     assert [found.disturbance for found in summarise([*idle, *busy])] == [None, None]
     shorter = run([plain, make_arm("copies", k=0, step_s=0.97)], clock, count=6)
     assert summarise(shorter)[1].disturbance is None
-
-
-def test_a_prediction_needs_drafts_of_k_tokens(make_arm, clock):
-    table = CostTable(lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.0, draft_s=0.1),))
-    costs = DraftCosts(greedy=table, sampled=table)
-    draft = make_arm("draft", k=3, accepted=2, step_s=1.5)
-    _, full = summarise(run([make_arm("plain"), draft], clock))
-    few = replace(full, arm=replace(full.arm, num_speculative_tokens=8))
-    assert summary.predict(full, costs, temperature=0.0, batch=1) is not None
-    assert summary.predict(few, costs, temperature=0.0, batch=1) is None
