@@ -120,13 +120,14 @@ def _copy_bytes(run: ModelRun, runner: Runner, room: int) -> int:
 
 
 def with_auto(
-    drafts: Sequence[Source], target: ModelFiles, device: str, dtype: str, config: EngineConfig
+    drafts: Sequence[Source], target: Source, device: str, dtype: str, config: EngineConfig
 ) -> tuple[list[Source], list[Source]]:
     """Replace "auto" by the drafts that it stands for, and "mtp" by "mtp:TARGET".
 
     Returns the drafts, and those of them that "auto" stands for.
     """
-    drafts = [f"{MTP}:{target.name}" if draft == MTP else draft for draft in drafts]
+    name = target.name if isinstance(target, ModelFiles) else target
+    drafts = [f"{MTP}:{name}" if draft == MTP else draft for draft in drafts]
     if AUTO not in drafts:
         return [*drafts], []
     names = auto_drafts(target, device, config.runner, dtype, config.weights)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from tests import tiny
 
 from forerun import Engine
 from forerun.engine import auto_drafts as found_drafts
@@ -162,12 +161,11 @@ def test_a_draft_that_does_not_fit_into_the_memory_is_left_out(cache, monkeypatc
 
 def test_auto_stands_beside_named_drafts_and_names_none_twice():
     config = EngineConfig()
-    drafts, found = with_auto(
-        ["suffix", "auto", "recycling"], "zoo:code-40m", "cpu", "auto", config
-    )
+    target = ModelFiles.open("zoo:code-40m")
+    drafts, found = with_auto(["suffix", "auto", "recycling"], target, "cpu", "auto", config)
     assert drafts == ["suffix", "zoo:code-2m-for-40m", IN_FEWER_BITS, "recycling"]
     assert found == ["zoo:code-2m-for-40m", IN_FEWER_BITS]
-    drafts, _ = with_auto(["auto", IN_FEWER_BITS], "zoo:code-40m", "cpu", "auto", config)
+    drafts, _ = with_auto(["auto", IN_FEWER_BITS], target, "cpu", "auto", config)
     assert drafts == ["zoo:code-2m-for-40m", COPIER, IN_FEWER_BITS]
 
 
@@ -207,8 +205,3 @@ def test_several_drafts_are_refused_with_a_controller_that_takes_the_first():
         replaced = Engine.load("zoo:books-1m", config=EngineConfig(controller="fixed"))
         replaced.with_draft(["suffix", "recycling"])
     assert len(engine.capabilities().methods) == 2
-
-
-def test_a_loaded_target_has_no_files_to_find_a_draft_for():
-    with pytest.raises(InvalidRequest, match="needs a target by its folder or name"):
-        with_auto(["auto"], tiny.network(), "cpu", "auto", EngineConfig())

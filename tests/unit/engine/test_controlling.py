@@ -319,8 +319,5 @@ def test_a_draft_without_a_law_teaches_nothing_and_costs_no_token(target):
     engine = tiny.engine_over(target, tiny.drafting(sick, 8), k=5, controller=FixedController(5))
     params = replace(PARAMS, max_tokens=40)
     plain = tiny.engine_over(target).generate([[1, 2], [3, 4]], params)
-    records = []
-    engine.observers[:] = [EmittedRecords(records.append)]
     outputs = engine.generate([[1, 2], [3, 4]], params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    assert any(record.stop_reason == "invalid_probs" for record in records)

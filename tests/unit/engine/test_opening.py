@@ -80,7 +80,7 @@ def test_a_gguf_file_is_opened_once(tmp_path, opened):
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
-        ("suffix:x", "needs a whole number"),
+        ("suffix:x", "takes no argument"),
         ("mtp:/nope", "no model folder /nope"),
         ("mtp", "brings no multi-token-prediction"),
         ("sufix", "did you mean suffix.*recycling, self:int4"),
