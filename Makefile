@@ -32,7 +32,7 @@ $(STAMP): $(BASE)
 demo: $(BASE)  ## a chat with and without a draft, and the speed of both
 	$(BIN)/forerun demo $(ARGS)
 
-test: check  ## static checks, then every kind of test on few cases (8 minutes on two cores)
+test: check  ## static checks, then every kind of test on few cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: check  ## the same with every case and kernels under sanitisers (about an hour), as in CI

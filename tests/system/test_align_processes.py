@@ -191,11 +191,13 @@ def assert_same_state(found: Path, expected: Path) -> None:
         assert float((ours[name] - tensor).abs().max()) <= 1e-3 * scale, name
 
 
+@pytest.mark.full
 def test_two_processes_are_one(reference: Path, in_two_processes: Path) -> None:
     assert_same_curve(metrics_of(in_two_processes / "draft"), metrics_of(reference))
     assert_same_state(in_two_processes / "draft", reference)
 
 
+@pytest.mark.full
 def test_two_processes_train_one_head(in_two_processes: Path, tmp_path: Path) -> None:
     assert_same_curve(metrics_of(in_two_processes / "head"), alone(tmp_path, 4, head=True))
     assert_same_state(in_two_processes / "head", tmp_path)

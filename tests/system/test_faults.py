@@ -31,7 +31,7 @@ def test_every_label_is_a_cause_and_there_are_twenty_faults():
     assert len(labels) - labels.count("healthy") >= 20 and labels.count("healthy") >= 6
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_leaves_a_readable_trace(name: str, short: Lab, tmp_path: Path):
     path = tmp_path / "trace.jsonl"

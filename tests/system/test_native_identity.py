@@ -182,12 +182,14 @@ def logits_after(engine: Engine, ids: list[int]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.full
 def test_in_bf16_the_eager_runner_parts_only_at_near_ties(eager, plain_outputs):
     """There the noise of the pass decided, not the verifier."""
     found = margins(eager, plain_outputs, greedy(eager.with_draft("zoo:code-2m")))
     assert all(margin <= 4 for margin in found), found
 
 
+@pytest.mark.full
 def test_a_text_of_another_model_parts_elsewhere(eager, plain_outputs):
     """What the margin test would say of an engine that accepts whatever is drafted."""
     config = EngineConfig(max_batch=1, runner="eager", **SMALL)

@@ -355,6 +355,7 @@ def test_the_draft_of_a_folder_may_be_a_file(zoo_file):
     assert engine.generate("def f(", params)[0].text == plain.generate("def f(", params)[0].text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
 def test_logits_of_a_trained_model_are_within_a_hundredth(tmp_path, kind):
     """Unlike the random model's, its roundings do not grow from layer to layer."""
@@ -367,6 +368,7 @@ def test_logits_of_a_trained_model_are_within_a_hundredth(tmp_path, kind):
     assert 1e-3 < error < 1e-2  # the lower bound: activations were rounded
 
 
+@pytest.mark.one_in(2)
 def test_a_second_start_imports_neither_transformers_nor_a_compiler(zoo_file):
     load_model(zoo_file, device="cpu", max_batch=1, num_threads=1)  # the first one fills the cache
     program = (

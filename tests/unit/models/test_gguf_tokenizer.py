@@ -50,6 +50,7 @@ def write(
     return place
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("index", "name"), NAMES, ids=lambda value: str(value))
 def test_ids_are_those_of_llama_cpp_under_every_name(index, name, tmp_path):
     kind = "bytes" if SPLIT_RULES[name].has_bytes else "characters"

@@ -254,6 +254,7 @@ def filled(value):
     return lambda tensor: tensor.index_fill(0, torch.tensor([1]), value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("form", "part", "change", "message"),
     [
@@ -289,6 +290,7 @@ def test_damaged_tensors_are_named(form, part, change, message, write):
         load_model(folder, device="cpu")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
