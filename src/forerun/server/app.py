@@ -271,7 +271,7 @@ class ServerState:
             added = {text: token for token, (text, _) in engine.tokenizer.added.items()}
             call = forced(body.forced_tools, self.tool_format, added)
         body.take_defaults(engine.intake.defaults)
-        params = body.sampling(self.config.max_logprobs, call)
+        params = body.sampling(call)
         plan = body.plan(self.engine.capabilities(), engine.config)
         num_prompts, most = body.num_prompts, engine.intake.max_unfinished
         if num_prompts * params.n > most:

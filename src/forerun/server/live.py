@@ -235,16 +235,13 @@ class LiveView:
         }
 
     def _load(self) -> Json:
-        scheduler, config = self.engine.scheduler, self.engine.config
-        running = list(scheduler.running)
-        num_tokens = sum(len(sequence.ids) for sequence in running)
-        max_tokens = config.max_kv_tokens or config.max_batch * self.engine.max_context
+        stats, config = self.engine.stats(), self.engine.config
         return {
-            "num_running": len(running),
-            "num_waiting": len(scheduler.waiting),
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
             "max_running": config.max_batch,
             "max_waiting": config.max_waiting,
-            "kv_share": min(1.0, num_tokens / max_tokens),
+            "kv_share": self.metrics.kv_usage(),
             "refused": self.metrics.refusals(),
         }
 
