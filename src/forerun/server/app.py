@@ -34,8 +34,7 @@ from forerun.server.errors import (
     status_of,
 )
 from forerun.server.guard import ApiKey, protect
-from forerun.server.live import Diagnose, LiveView
-from forerun.server.live_page import page_router
+from forerun.server.live import Diagnose, LiveView, page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
     ChatRequest,
