@@ -20,7 +20,6 @@ UNFINISHED = ".tmp"
 """Suffix of a temporary file or folder: it is being written, or its process was killed."""
 MAX_STEM = 100
 """Characters of the final name that the temporary one repeats; names may have 255 bytes."""
-MAX_ATTEMPTS = 16
 
 
 @contextmanager
@@ -120,35 +119,26 @@ def errors_naming(path: Path) -> Iterator[None]:
 def _create_file(path: Path) -> Path:
     """Create an empty temporary file for `path`, with the mode of an existing `path` if any."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-    for scratch in _temporary_names(path):
-        try:
-            # The umask applies to a new file; an existing mode is set exactly below.
-            handle = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode or 0o666)
-        except FileExistsError:
-            continue
-        try:
-            if mode is not None:
-                os.fchmod(handle, mode)
-        finally:
-            os.close(handle)
-        return scratch
-    raise FileExistsError(f"no unused temporary name was found for {path}")
+    scratch = _temporary_name(path)
+    # The umask applies to a new file; an existing mode is set exactly below.
+    handle = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode or 0o666)
+    try:
+        if mode is not None:
+            os.fchmod(handle, mode)
+    finally:
+        os.close(handle)
+    return scratch
 
 
 def _create_folder(path: Path) -> Path:
     """Create an empty temporary folder for `path`."""
-    for scratch in _temporary_names(path):
-        try:
-            scratch.mkdir()
-        except FileExistsError:
-            continue
-        return scratch
-    raise FileExistsError(f"no unused temporary name was found for {path}")
+    scratch = _temporary_name(path)
+    scratch.mkdir()
+    return scratch
 
 
-def _temporary_names(path: Path) -> Iterator[Path]:
-    for _ in range(MAX_ATTEMPTS):
-        yield path.with_name(f"{path.name[:MAX_STEM]}.{secrets.token_hex(8)}{UNFINISHED}")
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f"{path.name[:MAX_STEM]}.{secrets.token_hex(8)}{UNFINISHED}")
 
 
 def sync(path: Path) -> None:

@@ -284,14 +284,10 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
         )
     hooks: dict[str, Any] = {}
     if re.search(rf"[0-9]{{{limits.max_digits + 1}}}|[eE]\+?[0-9]{{3}}", text):
-
-        def integer(digits: str) -> int:
-            return int(checked_number(digits, name, limits))
-
-        def real(digits: str) -> float:
-            return float(checked_number(digits, name, limits))
-
-        hooks = {"parse_int": integer, "parse_float": real}
+        hooks = {
+            "parse_int": lambda digits: int(checked_number(digits, name, limits)),
+            "parse_float": lambda digits: float(checked_number(digits, name, limits)),
+        }
     try:
         value = json.loads(text, **hooks)
     except UnreadableInput:

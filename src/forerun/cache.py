@@ -48,15 +48,7 @@ def prepare_folder(folder: Path) -> str | None:
         for path in reversed([folder, *folder.parents]):  # parents=True would take their umask
             if not path.exists():
                 path.mkdir(mode=PRIVATE, exist_ok=True)
-    return _unsafe_folder(folder)
-
-
-def _unsafe_folder(folder: Path) -> str | None:
-    """Return why another user could place a file in a folder; None if only root could.
-
-    A folder that does not exist is safe: only its own user could create it here.
-    """
-    if not folder.exists():
+    if not folder.exists():  # only its own user could create it here
         return None
     folder = folder.resolve()
     if reason := unsafe(folder):

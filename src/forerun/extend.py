@@ -9,59 +9,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
-    from forerun.control.costs import CostSource
-    from forerun.drafters.base import (
-        Drafter,
-        DraftRequest,
-        Pause,
-        StepOutcome,
-    )
-    from forerun.drafters.registry import register_checkpoint
-    from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
-    from forerun.engine.results import Backend
-    from forerun.engine.scheduler import ScheduledSequence
-    from forerun.engine.thread import EngineThread
-    from forerun.models.base import Context
-    from forerun.sampling.config import Choice, TokenSource
-    from forerun.sampling.history import History, TokenMask
-    from forerun.sampling.proposal import Assurance, Proposal, Verdict
-    from forerun.theory.cost import CostTable
-    from forerun.theory.record import StepRecord
-    from forerun.theory.tree import TokenTree
-
-__all__ = [
-    "Assurance",
-    "Backend",
-    "Capacity",
-    "Chain",
-    "Choice",
-    "Context",
-    "Controller",
-    "CostSource",
-    "CostTable",
-    "DraftRequest",
-    "Drafter",
-    "EmittedRecords",
-    "EngineThread",
-    "History",
-    "ObservedStep",
-    "Pause",
-    "Plan",
-    "Proposal",
-    "RequestState",
-    "ScheduledSequence",
-    "StepObserver",
-    "StepOutcome",
-    "StepRecord",
-    "TokenMask",
-    "TokenSource",
-    "TokenTree",
-    "Tree",
-    "Verdict",
-    "register_checkpoint",
-]
+if TYPE_CHECKING:  # a name that is imported "as" itself is public
+    from forerun.control.base import Capacity as Capacity
+    from forerun.control.base import Chain as Chain
+    from forerun.control.base import Controller as Controller
+    from forerun.control.base import Plan as Plan
+    from forerun.control.base import RequestState as RequestState
+    from forerun.control.base import Tree as Tree
+    from forerun.control.costs import CostSource as CostSource
+    from forerun.drafters.base import Drafter as Drafter
+    from forerun.drafters.base import DraftRequest as DraftRequest
+    from forerun.drafters.base import Pause as Pause
+    from forerun.drafters.base import StepOutcome as StepOutcome
+    from forerun.drafters.registry import register_checkpoint as register_checkpoint
+    from forerun.engine.observing import EmittedRecords as EmittedRecords
+    from forerun.engine.observing import ObservedStep as ObservedStep
+    from forerun.engine.observing import StepObserver as StepObserver
+    from forerun.engine.results import Backend as Backend
+    from forerun.engine.scheduler import ScheduledSequence as ScheduledSequence
+    from forerun.engine.thread import EngineThread as EngineThread
+    from forerun.models.base import Context as Context
+    from forerun.sampling.config import Choice as Choice
+    from forerun.sampling.config import TokenSource as TokenSource
+    from forerun.sampling.history import History as History
+    from forerun.sampling.history import TokenMask as TokenMask
+    from forerun.sampling.proposal import Assurance as Assurance
+    from forerun.sampling.proposal import Proposal as Proposal
+    from forerun.sampling.proposal import Verdict as Verdict
+    from forerun.theory.cost import CostTable as CostTable
+    from forerun.theory.record import StepRecord as StepRecord
+    from forerun.theory.tree import TokenTree as TokenTree
 
 _NAMES = {
     "forerun.control.base": "Capacity Chain Controller Plan RequestState Tree",
@@ -82,6 +59,8 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+__all__ = sorted(_MODULES)
+
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
@@ -90,4 +69,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -138,7 +137,6 @@ class ServerAnswer:
         token_sources: the `TokenSource` of each token, if the server is forerun.
         stop_reason: the stop string or token that matched, if the server names it.
         logprobs: of each token; None without them, or if they are malformed.
-        elapsed_s: seconds since the request was first sent, retries included.
     """
 
     text: str | None
@@ -148,7 +146,6 @@ class ServerAnswer:
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage | None
-    elapsed_s: float
 
     @property
     def num_values(self) -> int:
@@ -168,7 +165,7 @@ def _check_values(num_values: int) -> None:
         raise BrokenReply(f"more than {MAX_VALUES} token ids and log-probabilities, the limit here")
 
 
-def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
+def read_answer(found: Any) -> ServerAnswer:
     """Return the first choice of a parsed answer or event, empty if it has none."""
     try:
         reply = msgspec.convert(found, _Reply)
@@ -186,7 +183,6 @@ def read_answer(found: Any, elapsed_s: float) -> ServerAnswer:
         stop_reason=choice.stop_reason,
         logprobs=_read_logprobs(choice.logprobs),
         usage=reply.usage,
-        elapsed_s=elapsed_s,
     )
     _check_values(answer.num_values)
     return answer
@@ -361,11 +357,11 @@ class Client:
         """Yield the pieces of a continuation, the last with the usage; see `complete`."""
         body = self._completion_body(prompt, fields, logprobs, seed)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        url, started_s = self.config.base + "/completions", time.monotonic()
+        url = self.config.base + "/completions"
         events, num_values = self.connection.events(url, body), 0
         try:
             for event in events:
-                answer = read_answer(event, time.monotonic() - started_s)
+                answer = read_answer(event)
                 num_values += answer.num_values
                 _check_values(num_values)
                 yield answer
@@ -395,10 +391,8 @@ class Client:
     def _answer(
         self, path: str, body: Mapping[str, object], check: Callable[[ServerAnswer], None]
     ) -> ServerAnswer:
-        started_s = time.monotonic()
-
         def read(found: object) -> ServerAnswer:
-            answer = read_answer(found, time.monotonic() - started_s)
+            answer = read_answer(found)
             check(answer)
             return answer
 

@@ -86,7 +86,7 @@ class ClientConfig:
 logger = logging.getLogger("forerun.client")
 
 MAX_BODY_BYTES = 1 << 26
-"""Most bytes of one decompressed answer; 30,000 tokens with 20 log-probabilities each take half."""
+"""Most bytes of one answer; 30,000 tokens with 20 log-probabilities each take half."""
 MAX_LINE_BYTES = 1 << 23
 MAX_WORD_BYTES = 4096
 """Of the beginning of an answer that a message quotes."""

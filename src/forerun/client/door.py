@@ -10,7 +10,6 @@ import logging
 import os
 import ssl
 import threading
-import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,8 +30,6 @@ NETWORK_ERRORS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
 _QUOTING = (httpx.InvalidURL, httpx.LocalProtocolError, httpx.UnsupportedProtocol)
 """Errors whose texts quote parts of the request, which may be secret."""
 _CONNECT_S = 10.0
-_PIECE_BYTES = 1 << 16
-_PACKED = ("gzip", "x-gzip", "deflate")
 API_KEY = "OPENAI_API_KEY"
 UNAUTHORIZED = (401, 403)
 KEY_HINT = (
@@ -182,14 +179,14 @@ class Reply:
         self.name = name
         self._reply = reply
         self._clock = clock
-        self._pieces = self._unpack()
+        self._pieces = self._read()
         self._has_read = False
 
     def close(self) -> None:
         self._reply.close()
 
     def piece(self, deadline: Deadline) -> bytes | None:
-        """Return the next piece of the body, decompressed; None at its end."""
+        """Return the next piece of the body; None at its end."""
         with self._clock.until(deadline, has_read=self._has_read), _translate_errors(self.name):
             piece = next(self._pieces, None)
         self._has_read = True
@@ -207,25 +204,12 @@ class Reply:
             self.close()
         return bytes(body)
 
-    def _unpack(self) -> Iterator[bytes]:
+    def _read(self) -> Iterator[bytes]:
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
-        assert isinstance(self._reply.stream, httpx.SyncByteStream)
-        if encoding == "identity":
-            yield from self._reply.stream
-            return
-        if encoding not in _PACKED:
+        if encoding != "identity":  # another one was not asked for
             raise UnreadableInput(f"{self.name} sends a body of encoding {printable(encoding)!r}")
-        unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: the header of gzip or of zlib
-        try:
-            for rest in self._reply.stream:
-                while rest and not unpacker.eof:
-                    yield unpacker.decompress(rest, _PIECE_BYTES)
-                    rest = unpacker.unconsumed_tail
-            yield unpacker.flush()
-        except zlib.error as error:
-            raise UnreadableInput(f"{self.name} sends a body that is not gzip: {error}") from error
-        if not unpacker.eof:
-            raise UnreadableInput(f"{self.name} sends compressed data that was cut off")
+        assert isinstance(self._reply.stream, httpx.SyncByteStream)
+        yield from self._reply.stream
 
 
 def check_size(num_bytes: int, max_bytes: int, name: str) -> None:
@@ -257,7 +241,7 @@ class Door:
         self._clock = _ReadClock()
         self._http = httpx.Client(
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S)),
-            headers={"Accept-Encoding": "gzip", **headers},
+            headers={"Accept-Encoding": "identity", **headers},
             limits=httpx.Limits(max_connections=max_connections),
             trust_env=uses_environment,
             verify=True if uses_environment else ssl.create_default_context(),

@@ -132,18 +132,10 @@ class Answer:
         body = self.body
         self._num_tokens[at] = self._num_tokens.get(at, 0) + len(chunk.token_ids)
         extras = body.return_token_ids or body.return_token_sources or chunk.logprobs is not None
-        content, calls, reason = self._content(at, chunk.text, chunk.finish_reason)
-        if not content and not calls and reason is None and not extras:
+        choice = self._choice(at, chunk)
+        text = choice.get("text", choice.get("delta", {}).get("content"))
+        if text == "" and choice["finish_reason"] is None and not extras:
             return b""
-        text: Json = {"text": content}
-        if self.is_chat:
-            text = {"delta": {"content": content} if content or not calls else {}}
-            if calls:
-                text["delta"]["tool_calls"] = calls
-        choice = _choice_of(at, text, reason, chunk.stop_reason)
-        if chunk.logprobs is not None:
-            choice["logprobs"] = self._logprobs(at, chunk.logprobs)
-        choice |= self._tokens(chunk)
         return event({**self.chunk_head, "choices": [choice], **self._usage_so_far(at)})
 
     def _usage_so_far(self, at: int) -> Json:
@@ -167,19 +159,24 @@ class Answer:
         """Return the last events of a stream that an error ends."""
         return b"data: " + error_body(message, status) + b"\n\n" + DONE
 
-    def _choice(self, at: int, completion: Completion) -> Json:
-        content, calls, reason = self._content(at, completion.text, completion.finish_reason)
+    def _choice(self, at: int, result: StreamChunk | Completion) -> Json:
+        """Return a choice of the response, or what a chunk adds to it."""
+        content, calls, reason = self._content(at, result.text, result.finish_reason)
         text: Json = {"text": content}
-        if self.is_chat:
+        if self.is_chat and isinstance(result, StreamChunk):
+            text = {"delta": {"content": content} if content or not calls else {}}
+            if calls:
+                text["delta"]["tool_calls"] = calls
+        elif self.is_chat:
             text = {"message": {"role": "assistant", "content": content}}
             if calls:
                 for call in calls:
                     del call["index"]  # a field of streams
                 text["message"] |= {"content": content or None, "tool_calls": calls}
-        choice = _choice_of(at, text, reason, completion.stop_reason)
-        if completion.logprobs is not None:
-            choice["logprobs"] = self._logprobs(at, completion.logprobs)
-        return choice | self._tokens(completion)
+        choice = _choice_of(at, text, reason, result.stop_reason)
+        if result.logprobs is not None:
+            choice["logprobs"] = self._logprobs(at, result.logprobs)
+        return choice | self._tokens(result)
 
     def _content(
         self, at: int, text: str, finish_reason: str | None

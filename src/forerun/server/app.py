@@ -34,8 +34,7 @@ from forerun.server.errors import (
     status_of,
 )
 from forerun.server.guard import ApiKey, protect
-from forerun.server.live import Diagnose, LiveView
-from forerun.server.live_page import page_router
+from forerun.server.live import Diagnose, LiveView, page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
     ChatRequest,
@@ -271,7 +270,7 @@ class ServerState:
             added = {text: token for token, (text, _) in engine.tokenizer.added.items()}
             call = forced(body.forced_tools, self.tool_format, added)
         body.take_defaults(engine.intake.defaults)
-        params = body.sampling(self.config.max_logprobs, call)
+        params = body.sampling(call)
         plan = body.plan(self.engine.capabilities(), engine.config)
         num_prompts, most = body.num_prompts, engine.intake.max_unfinished
         if num_prompts * params.n > most:

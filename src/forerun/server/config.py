@@ -12,8 +12,6 @@ ToolFormatChoice = Literal["auto", "hermes", "mistral", "llama3", "none"]
 RANGES = (
     Range("port", 0, 65535, integer=True),
     Range("max_body_bytes", 1024, integer=True),
-    Range("max_requests", 1, integer=True),
-    Range("max_logprobs", 0, integer=True),
     Range("body_timeout_s", 0, above_low=True),
     Range("write_timeout_s", 0, above_low=True),
     Range("drain_s", 0),
@@ -28,8 +26,6 @@ class ServerConfig:
         host: address to listen on; one that is not of this machine alone needs API keys.
         port: TCP port; 0 takes a free one.
         max_body_bytes: longest body of a request; longer ones are refused with status 413.
-        max_requests: requests that may be worked on at once, over all keys.
-        max_logprobs: most alternatives per token that a request may ask for.
         body_timeout_s: seconds that a client may take to send the body.
         write_timeout_s: seconds after which a client that reads nothing is disconnected.
         drain_s: seconds that requests may go on after SIGTERM.
@@ -47,8 +43,6 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = 4 << 20
-    max_requests: int = 512
-    max_logprobs: int = 20
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     drain_s: float = 30.0

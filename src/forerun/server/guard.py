@@ -10,6 +10,7 @@ import re
 import time
 import tomllib
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -166,10 +167,13 @@ class Keyring:
     ) -> None:
         self.keys = tuple(keys)
         self.max_requests = max_requests
-        self.num_running = 0
         self._clock = clock
-        self._running: dict[ApiKey, int] = {}
+        self._running = Counter[ApiKey]()
         self._allowances: dict[ApiKey, tuple[float, float]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return self._running.total()
 
     def find(self, authorization: str | None) -> ApiKey | None:
         """Return the key in an `Authorization: Bearer` header; None if it is unknown.
@@ -189,7 +193,7 @@ class Keyring:
     @contextmanager
     def admitted(self, key: ApiKey) -> Iterator[None]:
         """Count a request as running while the block runs, or refuse it at a limit."""
-        running = self._running.get(key, 0)
+        running = self._running[key]
         if self.num_running >= self.max_requests:
             raise LimitReached(
                 f"{self.num_running} requests are being worked on, at most {self.max_requests} may",
@@ -202,12 +206,10 @@ class Keyring:
                 BUSY_RETRY_S,
             )
         self._use_allowance(key)
-        self.num_running += 1
-        self._running[key] = running + 1
+        self._running[key] += 1
         try:
             yield
         finally:
-            self.num_running -= 1
             self._running[key] -= 1
 
     def _use_allowance(self, key: ApiKey) -> None:
@@ -357,7 +359,7 @@ def protect(
     app: FastAPI, config: ServerConfig, keys: Sequence[ApiKey], count: Callable[[int], None]
 ) -> None:
     """Let only allowed requests reach an application, and pages of allowed origins call it."""
-    keyring = Keyring(keys, config.max_requests)
+    keyring = Keyring(keys)
     app.add_middleware(Guard, config=config, keyring=keyring, count=count)
     if config.allowed_origins:
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""Observer of an engine for the live page, with little cost per step.
+"""The live page: its routes and files, and an observer of the engine with little cost per step.
 
 On the engine's thread a step is only put into a bounded queue. Figures, texts and the diagnosis are
 made from it by the thread that reads a snapshot, so it costs nothing more while no page is open.
@@ -6,6 +6,9 @@ made from it by the thread that reads a snapshot, so it costs nothing more while
 A snapshot is what the page reads as JSON. Its durations are in seconds and its rates per second. An
 age is counted back from the moment of the snapshot, so that a reader needs no clock in common with
 the server. A figure that was not measured is null; it is never zero instead.
+
+Nothing is loaded from other hosts, and the content policy allows no inline script, so that text of
+a prompt or a model stays text even if the page had a defect.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from typing import Any
 
 import msgspec
 import numpy as np
+from fastapi import APIRouter
 from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.background import BackgroundTask
+from starlette.responses import Response
 
 import forerun
 from forerun.engine.observing import ObservedStep
@@ -49,6 +56,22 @@ MAX_FIRST_TOKENS = 500
 """Latest requests over which times to the first token are summed up."""
 MAX_CHARACTERS = 4000
 """Most characters of an output that are shown; a longer output is cut at its beginning."""
+
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+SECURITY = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 Json = dict[str, Any]
 Diagnose = Callable[[str], Json | None]
@@ -235,16 +258,13 @@ class LiveView:
         }
 
     def _load(self) -> Json:
-        scheduler, config = self.engine.scheduler, self.engine.config
-        running = list(scheduler.running)
-        num_tokens = sum(len(sequence.ids) for sequence in running)
-        max_tokens = config.max_kv_tokens or config.max_batch * self.engine.max_context
+        stats, config = self.engine.stats(), self.engine.config
         return {
-            "num_running": len(running),
-            "num_waiting": len(scheduler.waiting),
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
             "max_running": config.max_batch,
             "max_waiting": config.max_waiting,
-            "kv_share": min(1.0, num_tokens / max_tokens),
+            "kv_share": self.metrics.kv_usage(),
             "refused": self.metrics.refusals(),
         }
 
@@ -354,3 +374,32 @@ def rate_of(sequence: Sequence, now_s: float) -> float | None:
         return None
     end_s = now_s if sequence.finished_at_s is None else sequence.finished_at_s
     return (sequence.num_output - 1) / (end_s - first_s) if end_s > first_s else None
+
+
+def page_router(view: LiveView) -> APIRouter:
+    """Return the routes `/`, `/page/...` and `/live`."""
+    router = APIRouter()
+    folder = files("forerun.server") / "page"
+    contents = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+    @router.get("/")
+    async def index() -> Response:
+        return await file("index.html")
+
+    @router.get("/page/{name}")
+    async def file(name: str) -> Response:
+        media_type = MEDIA_TYPES.get("." + name.rpartition(".")[2])
+        if name not in contents or media_type is None:
+            return Response("no such file", status_code=404)
+        return Response(contents[name], media_type=media_type, headers=SECURITY)
+
+    @router.get("/live")
+    def live() -> Response:
+        return Response(
+            view.encoded(),
+            media_type="application/json",
+            headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"},
+            background=BackgroundTask(view.diagnose),
+        )
+
+    return router

@@ -232,19 +232,24 @@ class ServerMetrics:
         counts = {s.labels["status"]: int(s.value) for s in family.samples}
         return {status: n for status, n in counts.items() if status >= "400" and status != "499"}
 
+    def kv_usage(self) -> float:
+        """Return the share of the KV rows that running sequences use, from 0 to 1."""
+        engine, rows = self.engine, 0
+        for sequence in list(engine.scheduler.running):
+            context = sequence.context
+            with suppress(AttributeError):  # the engine's thread closed it meanwhile
+                rows += 0 if context is None else context.num_cached
+        return rows / (engine.config.num_slots * engine.max_context)
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, which skips Prometheus's check for duplicate names at registration."""
-        yield from ()
 
     def collect(self) -> Iterator[Metric]:
         """Collect gauges of the present state and counters of all steps."""
         engine, totals = self.engine, self.totals
         stats, counts, gauge = engine.stats(), totals.acceptance, GaugeMetricFamily
-        used = _kv_usage(engine)
+        used = self.kv_usage()
         for name, text, value in (
             ("vllm:num_requests_running", "Sequences decoded", stats.num_running),
             ("vllm:num_requests_waiting", "Sequences that wait", stats.num_waiting),
@@ -303,13 +308,3 @@ class ServerMetrics:
         for key, value in values.items():
             family.add_metric((*self.labels.values(), *map(str, key)), value)
         return family
-
-
-def _kv_usage(engine: Engine) -> float:
-    """Return the share of the KV rows that running sequences use, from 0 to 1."""
-    rows = 0
-    for sequence in list(engine.scheduler.running):
-        context = sequence.context
-        with suppress(AttributeError):  # the engine's thread closed it meanwhile
-            rows += 0 if context is None else context.num_cached
-    return rows / (engine.config.num_slots * engine.max_context)

@@ -60,6 +60,7 @@ MESSAGE_EXTRAS = frozenset({"refusal", "annotations", "audio", "function_call"})
 MAX_FIELDS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 4096
+MAX_LOGPROBS = 20
 
 
 class Body(BaseModel):
@@ -250,16 +251,16 @@ class GenerationRequest(GenerationFields):
         for name in defaults.keys() - self.model_fields_set:
             setattr(self, name, defaults[name])
 
-    def sampling(self, max_logprobs: int, call_grammar: str | None = None) -> SamplingParams:
+    def sampling(self, call_grammar: str | None = None) -> SamplingParams:
         """Return the sampling parameters, with the grammar of a text that calls a forced tool.
 
         Raises InvalidRequest where a value cannot be honoured.
         """
         for asked in (self.num_logprobs, self.num_prompt_logprobs):
-            if asked is not None and asked > max_logprobs:
+            if asked is not None and asked > MAX_LOGPROBS:
                 raise InvalidRequest(
                     f"{asked} log-probabilities per token are asked for; this server returns at "
-                    f"most {max_logprobs}"
+                    f"most {MAX_LOGPROBS}"
                 )
         values = {name: getattr(self, name) for name in SAME_NAMES}
         return SamplingParams(

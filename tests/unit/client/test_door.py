@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import itertools
 import logging
 from types import SimpleNamespace
@@ -125,31 +124,20 @@ def test_a_redirect_is_not_followed_and_its_secrets_are_not_shown(status, monkey
     assert server.num_connections == 2
 
 
-def packed(content: bytes, encoding: bytes = b"gzip") -> bytes:
-    return OK + b"Content-Encoding: " + encoding + b"\r\n\r\n" + content
-
-
-def test_a_body_is_decompressed_within_its_limit(monkeypatch):
-    text = b"text " * 1000
-    answered(monkeypatch, packed(gzip.compress(text)[:40]), gzip.compress(text)[40:])
-    assert fetch_page("http://h/", LIMITS) == text
-    for content, words in (
-        (gzip.compress(bytes(1 << 28)), "more than 262144 bytes"),
-        (gzip.compress(text)[:-9], "cut off"),
-        (b"plain", "not gzip"),
-    ):
-        answered(monkeypatch, packed(content))
-        with pytest.raises(UnreadableInput, match=words):
-            fetch_page("http://h/", LIMITS)
-    answered(monkeypatch, packed(b"", b"br"))
-    with pytest.raises(UnreadableInput, match="encoding 'br'"):
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_a_body_of_an_encoding_that_was_not_asked_for_is_refused(monkeypatch, encoding):
+    answered(monkeypatch, OK + f"Content-Encoding: {encoding}\r\n\r\n".encode() + b"packed")
+    with pytest.raises(UnreadableInput, match=f"encoding '{encoding}'"):
         fetch_page("http://h/", LIMITS)
 
 
 def test_a_body_may_have_as_many_bytes_as_the_limit(monkeypatch):
     content = bytes(LIMITS.max_bytes)
-    answered(monkeypatch, packed(gzip.compress(content)))
+    answered(monkeypatch, OK + b"\r\n" + content)
     assert fetch_page("http://h/", LIMITS) == content
+    answered(monkeypatch, OK + b"\r\n" + content + b"x")
+    with pytest.raises(UnreadableInput, match="more than 262144 bytes"):
+        fetch_page("http://h/", LIMITS)
 
 
 def test_no_read_waits_longer_than_the_time_that_is_left(monkeypatch):
