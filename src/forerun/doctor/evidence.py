@@ -50,13 +50,6 @@ GROUPS: Mapping[str, tuple[FactKind, ...]] = {
     for group, entries in load_table("facts").items()
 }
 FACTS: Mapping[str, FactKind] = {kind.name: kind for group in GROUPS.values() for kind in group}
-FORMER_NAMES: Mapping[str, str] = {
-    former: name
-    for group in load_table("facts").values()
-    for name, entry in group.items()
-    for former in entry.get("former", ())
-}
-"""Names in facts files of earlier versions."""
 
 
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
@@ -144,7 +137,6 @@ class Evidence:
         """Add a fact; a value of None is ignored."""
         if value is None:
             return
-        name = FORMER_NAMES.get(name, name)
         value = _checked_value(name, value)
         self._keep(Fact(name=name, value=value, source=source, interval=interval))
 

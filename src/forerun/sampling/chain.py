@@ -3,7 +3,7 @@
 Each rule is a probability stage (acceptance and residual weights from probabilities and drawn
 tokens) and a draw stage (noise against those weights, strict u < a). `verify_chains` composes them
 for service; `forerun exact` feeds the same probability stage every possible draft in fp64 and sums
-over the noise symbolically.
+over all outcomes.
 
 Shapes: a batch of chains padded to `nodes` drafted tokens, with `rows` = nodes + 1 target rows.
 Row i is the distribution of the token drafted as node i, the last valid row that of the bonus

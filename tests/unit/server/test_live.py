@@ -156,7 +156,7 @@ def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
     engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
     view.diagnose()
     lines = view.metrics.text().decode().splitlines()
-    expected = diagnose(read_lines(((line, False) for line in lines), "metrics.txt"))
+    expected = diagnose(read_lines(lines, "metrics.txt"))
     found = shown(view).diagnosis
     page = PrometheusText()
     assert all([page.read(line) for line in lines])

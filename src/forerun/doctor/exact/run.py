@@ -320,7 +320,7 @@ def run_enumeration(
     Every verifier meets `num_pairs` random pairs, spread over vocabularies of 3 and 4 tokens and
     proposals of depth 1 to 3, and eight structured ones of each size; a fifth as many
     distributions are shaped by penalties and by a mask. Two consecutive steps, all drafts, all
-    acceptance outcomes, the noise symbolic under the engine's real keys.
+    acceptance outcomes, and a check that no noise key of the engine decides twice.
     """
     tell = progress or (lambda name: None)
     with _one_thread():

@@ -13,10 +13,11 @@ backtracks further than a line, and nothing of a line is kept but its numbers.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -403,57 +404,48 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
 @runtime_checkable
 class Readable(Protocol):
+    """A binary stream."""
+
     def read(self, size: int, /) -> bytes:
         """Read at most `size` bytes; none at the end."""
 
 
-class PartialSource:
-    """Binary stream that ends at a byte or time limit, such as the log of a running server."""
-
-    def __init__(self, file: Readable) -> None:
-        self.file = file
-        self.stopped: str | None = None
-        self._has_read = False
-
-    def read(self, size: int, /) -> bytes:
-        """Read at most `size` bytes; empty at the end of the stream or at a limit."""
-        if self.stopped is not None:
-            return b""
-        try:
-            data = self.file.read(size)
-        except UnreadableInput as error:
-            if not self._has_read:
-                raise
-            self.stopped = str(error)
-            return b""
-        self._has_read = True
-        return data
-
-
 def read_text(file: Readable, name: str) -> Evidence:
     """Return the evidence of a log, metrics, a benchmark's output, JSON or a facts file."""
-    source = PartialSource(file)
-    evidence = _read_source_text(source, name)
-    if not (evidence.readings[0].num_lines or evidence.readings[0].kinds):
-        raise InvalidRequest(f"{name} is empty; give a log, metrics, JSON or a trace with content")
-    if source.stopped is not None:
-        evidence.readings[0].notes.append(f"only the beginning was read: {source.stopped}")
-    return evidence
-
-
-def _read_source_text(file: Readable, name: str) -> Evidence:
-    head = b""
-    while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
-        head += chunk
-    if b"\x00" in head[:4096]:
+    data, note = _read_beginning(file)
+    if b"\x00" in data[:4096]:
         raise InvalidRequest(
             f"{name} is binary; give a log, metrics, JSON, facts file, or a trace of forerun"
         )
-    if len(head) <= MAX_DOCUMENT:
-        found = _as_document(head, name)
-        if found is not None:
-            return found
-    return read_lines(lines_of(head, file), name)
+    evidence = _as_document(data, name) if len(data) <= MAX_DOCUMENT else None
+    if evidence is None:
+        evidence = read_lines(map(clean, io.BytesIO(data)), name)
+    reading = evidence.readings[0]
+    if not (reading.num_lines or reading.kinds):
+        raise InvalidRequest(f"{name} is empty; give a log, metrics, JSON or a trace with content")
+    reading.notes += [note] if note else []
+    return evidence
+
+
+def _read_beginning(file: Readable) -> tuple[bytes, str]:
+    """Return what can be read within the limits, and a note where that is not everything.
+
+    The log of a running server ends at a limit of time.
+    """
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while num_bytes < MAX_BYTES:
+        try:
+            chunk = file.read(1 << 20)
+        except UnreadableInput as error:
+            if not chunks:
+                raise
+            return b"".join(chunks), f"only the beginning was read: {error}"
+        if not chunk:
+            return b"".join(chunks), ""
+        chunks.append(chunk)
+        num_bytes += len(chunk)
+    return b"".join(chunks), f"longer than {MAX_BYTES} bytes; only the beginning was read"
 
 
 def _as_document(data: bytes, name: str) -> Evidence | None:
@@ -479,27 +471,12 @@ def _as_document(data: bytes, name: str) -> Evidence | None:
     return evidence
 
 
-def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
-    """Return the lines, shortened to a maximum length, and whether the input ended."""
-    rest, num_bytes = head, len(head)
-    while True:
-        *whole, rest = rest.split(b"\n")
-        for line in whole:
-            yield clean(line), False
-        rest = rest[: MAX_LINE + 1]
-        chunk = file.read(1 << 20) if num_bytes < MAX_BYTES else b""
-        if not chunk:
-            break
-        num_bytes += len(chunk)
-        rest += chunk
-    yield clean(rest), num_bytes >= MAX_BYTES
-
-
 def clean(line: bytes) -> str:
-    return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r")
+    """Return a line as text, shortened to a maximum length, without colours and line end."""
+    return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r\n")
 
 
-def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
+def read_lines(lines: Iterable[str], name: str) -> Evidence:
     """Pass every line to the first reader that recognises its format."""
     metrics, documents = PrometheusText(), Documents()
     readers: tuple[LineReader, ...] = (
@@ -509,9 +486,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
     evidence = Evidence(readings=[Reading(source=name)])
     reading = evidence.readings[0]
     deadline = time.monotonic() + MAX_SECONDS
-    for line, was_cut in lines:
-        if was_cut:
-            reading.notes.append(f"longer than {MAX_BYTES} bytes; only the beginning was read")
+    for line in lines:
         if not line.strip():
             continue
         reading.num_lines += 1
