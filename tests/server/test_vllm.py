@@ -268,8 +268,6 @@ def test_the_configuration_may_be_what_a_plan_recommends(tmp_path, capsys):
     assert planned(draft="suffix", num_speculative_tokens=8)["method"] == "suffix"
     shipped = planned(draft="zoo:code-2m", num_speculative_tokens=3)
     assert Path(str(shipped["model"])).is_dir()
-    with pytest.raises(InvalidRequest, match="vLLM drafts chains"):
-        planned(draft="d", num_speculative_tokens=3, tree={"num_nodes": 3})
     with pytest.raises(InvalidRequest, match="vLLM has no drafter"):
         planned(draft="self:2", num_speculative_tokens=3)
     with pytest.raises(InvalidRequest, match="is no plan"):

@@ -13,6 +13,7 @@ from forerun.cli.main import main
 from forerun.cli.recommend import RecommendOptions, show
 from forerun.control.base import Capacity, RequestState
 from forerun.measure.bench.compare import BenchArm, run_blocks
+from forerun.measure.bench.config import RecommendConfig
 from forerun.measure.bench.report import ArmSummary
 from forerun.measure.prompt_files import PromptEntry
 from forerun.measure.recommend import (
@@ -21,7 +22,6 @@ from forerun.measure.recommend import (
     DepthFigures,
     DraftTrial,
     Recommendation,
-    RecommendConfig,
     _DepthsInTurn,
     _figures,
     _gain_of_training,

@@ -35,10 +35,9 @@ from forerun.measure.bench.compare import (
     run_blocks,
     warm_up,
 )
-from forerun.measure.bench.config import LEAST_BLOCKS
+from forerun.measure.bench.config import LEAST_BLOCKS, RecommendConfig
 from forerun.measure.bench.report import MIN_BLOCKS, ArmSummary, rows_of
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
-from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
@@ -64,30 +63,6 @@ TRAINED_ALPHAS = (0.6, 0.7, 0.8)
 NUM_HELD = 4
 """Steps with the same K in succession: a step after one with another K takes longer."""
 WARM_UP_TOKENS = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecommendConfig:
-    """Settings of a recommendation.
-
-    Attributes:
-        drafts: by their names; empty takes those at hand, see `drafts_at_hand`.
-        max_tokens: of every text.
-        budget_s: seconds of plain decoding after which no further prompt is taken; a draft is then
-            tried on the same prompts, which takes about as long.
-    """
-
-    target: str
-    drafts: tuple[str, ...] = ()
-    temperature: float = 0.0
-    max_tokens: int = 128
-    budget_s: float = 10.0
-    dtype: str = "auto"
-    device: str = "auto"
-    runner: Runner = "auto"
-    weights: WeightFormat = "auto"
-    draft_weights: WeightFormat = "auto"
-    num_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,10 +122,6 @@ def planned(
         )
     if name is None or k == 0:
         return {}
-    if best.get("tree") is not None:
-        raise InvalidRequest(
-            f"{path} recommends a tree, and vLLM drafts chains: plan without --sibling-acceptance"
-        )
     if draft is None and name == UNNAMED_DRAFT:
         raise InvalidRequest(f"{path} does not name the draft that it is about: give --draft")
     return speculative_config(draft or name, k) | dict(changes)
