@@ -114,20 +114,15 @@ def _advice(found: Recommendation, options: RecommendOptions) -> str:
             "prove it on more prompts with\n"
             f"  {shell_command('forerun bench --model {target} --arms ' + arms, **words)}"
         )
-    lines = ["recommended: plain decoding; no draft that was tried is faster."]
-    if found.trained and max(found.trained.values()) > 1.0:
-        gains = ", ".join(f"{gain:.2f} at {alpha:.0%}" for alpha, gain in found.trained.items())
-        command = shell_command(
-            "forerun align --target {target} --prompts {prompts} --out draft",
-            target=found.target,
-            prompts="PROMPTS.jsonl" if options.prompts is None else options.prompts,
-        )
-        lines += [
-            "A draft with 6% of the target's weights, distilled on your prompts, is expected to be "
-            f"so many times as fast, by the share of its tokens that is accepted: {gains}.",
-            f"  {command}",
-        ]
-    return "\n".join(lines)
+    command = shell_command(
+        "forerun align --target {target} --prompts {prompts} --out draft",
+        target=found.target,
+        prompts="PROMPTS.jsonl" if options.prompts is None else options.prompts,
+    )
+    return (
+        "recommended: plain decoding; no draft that was tried is faster.\n"
+        f"A draft can be distilled on your prompts:\n  {command}"
+    )
 
 
 COMMAND = Command(
