@@ -124,7 +124,7 @@ def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
         assert main(["plan", "--profile", str(out), "--json", *chosen, "--acceptance", *given]) == 0
         assert list(json.loads(capsys.readouterr().out)["curves"]) == names
     workload.write_text(WORKLOAD)
-    simulated = ["plan", "--workload", str(workload), "--profile", str(out), "--no-oracle"]
+    simulated = ["plan", "--workload", str(workload), "--profile", str(out)]
     assert main([*simulated, "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["drafts"]) == names
     assert main([*simulated, "--json", "--draft", "suffix"]) == 0

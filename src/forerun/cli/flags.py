@@ -201,6 +201,8 @@ class PairFlags(TargetFlags):
     """NODES or NODES,DEPTH,WIDTH: every draft is a tree with at most so many nodes, levels and
     children per node, in place of a chain of K tokens. With several drafts it has the best nodes of
     all of them. Default: the controller chooses."""
+    max_tree_nodes: int = EngineConfig().max_tree_nodes
+    """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller
     """Chooses how many tokens are drafted. auto: as many, up to K, as give most expected tokens per
     second; it learns costs and acceptance, and stops drafting where it does not pay. fixed: always

@@ -266,6 +266,7 @@ def load_engine(
     config = EngineConfig(
         num_speculative_tokens=pair.k,
         tree=tree,
+        max_tree_nodes=pair.max_tree_nodes,
         controller=pair.controller,
         max_batch=max_batch,
         max_waiting=max_waiting,
