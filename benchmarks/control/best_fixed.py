@@ -33,8 +33,9 @@ from idle_drafter import one_layer
 from rich.progress import Progress
 
 from forerun import Engine, EngineConfig, SamplingParams
+from forerun.measure.bench.config import RecommendConfig
 from forerun.measure.prompt_files import PromptEntry
-from forerun.measure.recommend import RecommendConfig, recommend
+from forerun.measure.recommend import recommend
 from forerun.models.catalog import held_out_prompts, prompts_of
 from forerun.provenance import collect
 from forerun.theory.intervals import bootstrap_ratio

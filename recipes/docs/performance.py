@@ -1,6 +1,6 @@
-"""Write the figures of docs/performance.md, and its picture, from the profiles under benchmarks/.
+"""Write the figures of docs/performance.md from the profiles under benchmarks/.
 
-`python recipes/docs/performance.py` rewrites both, `--check` only says whether the figures are
+`python recipes/docs/performance.py` rewrites them, `--check` only says whether the figures are
 those of the profiles. `make profile` measures the shipped pair first.
 """
 
@@ -10,14 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forerun.measure.profile import Profile, Quantity, load_profile, plot
+from forerun.measure.profile import Profile, Quantity, load_profile
 from forerun.theory.cost import CostLine
 from forerun.theory.intervals import Interval
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "benchmarks" / "profiles"
 PAGE = ROOT / "docs" / "performance.md"
-PICTURE = ROOT / "docs" / "images" / "verification-cost.svg"
 BEGIN, END = "<!-- figures: make profile -->\n", "<!-- end of figures -->\n"
 SHOWN_ROWS = (2, 3, 5, 8, 9, 16, 32, 64)
 SHOWN_K = (1, 2, 4, 8)
@@ -123,13 +122,11 @@ def main() -> int:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     current, _, after = rest.partition(END)
     if "--check" in sys.argv[1:]:
-        if current == text and (PICTURE.exists() or not found):
+        if current == text:
             return 0
         print(f"{PAGE.relative_to(ROOT)} does not show the profiles as they are: run `{__file__}`")
         return 1
     PAGE.write_text(before + BEGIN + text + END + after, encoding="utf-8")
-    if found:
-        plot(found, [PICTURE])
     return 0
 
 

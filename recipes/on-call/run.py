@@ -107,7 +107,7 @@ class Watch:
         """Every arm on the same requests, one after the other on each."""
         self.forerun(
             *("bench", "--target", self.recipe.target, "--arms", *arms, *self.requests),
-            *("--no-prediction", "--json", str(self.out / "measured.json")),
+            *("--out", str(self.out / "measured.json")),
         )
 
     @property

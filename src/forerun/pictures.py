@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forerun.atomic_write import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from forerun.theory.intervals import Interval
 
 BASELINE = "#6e7781"
 """Colour of what everything else is compared with."""
@@ -48,15 +45,3 @@ def picture(paths: Sequence[Path], *, width: float, height: float) -> Iterator[F
             metadata = {"Date": None} if path.suffix == ".svg" else None
             with atomic_write(path) as scratch:
                 figure.savefig(scratch, format=path.suffix[1:], dpi=160, metadata=metadata)
-
-
-def draw_intervals(
-    axes: Axes, places: Sequence[float], intervals: Sequence[Interval], **look: Any
-) -> None:
-    """Draw estimates with their intervals as error bars, at places on the horizontal axis."""
-    estimates = [interval.estimate for interval in intervals]
-    reach = [
-        [interval.estimate - interval.low for interval in intervals],
-        [interval.high - interval.estimate for interval in intervals],
-    ]
-    axes.errorbar(places, estimates, yerr=reach, linewidth=1, **look)

@@ -148,7 +148,7 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
         "plan with a trace": (TRACE, command("plan", "--profile", profile, "--trace", "{}")),
         "a workload": (
             WORKLOAD.encode(),
-            command("plan", "--workload", "{}", "--profile", profile, "--no-oracle"),
+            command("plan", "--workload", "{}", "--profile", profile),
         ),
         "watch": (
             PAGE,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forerun.control.base import Controller, Plan
 from forerun.plan.simulation import Times, serve
 from forerun.plan.workload import (
-    Clustered,
+    Constant,
     Phase,
     Poisson,
     SimulatedServerConfig,
@@ -76,7 +76,7 @@ def test_everybody_gets_every_token(
         arrivals=Poisson(rate_per_s=0.2),
         prompt_tokens=prompts,
         output_tokens=outputs,
-        phases=(Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.2)),),
+        phases=(Phase(share=1.0, acceptance=Constant(alpha=0.6)),),
         server=SimulatedServerConfig(
             max_batch=max_batch, max_k=5, prefill_chunk=chunk, max_prefill_rows=prefill,
             max_step_rows=max_batch * 6,

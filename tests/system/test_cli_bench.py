@@ -63,20 +63,6 @@ def test_json_on_standard_output_is_nothing_but_json(bench, capsys):
     assert [row["name"] for row in content["cells"][0]["rows"]] == ["plain", "d K=1", "d K=3"]
 
 
-def test_a_profile_predicts_only_for_its_own_pair(bench, tiny_pair, tmp_path, capsys):
-    profile = tmp_path / "profile.json"
-    pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
-    quick = ("--rows", "1,4,5", "--batches", "1", "--contexts", "16", "--budget-s", "0.01")
-    assert main(["profile", *pair, *quick, "--threads", "1", "--out", str(profile)]) == 0
-    chosen = ("--temperatures", "0", "--profile", str(profile))
-    capsys.readouterr()
-    assert bench(*chosen, "--json", ks="3") == 0
-    row = json.loads(capsys.readouterr().out)["cells"][0]["rows"][1]
-    assert "predicted" in row  # null where costs this small are too rough to predict from
-    assert bench(*chosen, ks="2", draft=tiny_pair.small) == 2
-    assert "was made with draft_hash" in " ".join(capsys.readouterr().err.split())
-
-
 def test_ctrl_c_shows_and_writes_what_was_measured(bench, tmp_path, capsys, monkeypatch):
     progress = BenchComparison.progress.fget
 

@@ -25,13 +25,11 @@ def models(tiny_pair):
     return ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)]
 
 
-def test_json_file_and_picture(models, tmp_path, capsys):
-    out, picture = tmp_path / "profile.json", tmp_path / "v.svg"
-    files = ["--out", str(out), "--plot", str(picture)]
-    assert main(["profile", *models, *FEW, "--json", *files]) == 0
+def test_json_and_file(models, tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    assert main(["profile", *models, *FEW, "--json", "--out", str(out)]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content == json.loads(out.read_text())
-    assert "<svg" in picture.read_text()
     found = load_profile(out)
     assert found.greedy.batches == (1, 2)
     assert all(line.rows == (1, 2, 5) for line in found.greedy.lines)
@@ -126,7 +124,7 @@ def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
         assert main(["plan", "--profile", str(out), "--json", *chosen, "--acceptance", *given]) == 0
         assert list(json.loads(capsys.readouterr().out)["curves"]) == names
     workload.write_text(WORKLOAD)
-    simulated = ["plan", "--workload", str(workload), "--profile", str(out), "--no-oracle"]
+    simulated = ["plan", "--workload", str(workload), "--profile", str(out)]
     assert main([*simulated, "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["drafts"]) == names
     assert main([*simulated, "--json", "--draft", "suffix"]) == 0
@@ -135,11 +133,10 @@ def test_several_drafts_are_in_one_file(tiny_pair, tmp_path, capsys):
     assert "--draft recycling has no profile" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--out", "--plot"])
-def test_what_cannot_be_written_is_refused_before_anything_is_loaded(flag, tmp_path, capsys):
-    path = str(tmp_path / "missing" / "p.svg")
-    assert main(["profile", "--target", "no/model", "--draft", "no/draft", flag, path]) == 2
-    assert f"{flag} {path} cannot be written" in capsys.readouterr().err
+def test_what_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    path = str(tmp_path / "missing" / "p.json")
+    assert main(["profile", "--target", "no/model", "--draft", "no/draft", "--out", path]) == 2
+    assert f"--out {path} cannot be written" in capsys.readouterr().err
 
 
 def test_a_file_that_is_there_survives_a_failed_run(tmp_path, capsys):
@@ -162,7 +159,6 @@ def test_a_file_that_is_there_survives_a_failed_run(tmp_path, capsys):
         (["--threads", "0"], "--threads is 0"),
         (["--draft", "none"], "leave the other drafts out"),
         (["--draft", "suffix", "--draft", "suffix"], "--draft suffix is given twice"),
-        (["--plot", "v.txt"], "must end in"),
     ],
 )
 def test_requests_that_cannot_be_honoured(models, arguments, message, capsys):

@@ -13,6 +13,7 @@ from forerun.cli.main import main
 from forerun.cli.recommend import RecommendOptions, show
 from forerun.control.base import Capacity, RequestState
 from forerun.measure.bench.compare import BenchArm, run_blocks
+from forerun.measure.bench.config import RecommendConfig
 from forerun.measure.bench.report import ArmSummary
 from forerun.measure.prompt_files import PromptEntry
 from forerun.measure.recommend import (
@@ -21,10 +22,8 @@ from forerun.measure.recommend import (
     DepthFigures,
     DraftTrial,
     Recommendation,
-    RecommendConfig,
     _DepthsInTurn,
     _figures,
-    _gain_of_training,
     _usable,
     drafts_at_hand,
     recommend,
@@ -100,16 +99,6 @@ def test_a_drafter_without_a_match_counts_as_a_rejection_and_a_cheap_step():
     assert found.speedup == pytest.approx(1.8 / 1.28)
 
 
-def test_the_gain_of_a_draft_to_be_trained_uses_the_measured_passes():
-    steps = [step(0) for _ in range(10)] + [step(k, seconds=0.011) for k in (2, 4)] * 10
-    gains = _gain_of_training(steps)
-    four = sum(0.8**i for i in range(5)) / (1.1 + 4 * 0.06)
-    two = sum(0.8**i for i in range(3)) / (1.1 + 2 * 0.06)
-    assert gains[0.8] == pytest.approx(max(two, four))
-    assert list(gains.values()) == sorted(gains.values())
-    assert _gain_of_training(steps[:12]) == {}  # too few passes with drafts
-
-
 def measured(k, estimate, low, disturbance=None):
     interval = Interval(estimate=estimate, low=low, high=2 * estimate - low)
     engine = SimpleNamespace(generate=lambda prompts, params: [])
@@ -156,7 +145,6 @@ def test_only_a_draft_that_is_surely_faster_is_recommended(found, said, capsys):
         num_prompts=8,
         plain_step_s=0.01,
         trials=trials,
-        trained={0.6: 1.2},
     )
     show(result, RecommendOptions(target="t"))
     printed = capsys.readouterr().out

@@ -24,8 +24,6 @@ from forerun.sampling.config import SamplingParams, Verification
 if TYPE_CHECKING:
     from forerun.trace.files import TraceWriter
 
-PICTURES = (".pdf", ".png", ".svg")
-"""Formats of a plot."""
 MOST_THREADS = 256
 """Machines with more cores than this may use four threads per core."""
 
@@ -56,12 +54,6 @@ def shortened(path: Path) -> str:
     """Shorten a very long path for a message by leaving out its middle."""
     text = str(path)
     return text if len(text) <= 200 else f"{text[:100]}…{text[-60:]}"
-
-
-def check_plot(path: Path | None) -> None:
-    if path is not None and path.suffix not in PICTURES:
-        raise InvalidRequest(f"--plot {shortened(path)} must end in {', '.join(PICTURES)}")
-    check_writable("--plot", path)
 
 
 def check_threads(num_threads: int | None) -> None:

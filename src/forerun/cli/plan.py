@@ -59,9 +59,6 @@ class PlanOptions:
     """Largest K that is considered."""
     slo_tpot: float | None = None
     """Most seconds per output token; the plan is the highest throughput that keeps it."""
-    sibling_acceptance: float | None = None
-    """Plan draft trees too, and recommend one only where it is faster than every chain: the
-    probability that a further child is accepted where those before it are not."""
     simulation: SimulationFlags = field(default_factory=SimulationFlags)
     json: bool = False
     """Print one JSON object."""
@@ -109,7 +106,6 @@ def config_of(
         temperature=temperature,
         max_k=options.max_k,
         slo_tpot_s=options.slo_tpot,
-        sibling_acceptance=options.sibling_acceptance,
     )
 
 
@@ -318,12 +314,11 @@ COMMAND = Command(
         **dict.fromkeys(["--draft", "--profile", "--batch", "--controller", "--controllers"], ","),
     },
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
-    "stops paying. Drafts are chains, and trees too with --sibling-acceptance. With --workload,\n"
+    "stops paying. Drafts are chains. With --workload,\n"
     "serve a workload in simulated time under several controllers, the engine's own, and compare\n"
     "latency and throughput.",
     examples=(
         "forerun plan --profile profile.json --acceptance 0.8",
-        "forerun plan --profile profile.json --acceptance 0.5 --sibling-acceptance 0.4",
         "forerun plan --profile profile.json --trace trace.jsonl --temperature 1 --batch 1 8",
         "forerun plan --profile a.json --profile b.json --draft a --draft b --draft suffix "
         "--trace bench.jsonl",
@@ -360,7 +355,7 @@ def sentence(advice: Advice, config: PlanConfig) -> str:
     if best.is_plain:
         return f"decode plainly {where}: {speed}; {elsewhere(advice)}"
     return (
-        f"draft with {best.draft}, {best.shape}, {where}: {speed}, "
+        f"draft with {best.draft}, K={best.num_speculative_tokens}, {where}: {speed}, "
         f"{with_ends(best)} times plain decoding"
     )
 
@@ -372,7 +367,7 @@ def elsewhere(advice: Advice) -> str:
         return "no draft pays"
     best = max(paying, key=lambda option: option.speedup.estimate)
     return (
-        f"no draft pays there, but {best.draft} at {best.shape} does at batch "
+        f"no draft pays there, but {best.draft} at K={best.num_speculative_tokens} does at batch "
         f"{best.batch}: {with_ends(best)} times plain decoding"
     )
 
@@ -409,7 +404,7 @@ def break_even(advice: Advice) -> Table:
 
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:
     """Return the cells of an option except its batch size, in the order of `headings`."""
-    k = "plain" if option.is_plain else option.shape.removeprefix("K=")
+    k = "plain" if option.is_plain else str(option.num_speculative_tokens)
     speedup = "1" if option.is_plain else with_ends(option)
     latency = f"{1e3 * option.tpot_s:.3g}"
     if len(advice.curves) > 1:

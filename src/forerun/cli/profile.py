@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import TargetFlags, check_plot, check_threads, check_writable, use_threads
+from forerun.cli.flags import TargetFlags, check_threads, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import NONE
 from forerun.engine.config import EngineConfig
@@ -42,8 +42,6 @@ class ProfileOptions:
     alone. Default: auto."""
     out: Path | None = None
     """Write the profile, or that of every draft, samples included, to this JSON file."""
-    plot: Path | None = None
-    """Draw v(n) into this .png, .svg or .pdf file."""
     json: bool = False
     """Print the profile as one JSON object instead of tables."""
     budget_s: float | None = None
@@ -75,7 +73,6 @@ def run(options: ProfileOptions) -> int:
     """Measure the target with every draft in turn, show the profiles and write them."""
     config = options.config
     check_writable("--out", options.out)
-    check_plot(options.plot)
     check_threads(options.models.threads)
     drafts = options.models.resolve_drafts(options.draft) or (None,)
     profiles = []
@@ -131,7 +128,7 @@ def progress(config: ProfileConfig) -> Iterator[Callable[[int, float], None]]:
 
 
 def show(profiles: Sequence[Profile], options: ProfileOptions) -> None:
-    from forerun.measure.profile import convert_profiles, plot, write_profiles
+    from forerun.measure.profile import convert_profiles, write_profiles
 
     if options.json:
         print(json.dumps(convert_profiles(profiles)))
@@ -140,8 +137,6 @@ def show(profiles: Sequence[Profile], options: ProfileOptions) -> None:
             _print_profile(profile)
     if options.out is not None:
         write_profiles(profiles, options.out)
-    if options.plot is not None:
-        plot(profiles[:1], [options.plot])  # v(n) is of the target alone
 
 
 LIST_FLAGS = ("--draft", "--rows", "--batch", "--batches", "--context", "--contexts")
@@ -275,7 +270,7 @@ COMMAND = Command(
     examples=(
         "forerun profile --model zoo:code-40m --draft zoo:code-2m-for-40m --out profile.json",
         "forerun profile --model zoo:code-40m --draft self:int4 suffix --batch 1 --out drafts.json",
-        "forerun profile --batch 1,8 --threads 2 --out profile.json --plot profile.svg",
+        "forerun profile --batch 1,8 --threads 2 --out profile.json",
         "forerun profile --json | jq '.greedy.lines[0]'",
     ),
 )

@@ -14,7 +14,7 @@ from forerun.cli.command import Command
 from forerun.cli.flags import check_threads
 from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
 from forerun.errors import Range
-from forerun.models.architecture import Runner, WeightFormat
+from forerun.measure.bench.config import RecommendConfig
 from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
@@ -25,66 +25,33 @@ NUM_PROMPTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecommendOptions:
+class RecommendOptions(RecommendConfig):
     """Options of `forerun recommend`."""
 
+    # Help comes from RecommendConfig.
     target: Annotated[Positional[str], arg(metavar="TARGET")]
-    """Folder, hub name or shipped model such as zoo:code-40m."""
     drafts: Annotated[
         UseAppendAction[tuple[str, ...]], arg(name="drafts", aliases=("--draft",))
     ] = ()
-    """What to try, as for `forerun generate --draft`. Default: shipped drafts of a shipped target,
-    or up to 3 models of the local Hugging Face cache whose tokenizer fits; suffix, recycling and
-    self:int4."""
+    num_threads: Annotated[int | None, arg(name="threads")] = None
     prompts: Path | None = None
     """As for `forerun bench`. Default: shipped chats for a chat model, else Python code."""
     raw: bool = False
     """Continue texts as they are, even if the model has a chat template."""
-    temperature: float = 0.0
-    """Sampling temperature of the texts; 0 is greedy."""
-    max_tokens: int = 128
-    """Longest text."""
-    budget_s: float = 10.0
-    """About twice so many seconds of decoding per draft, loading not counted."""
-    dtype: str = "auto"
-    """auto (as stored), bfloat16, float16 or float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
-    runner: Runner = "auto"
-    """Runs the passes; see `forerun generate --help`."""
-    weights: WeightFormat = "auto"
-    """Bits of the target's weights; see `forerun generate --help`."""
-    draft_weights: WeightFormat = "auto"
-    """Bits of draft models' weights."""
-    threads: int | None = None
-    """Threads of the passes."""
     json: bool = False
     """Print one JSON object."""
 
 
 def run(options: RecommendOptions) -> int:
     """Try the drafts; returns 0 also where plain decoding is recommended."""
-    check_threads(options.threads)
+    check_threads(options.num_threads)
     Range("--budget-s", 0, above_low=True).check(options.budget_s)
     from forerun.measure.prompt_files import read_prompts
-    from forerun.measure.recommend import RecommendConfig, recommend
+    from forerun.measure.recommend import recommend
 
-    config = RecommendConfig(
-        target=options.target,
-        drafts=options.drafts,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        budget_s=options.budget_s,
-        dtype=options.dtype,
-        device=options.device,
-        runner=options.runner,
-        weights=options.weights,
-        draft_weights=options.draft_weights,
-        num_threads=options.threads,
-    )
     prompts = None if options.prompts is None else read_prompts(options.prompts)[:NUM_PROMPTS]
     with progress_bar("starting", 1.0) as report:
-        found = recommend(config, prompts, raw=options.raw, notify=report)
+        found = recommend(options, prompts, raw=options.raw, notify=report)
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
@@ -147,20 +114,15 @@ def _advice(found: Recommendation, options: RecommendOptions) -> str:
             "prove it on more prompts with\n"
             f"  {shell_command('forerun bench --model {target} --arms ' + arms, **words)}"
         )
-    lines = ["recommended: plain decoding; no draft that was tried is faster."]
-    if found.trained and max(found.trained.values()) > 1.0:
-        gains = ", ".join(f"{gain:.2f} at {alpha:.0%}" for alpha, gain in found.trained.items())
-        command = shell_command(
-            "forerun align --target {target} --prompts {prompts} --out draft",
-            target=found.target,
-            prompts="PROMPTS.jsonl" if options.prompts is None else options.prompts,
-        )
-        lines += [
-            "A draft with 6% of the target's weights, distilled on your prompts, is expected to be "
-            f"so many times as fast, by the share of its tokens that is accepted: {gains}.",
-            f"  {command}",
-        ]
-    return "\n".join(lines)
+    command = shell_command(
+        "forerun align --target {target} --prompts {prompts} --out draft",
+        target=found.target,
+        prompts="PROMPTS.jsonl" if options.prompts is None else options.prompts,
+    )
+    return (
+        "recommended: plain decoding; no draft that was tried is faster.\n"
+        f"A draft can be distilled on your prompts:\n  {command}"
+    )
 
 
 COMMAND = Command(

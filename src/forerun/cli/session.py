@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from statistics import fmean, stdev
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -465,17 +464,6 @@ def legend() -> Text:
     return Text("\n").join(lines)
 
 
-@runtime_checkable
-class Writer(Protocol):
-    """Shows chunks as they arrive, and the remaining text at the end."""
-
-    def write(self, chunk: StreamChunk) -> None:
-        """Show the text that a step added."""
-
-    def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """Show the remaining text after all samples have ended."""
-
-
 class PlainWriter:
     """Prints text as it arrives; several samples are printed at the end, one after another."""
 
@@ -484,6 +472,7 @@ class PlainWriter:
         self.tokenizer = tokenizer
 
     def write(self, chunk: StreamChunk) -> None:
+        """Show the text that a step added."""
         if self.is_streaming:
             self.show(chunk.text, chunk.token_ids, chunk.sources)
 
@@ -549,7 +538,9 @@ class JsonWriter:
         print(json.dumps(content, ensure_ascii=False))
 
 
-def choose_writer(tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags) -> Writer:
+def choose_writer(
+    tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags
+) -> PlainWriter | JsonWriter:
     if flags.json:
         return JsonWriter()
     kind = ColourWriter if flags.color else PlainWriter

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
@@ -35,16 +35,14 @@ from forerun.measure.bench.compare import (
     run_blocks,
     warm_up,
 )
-from forerun.measure.bench.config import LEAST_BLOCKS
+from forerun.measure.bench.config import LEAST_BLOCKS, RecommendConfig
 from forerun.measure.bench.report import MIN_BLOCKS, ArmSummary, rows_of
 from forerun.measure.prompt_files import PromptEntry, prompt_ids, shipped_prompts
-from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO, ZOO_DRAFTS
 from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts, first_repeat
 from forerun.theory.record import StepRecord
-from forerun.theory.speedup import constant_acceptance_length
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -57,37 +55,9 @@ LEAST_PROMPTS = 2 * MIN_BLOCKS
 """Prompts that are tried even beyond the time; half of them choose, half are measured."""
 LEAST_STEPS = 8
 """A K that was tried in fewer steps is left out of the choice."""
-TRAINED_SHARE = 0.06
-"""Share of the target's weights that a pass of a distilled draft reads."""
-TRAINED_ALPHAS = (0.6, 0.7, 0.8)
-"""Shares of accepted tokens for which the gain of an untrained draft is computed."""
 NUM_HELD = 4
 """Steps with the same K in succession: a step after one with another K takes longer."""
 WARM_UP_TOKENS = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecommendConfig:
-    """Settings of a recommendation.
-
-    Attributes:
-        drafts: by their names; empty takes those at hand, see `drafts_at_hand`.
-        max_tokens: of every text.
-        budget_s: seconds of plain decoding after which no further prompt is taken; a draft is then
-            tried on the same prompts, which takes about as long.
-    """
-
-    target: str
-    drafts: tuple[str, ...] = ()
-    temperature: float = 0.0
-    max_tokens: int = 128
-    budget_s: float = 10.0
-    dtype: str = "auto"
-    device: str = "auto"
-    runner: Runner = "auto"
-    weights: WeightFormat = "auto"
-    draft_weights: WeightFormat = "auto"
-    num_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +131,6 @@ class Recommendation:
 
     Attributes:
         plain_step_s: median seconds of a plain step.
-        trained: predicted speedup of a draft that reads TRAINED_SHARE of the target's weights, by
-            the share of its tokens that is accepted; empty if nothing was measured.
     """
 
     target: str
@@ -170,7 +138,6 @@ class Recommendation:
     num_prompts: int
     plain_step_s: float
     trials: tuple[DraftTrial, ...]
-    trained: Mapping[float, float]
 
     @property
     def chosen(self) -> DraftTrial | None:
@@ -186,7 +153,6 @@ class Recommendation:
             "plain_step_s": self.plain_step_s,
             "recommended": None if chosen is None else chosen.draft,
             "trials": [trial.to_dict() for trial in self.trials],
-            "trained": {str(alpha): gain for alpha, gain in self.trained.items()},
         }
 
 
@@ -300,7 +266,6 @@ def recommend(
         num_prompts=len(tasks),
         plain_step_s=median(plain) if plain else math.nan,
         trials=tuple(trials),
-        trained=_gain_of_training(steps),
     )
 
 
@@ -462,29 +427,3 @@ def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, f
 
 def _seconds(record: StepRecord) -> float:
     return record.draft_s + record.verify_s + record.other_s
-
-
-def _gain_of_training(steps: Sequence[StepRecord]) -> dict[float, float]:
-    """Return the speedup of a draft that is still to be trained, by the acceptance it may reach.
-
-    Passes of the target cost what they cost in the trials; one of the draft is taken to cost its
-    share of the target's weights.
-    """
-    passes: dict[int, list[float]] = defaultdict(list)
-    for record in steps:
-        passes[record.num_drafted].append(record.verify_s)
-    measured = {k: median(s) for k, s in passes.items() if k in DEPTHS and len(s) >= LEAST_STEPS}
-    plain = measured.get(0)
-    if not plain or len(measured) < 3:
-        return {}
-    plain_step_s = median(_seconds(r) for r in steps if not r.k_budget)
-    host_s = plain_step_s - plain
-    return {
-        alpha: max(
-            constant_acceptance_length(alpha, k)
-            * plain_step_s
-            / (pass_s + host_s + k * TRAINED_SHARE * plain)
-            for k, pass_s in measured.items()
-        )
-        for alpha in TRAINED_ALPHAS
-    }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int64
@@ -144,25 +144,6 @@ T = TypeVar("T")
 
 Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
 """Seconds per cell and round; a visit may yield several, and not every round visits every cell."""
-
-
-@runtime_checkable
-class Rig(Protocol):
-    """Interface of what measures cells, each a quantity at one size, with the same models."""
-
-    @property
-    def cells(self) -> Sequence[ProfileCell]:
-        """Return the cells that the rig can measure."""
-
-    @property
-    def rounds_per_visit(self) -> int:
-        """Return n: cells are visited in every n-th round, with n above 1 where a visit is slow."""
-
-    def ready(self) -> AbstractContextManager[None]:
-        """Prepare models and sequences for the measurements in the block."""
-
-    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Measure a cell once in a `ready` block; returns seconds by cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -642,7 +623,7 @@ class EngineRig:
     """Measures steps of short generations by the engine."""
 
     rounds_per_visit = 5
-    """A visit is slow and yields many samples."""
+    """Cells are visited in every fifth round, for a visit is slow and yields many samples."""
 
     def __init__(
         self, pair: LoadedPair, cells: Sequence[ProfileCell], stopwatch: Stopwatch
@@ -735,6 +716,8 @@ class EngineRig:
             engine.step()
 
 
+Rig = PassRig | EngineRig
+"""What measures cells, each a quantity at one size, with the same models."""
 Estimates = Mapping[ProfileCell, Interval]
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from forerun.control.base import USUAL_WIDTH, Tree, usual_depth
 from forerun.errors import InvalidProfile, InvalidRequest, Range, check_ranges
 from forerun.plan.acceptance import Acceptance
 from forerun.plan.costs import with_batches
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval, divide
 from forerun.theory.speedup import break_even_alpha, break_even_rate
-from forerun.theory.tree import tree_survival
 
 RANGES = (
     Range("context", 0, integer=True),
     Range("temperature", 0),
     Range("max_k", 1, high=1024, integer=True),
     Range("slo_tpot_s", 0, above_low=True, optional=True),
-    Range("sibling_acceptance", 0, high=1, optional=True),
 )
 
 
@@ -34,8 +31,6 @@ class PlanConfig:
         context: committed tokens of every sequence, about halfway through its output.
         temperature: 0 for greedy drafts, above for sampled ones.
         slo_tpot_s: most seconds per output token (None: no limit).
-        sibling_acceptance: P(a further child of a node of a draft tree is accepted | those before
-            it are not); None plans chains only.
     """
 
     batches: tuple[int, ...]
@@ -43,7 +38,6 @@ class PlanConfig:
     temperature: float = 0.0
     max_k: int = 16
     slo_tpot_s: float | None = None
-    sibling_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)
@@ -68,8 +62,7 @@ class Option:
     """A drafter at one K and batch size, with its predicted speed.
 
     Attributes:
-        num_speculative_tokens: K; the nodes of a tree.
-        tree: shape of every draft; None for chains.
+        num_speculative_tokens: K.
         cycle_cost: kappa, in plain steps.
         speedup: tau / kappa with its 95% interval.
         tpot_s: seconds per output token of a sequence.
@@ -83,13 +76,6 @@ class Option:
     speedup: Interval
     tpot_s: float
     tokens_per_s: float
-    tree: Tree | None = None
-
-    @property
-    def shape(self) -> str:
-        """Return K or the tree shape as text for tables."""
-        k = f"K={self.num_speculative_tokens}"
-        return k if self.tree is None else f"tree {self.tree}"
 
     @property
     def is_plain(self) -> bool:
@@ -120,44 +106,6 @@ def option_at(
         tpot_s=tpot_s,
         tokens_per_s=batch / tpot_s,
     )
-
-
-def tree_options(
-    candidate: DraftCandidate,
-    sibling_acceptance: float,
-    *,
-    max_nodes: int,
-    batch: int,
-    context: int,
-) -> Iterator[Option]:
-    """Yield the predicted speed of a drafter's best tree for every size and depth."""
-    table, survival = candidate.table, candidate.acceptance.survival
-    plain_s = table.plain_step_s(context, batch)
-    first = [after / before if before else 0.0 for before, after in pairwise((1.0, *survival))]
-    later = [sibling_acceptance] * (USUAL_WIDTH - 1)
-    for depth in range(1, min(usual_depth(max_nodes), len(first)) + 1):
-        accepted = accumulate(tree_survival(first, later, depth=depth, num_nodes=max_nodes))
-        chain = table.cycle_cost_interval(depth, context, batch)
-        for num_nodes, expected in enumerate(accepted, start=1):
-            step_s = table.tree_cycle_s(num_nodes, depth, USUAL_WIDTH, context, batch)
-            cost, tau = step_s / plain_s, 1.0 + expected
-            kappa = Interval(
-                estimate=cost,
-                low=cost * chain.low / chain.estimate,
-                high=cost * chain.high / chain.estimate,
-            )
-            length = Interval(estimate=tau, low=tau, high=tau)
-            yield Option(
-                draft=candidate.name,
-                num_speculative_tokens=num_nodes,
-                tree=Tree(num_nodes=num_nodes, depth=depth, width=USUAL_WIDTH),
-                batch=batch,
-                acceptance_length=length,
-                cycle_cost=kappa,
-                speedup=divide(length, kappa),
-                tpot_s=step_s / tau,
-                tokens_per_s=batch * tau / step_s,
-            )
 
 
 def _advice_on(measured: int, context: int) -> str:
@@ -240,8 +188,7 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
     if not allowed:
         raise InvalidRequest(unreachable(candidates, config, per_batch))
     best = max(allowed, key=lambda option: option.tokens_per_s)
-    chains = replace(config, sibling_acceptance=None)
-    curves = tuple((c.name, tuple(options_of([c], chains, best.batch))) for c in candidates)
+    curves = tuple((c.name, tuple(options_of([c], config, best.batch))) for c in candidates)
     ks = {name: best_of(curve[1:]).num_speculative_tokens for name, curve in curves}
     return Advice(
         best=best,
@@ -257,7 +204,7 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
 def options_of(
     candidates: Iterable[DraftCandidate], config: PlanConfig, batch: int
 ) -> list[Option]:
-    """Return plain decoding and every drafter at every K or tree whose acceptance is known."""
+    """Return plain decoding and every drafter at every K whose acceptance is known."""
     found: list[Option] = []
     for candidate in candidates:
         deepest = min(config.max_k, len(candidate.acceptance.survival))
@@ -265,14 +212,6 @@ def options_of(
             option_at(candidate, k, batch=batch, context=config.context)
             for k in range(bool(found), deepest + 1)
         )
-        if config.sibling_acceptance is not None:
-            found += tree_options(
-                candidate,
-                config.sibling_acceptance,
-                max_nodes=config.max_k,
-                batch=batch,
-                context=config.context,
-            )
     return found
 
 
@@ -310,7 +249,7 @@ def unreachable(
     """Explain in a message why no option is within the latency limit."""
     nearest = min(per_batch, key=lambda option: option.tpot_s)
     plain_s = candidates[0].table.plain_step_s(config.context, nearest.batch)
-    how = "plain" if nearest.is_plain else f"{nearest.draft} at {nearest.shape}"
+    how = "plain" if nearest.is_plain else f"{nearest.draft} at K={nearest.num_speculative_tokens}"
     assert config.slo_tpot_s is not None
     return (
         f"{1e3 * config.slo_tpot_s:.3g} ms per token cannot be kept: at batch {nearest.batch} a "
@@ -333,14 +272,7 @@ def remarks(
         )
     if k and not best.speedup.is_above(1.0):
         yield "the interval of the speedup reaches down to 1: a gain is not shown"
-    if best.tree is not None:
-        yield "acceptance of further children is taken as given; its error is not in the interval"
-    if (
-        k
-        and best.tree is None
-        and k == len(used.acceptance.survival)
-        and not used.acceptance.is_constant
-    ):
+    if k and k == len(used.acceptance.survival) and not used.acceptance.is_constant:
         yield f"acceptance is known for {k} positions only; a larger K might be better"
     if used.acceptance.num_requests == 1:
         yield "acceptance comes from a single request; its error is not in the interval"

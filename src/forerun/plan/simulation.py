@@ -25,7 +25,7 @@ from forerun.plan.costs import DraftCosts
 from forerun.plan.workload import (
     SimulatedDraw,
     Workload,
-    draw_alphas,
+    alphas_of,
     draw_arrivals,
     draw_lengths,
     key_of,
@@ -134,10 +134,7 @@ def draw_requests(workload: Workload, seed: int) -> list[SimulatedRequest]:
     """Return all requests of a workload in the order of their arrival."""
     count, max_k = workload.requests, workload.server.max_k
     phases = number_phases(workload.phases, count)
-    alphas: list[tuple[float, ...]] = []
-    for number, phase in enumerate(workload.phases):
-        key = key_of(seed, SimulatedDraw.ALPHAS, number)
-        alphas += draw_alphas(phase.acceptance, phases.count(number), max_k, key)
+    alphas = [alphas_of(phase.acceptance, max_k) for phase in workload.phases]
     prompts = draw_lengths(workload.prompt_tokens, count, key_of(seed, SimulatedDraw.PROMPTS))
     outputs = draw_lengths(workload.output_tokens, count, key_of(seed, SimulatedDraw.OUTPUTS))
     arrivals = draw_arrivals(workload.arrivals, count, seed)
@@ -149,7 +146,7 @@ def draw_requests(workload: Workload, seed: int) -> list[SimulatedRequest]:
             num_prompt=prompts[index],
             num_unread=prompts[index],
             num_output=outputs[index],
-            alphas=alphas[index],
+            alphas=alphas[phases[index]],
             sibling_acceptance=workload.sibling_acceptance,
             text=uniforms(
                 key_of(seed, SimulatedDraw.TEXT, index), outputs[index] + max_k + 1

@@ -26,8 +26,6 @@ from forerun.trace.files import Item, read_trace
 MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 1_000_000_000
 """Prompts and outputs together; more would take a simulation hours."""
-SQRT_3 = math.sqrt(3.0)
-"""Half the width of a uniform distribution over its standard deviation."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,24 +73,11 @@ class Constant(Settings, frozen=True, tag_field="kind", tag="constant"):
         check_ranges(self, Range("alpha", 0, high=1))
 
 
-class Clustered(Settings, frozen=True, tag_field="kind", tag="clustered"):
-    """An acceptance probability per request, uniformly distributed around the mean."""
-
-    alpha: float
-    spread: float
-
-    def __post_init__(self) -> None:
-        """Refuse alphas outside [0, 1]."""
-        check_ranges(self, Range("alpha", 0, high=1))
-        most = min(self.alpha, 1.0 - self.alpha) / SQRT_3
-        check_ranges(self, Range("spread", 0, high=most))
-
-
 Arrivals = Poisson | tuple[float, ...]
 """A process, or seconds from the start, ascending, one per request; none: all at once."""
 Lengths = Uniform | Lognormal | int | tuple[int, ...]
 """A distribution, one length for all, or lengths that are repeated."""
-Acceptance = Constant | Clustered | tuple[float, ...]
+Acceptance = Constant | tuple[float, ...]
 """P(accepted | all before it accepted), or survival by position (beta at a fixed K)."""
 
 
@@ -319,7 +304,6 @@ class SimulatedDraw(IntEnum):
     ARRIVALS = 1
     PROMPTS = 3
     OUTPUTS = 4
-    ALPHAS = 5
     TEXT = 7
 
 
@@ -381,15 +365,9 @@ def draw_lengths(lengths: Lengths, count: int, key: int) -> list[int]:
     return whole
 
 
-def draw_alphas(
-    acceptance: Acceptance, count: int, max_k: int, key: int
-) -> list[tuple[float, ...]]:
-    """Return P(accepted | all before it accepted) by position for `count` requests."""
+def alphas_of(acceptance: Acceptance, max_k: int) -> tuple[float, ...]:
+    """Return P(accepted | all before it accepted) by position."""
     if isinstance(acceptance, Constant):
-        return [(acceptance.alpha,) * max_k] * count
-    if isinstance(acceptance, Clustered):
-        reach = SQRT_3 * acceptance.spread
-        values = acceptance.alpha + reach * (2.0 * uniforms(key, count) - 1.0)
-        return [(alpha,) * max_k for alpha in values.tolist()]
+        return (acceptance.alpha,) * max_k
     alphas = conditional_acceptance(acceptance)
-    return [(*alphas, *[alphas[-1]] * max_k)[:max_k]] * count
+    return (*alphas, *[alphas[-1]] * max_k)[:max_k]

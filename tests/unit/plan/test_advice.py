@@ -9,7 +9,7 @@ import pytest
 
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import given
-from forerun.plan.advice import DraftCandidate, PlanConfig, advise, option_at, tree_options
+from forerun.plan.advice import DraftCandidate, PlanConfig, advise, option_at
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.speedup import constant_acceptance_length
 
@@ -165,28 +165,3 @@ def test_too_rough_far_out_says_how_far_was_measured():
     )
     with pytest.raises(InvalidProfile, match="context 8192 is beyond the 512 it measured"):
         option_at(candidate(table=CostTable(lines=lines)), 16, batch=1, context=8192)
-
-
-def test_a_tree_is_recommended_only_where_it_is_faster_than_every_chain():
-    config = PlanConfig(batches=(1,), context=0, sibling_acceptance=0.4)
-    costly = candidate("costly", 0.5, CostTable(lines=(replace(ONE, draft_s=0.003),)))
-    found = advise([costly], config)
-    assert found.best.tree is not None
-    without = advise([costly], replace(config, sibling_acceptance=None))
-    assert without.best.tree is None
-    assert found.best.tokens_per_s > without.best.tokens_per_s
-    assert any("further children" in remark for remark in found.remarks)
-    assert all(option.tree is None for _, curve in found.curves for option in curve)
-    assert advise([candidate("cheap", 0.95)], config).best.tree is None
-
-
-def test_the_speed_of_a_tree_is_its_tokens_over_its_cycle():
-    found = {
-        (option.num_speculative_tokens, option.tree.depth): option
-        for option in tree_options(candidate(alpha=0.5), 0.4, max_nodes=5, batch=1, context=0)
-    }
-    assert found[3, 1].acceptance_length.estimate == pytest.approx(1 + 0.5 + 0.2 + 0.12)
-    assert found[3, 2].acceptance_length.estimate == pytest.approx(1 + 0.5 + 0.25 + 0.2)
-    step_s = TABLE.tree_cycle_s(3, 2, 4)
-    assert step_s == pytest.approx(0.0005 * (1 + 1.06) + 0.0106 + 0.0005)
-    assert found[3, 2].tokens_per_s == pytest.approx(1.95 / step_s)

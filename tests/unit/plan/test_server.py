@@ -12,7 +12,6 @@ from forerun.control.named import FixedController
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import Times, serve, simulate
 from forerun.plan.workload import (
-    Clustered,
     Constant,
     Phase,
     Poisson,
@@ -263,7 +262,7 @@ def test_the_controller_is_told_what_the_engine_would_tell():
 
 
 def test_the_same_seed_gives_the_same_result_and_another_does_not():
-    phases = (Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.1)),)
+    phases = (Phase(share=1.0, acceptance=Constant(alpha=0.6)),)
     work = workload(
         requests=30,
         arrivals=Poisson(rate_per_s=3.0),

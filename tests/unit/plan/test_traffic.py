@@ -6,7 +6,6 @@ import pytest
 
 from forerun.plan.simulation import draw_requests
 from forerun.plan.workload import (
-    Clustered,
     Constant,
     Lognormal,
     Phase,
@@ -87,15 +86,6 @@ def test_prompts_and_outputs_are_drawn_apart():
     lengths = Uniform(least=1, most=1000)
     found = requests(prompt_tokens=lengths, output_tokens=lengths)
     assert [r.num_prompt for r in found] != [r.num_output for r in found]
-
-
-def test_clustered_requests_have_an_alpha_each():
-    phases = (Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.15)),)
-    found = requests(phases=phases)
-    alphas = [request.alphas[0] for request in found]
-    assert fmean(alphas) == pytest.approx(0.6, abs=0.005)
-    assert pstdev(alphas) == pytest.approx(0.15, abs=0.005)
-    assert all(len(set(request.alphas)) == 1 for request in found)
 
 
 def test_phases_change_suddenly():

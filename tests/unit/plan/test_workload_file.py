@@ -10,7 +10,6 @@ import pytest
 
 from forerun.errors import InvalidRequest
 from forerun.plan.workload import (
-    Clustered,
     Constant,
     Lognormal,
     Phase,
@@ -39,7 +38,7 @@ acceptance = [0.8, 0.5]
 
 [[phases]]
 share = 0.75
-acceptance = {kind = "clustered", alpha = 0.7, spread = 0.1}
+acceptance = {kind = "constant", alpha = 0.7}
 """
 EXPECTED = Workload(
     requests=100,
@@ -48,7 +47,7 @@ EXPECTED = Workload(
     output_tokens=Lognormal(median=100, sigma=0.5, most=400),
     phases=(
         Phase(name="good", share=0.25, acceptance=(0.8, 0.5)),
-        Phase(share=0.75, acceptance=Clustered(alpha=0.7, spread=0.1)),
+        Phase(share=0.75, acceptance=Constant(alpha=0.7)),
     ),
     temperature=1,
     server=SimulatedServerConfig(max_batch=16, max_k=5, max_prefill_rows=128),
@@ -115,7 +114,6 @@ POISSON = {"kind": "poisson", "rate_per_s": 1}
         (put(["acceptance", "alpha"], 1.5), r"alpha is 1.5.* at `\$.phases\[0\].acceptance`"),
         (put(["acceptance"], [0.5, 0.6]), "position 2 is 0.6"),
         (put(["acceptance"], []), "acceptance is empty"),
-        (put(["acceptance"], {"kind": "clustered", "alpha": 0.9, "spread": 0.1}), "at most 0.057"),
         (
             put(["phases"], [{"share": 0.5, "acceptance": SMALL["acceptance"]}]),
             "unknown field `acceptance`",
