@@ -98,7 +98,7 @@ def bare(module: DraftLoss, batches: list[PackedBatch], teacher: FixedTeacher) -
             ).last_hidden_state[batch.predicts]
             rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher.rows(batch))
             head = DraftHead(weight=module.model.lm_head.weight)
-            loss = chunked_loss(rows, head, module.objective, temperature=1.0).loss
+            loss, _ = chunked_loss(rows, head, module.objective, temperature=1.0)
         loss.backward()
     module.zero_grad()
 

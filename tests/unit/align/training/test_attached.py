@@ -23,7 +23,7 @@ from forerun.align.workspace import StepMetrics
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import read_eagle3_head, read_golden
 from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
-from forerun.provenance import content_hash
+from forerun.models.checkpoint import ModelFiles
 
 LAYERS = (0, 1, 2)
 
@@ -58,8 +58,7 @@ def trainer_of(
     precision: Literal["no", "bf16"] = "no",
 ) -> Trainer:
     source = TeacherSource(
-        target=config.target,
-        target_hash=content_hash(config.target),
+        target=ModelFiles.open(config.target),
         sampling=config.sampling,
         cache_dir=folder / "cache",
         device="cpu",
