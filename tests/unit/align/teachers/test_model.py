@@ -19,6 +19,7 @@ from forerun.align.target import (
 )
 from forerun.align.teachers import ModelTeacher
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.memory import available_bytes
 from forerun.sampling.config import SamplingParams
 

@@ -24,6 +24,7 @@ from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import read_eagle3_head, read_golden
 from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
 from forerun.models.checkpoint import ModelFiles
+from forerun.provenance import content_hash
 
 LAYERS = (0, 1, 2)
 
