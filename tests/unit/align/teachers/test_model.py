@@ -100,7 +100,7 @@ def test_a_batch_may_have_nothing_learned():
     _, batch = all_rows(texts())
     batch.predicts.zero_()
     rows = teacher_of(tiny.network(), SamplingParams()).rows(batch)
-    assert len(rows) == 0
+    assert len(rows.hidden) == 0
     assert rows.distribution(slice(0, 0)).target_probs.shape == (0, tiny.VOCAB_SIZE)
 
 
