@@ -134,7 +134,7 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_read(on_disk, monkey
 
 
 def test_pickled_weights_are_refused(on_disk):
-    folder = on_disk.source.target
+    folder = on_disk.source.target.folder
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidModel, match="only pickled weights"):
         load_target(folder, device="cpu")
