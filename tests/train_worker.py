@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +24,7 @@ from tests import training
 
 from forerun.align.methods.base import Method
 from forerun.align.trainer import configure_sharding
-from forerun.align.workspace import MetricsLog, StepMetrics
+from forerun.align.workspace import StepMetrics, append_line, read_lines, write_lines
 
 METRICS = "metrics.jsonl"
 
@@ -64,16 +63,17 @@ def train(
     else:
         draft = training.tiny_draft(folder)
         trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
-    log, is_main = MetricsLog(folder / METRICS), accelerator.is_main_process
+    log, is_main = folder / METRICS, accelerator.is_main_process
     done = trainer.resume()
 
     def told(metrics: StepMetrics) -> None:
         if is_main:
-            log.append(metrics)
+            append_line(log, metrics)
         on_step(metrics)
 
-    with log.open_at(done) if is_main else nullcontext():
-        trainer.run(training.packing(), num_steps, told)
+    if is_main:
+        write_lines(log, [row for row in read_lines(log, StepMetrics) if row.step <= done])
+    trainer.run(training.packing(), num_steps, told)
     weights = trainer.weights()
     if is_main:
         draft.save(folder / "trained", weights)

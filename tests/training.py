@@ -30,6 +30,7 @@ from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.target import load_target
 from forerun.align.teachers import ModelTeacher
 from forerun.align.trainer import Trainer, make_accelerator
+from forerun.models.checkpoint import ModelFiles
 
 WINDOW = 24
 
@@ -72,9 +73,6 @@ def samples(number: int = 40) -> list[Sample]:
 class TableRows:
     def __init__(self, probs: Tensor) -> None:
         self.probs = probs
-
-    def __len__(self) -> int:
-        return len(self.probs)
 
     def distribution(self, rows: slice) -> TargetDistribution:
         return DenseDistribution(target_probs=self.probs[rows])
@@ -193,7 +191,7 @@ def pair(folder: Path) -> tuple[Path, Path]:
 
 def start_method(settings: AlignConfig, texts: Sequence[Sample]) -> Method:
     """The method of an alignment, ready to be trained."""
-    method = METHODS[settings.method](configure_method(settings))
+    method = METHODS[settings.method](configure_method(settings, ModelFiles.open(settings.target)))
     method.load()
     method.start(texts)
     return method

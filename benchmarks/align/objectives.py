@@ -41,6 +41,7 @@ from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics, Workspace
 from forerun.engine.engine import Engine
 from forerun.measure.judge import DraftFigures, Judge
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 
 BETA, ETA = 0.5, 3.0  # the target's share of the JSD's mixture; how fast LK turns from FKL to TV
@@ -239,8 +240,7 @@ class Comparison:
         packing = Packing(self.samples(arm), window=training.window, seed=0)
         if objective.needs_teacher:
             source = TeacherSource(
-                target=self.config.target,
-                target_hash=self.target_hash,
+                target=ModelFiles.open(self.config.target),
                 sampling=replace(self.config.sampling, temperature=arm.temperature),
                 cache_dir=Workspace(
                     root=self.options.alignment, cache_root=self.config.teacher.cache_dir
@@ -260,13 +260,11 @@ class Comparison:
             data=self.config.data,
             sampling=self.config.sampling,
             prompts=self.prompts,
-            target=self.engine,
-            target_name=self.config.target,
-            target_hash=self.target_hash,
-            tokenizer=self.engine.tokenizer,
+            target=ModelFiles.open(self.config.target),
+            engine=self.engine,
             folder=Workspace(root=self.options.alignment).responses,
         )
-        return texts.mixed(texts.steady(lambda done, of: None))
+        return texts.mixed(texts.read(lambda done, of: None))
 
     def library(self) -> Iterator[Sample]:
         """Source of the modules that are not held out, in windows, every token learned."""

@@ -112,8 +112,7 @@ def report(
 ) -> None:
     """Prepare, measure, print, write."""
     source = TeacherSource(
-        target=options.target,
-        target_hash=content_hash(options.target),
+        target=ModelFiles.open(options.target),
         sampling=SamplingParams(temperature=options.temperature),
         cache_dir=folder,
     )

@@ -30,7 +30,7 @@ from forerun.align.config import TrainingConfig
 from forerun.align.loss import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.methods.base import MethodConfig
 from forerun.align.methods.draft_model import DraftLoss, DraftModelMethod
-from forerun.align.objectives import DenseDistribution, TargetDistribution
+from forerun.align.objectives import OBJECTIVES, DenseDistribution, TargetDistribution
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics
@@ -98,7 +98,7 @@ def bare(module: DraftLoss, batches: list[PackedBatch], teacher: FixedTeacher) -
             ).last_hidden_state[batch.predicts]
             rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher.rows(batch))
             head = DraftHead(weight=module.model.lm_head.weight)
-            loss = chunked_loss(rows, head, module.objective, temperature=1.0).loss
+            loss, _ = chunked_loss(rows, head, module.objective, temperature=1.0)
         loss.backward()
     module.zero_grad()
 

@@ -59,6 +59,6 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
         identity={"target": content_hash(target), "texts": "prose"},
     )
     trainer.resume()
-    with Phases(console).training(config.num_steps, trainer.step, None) as show:
-        trainer.run(packing, config.num_steps, show)
+    with Phases(console).bar("training", "training step") as show:
+        trainer.run(packing, config.num_steps, lambda step: show(step.step, config.num_steps))
     method.save(out, trainer.weights())

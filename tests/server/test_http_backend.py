@@ -10,12 +10,9 @@ from dataclasses import replace
 import httpx
 import msgspec
 import pytest
-from tests import tiny
-from tests.server.conftest import MODEL, serving, tiny_engine
-from tests.unit.align.data.conftest import prompt
+from tests.server.conftest import serving, tiny_engine
 
-from forerun.align.texts import ResponseServer, seed_of
-from forerun.client.client import SEED_MASK, Client, Speculation
+from forerun.client.client import Speculation
 from forerun.client.connection import ClientConfig
 from forerun.engine.http_backend import HttpBackend, sampling_fields
 from forerun.engine.results import Backend
@@ -78,16 +75,6 @@ def test_a_comparison_measures_a_server_as_it_does_an_engine(connect):
     assert found.num_tokens == 20
     assert found.total_s == 2.0
     assert found.acceptance.num_drafted > 0
-
-
-def test_responses_for_alignment_are_those_of_the_engine(address):
-    record = prompt(3, 4, 5)
-    with Client(ClientConfig(url=address, model=MODEL)) as client:
-        server = ResponseServer(client=client, tokenizer=tiny.tokenizer())
-        found = server.respond(record, PARAMS)
-    seed = seed_of(record.prompt_hash, PARAMS.seed) & SEED_MASK
-    expected = tiny_engine().generate([[3, 4, 5]], replace(PARAMS, seed=seed))[0]
-    assert tuple(found.token_ids) == expected.token_ids
 
 
 def test_counts_keep_tau_and_the_rates_per_position():

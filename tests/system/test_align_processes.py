@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.train_worker import METRICS, train
 
 from forerun.align.trainer import CHECKPOINT
-from forerun.align.workspace import StepMetrics, read_metrics
+from forerun.align.workspace import StepMetrics, read_lines
 
 NUM_STEPS = 8
 HALF_WAY = 4
@@ -79,7 +79,7 @@ def said(codes: Sequence[int], logs: Sequence[Path]) -> str:
 
 
 def metrics_of(folder: Path) -> list[StepMetrics]:
-    return read_metrics(folder / METRICS)
+    return read_lines(folder / METRICS, StepMetrics)
 
 
 def alone(folder: Path, steps: int, **changes: Any) -> list[StepMetrics]:

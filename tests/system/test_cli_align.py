@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import save_model
 
+from forerun.align import run as alignment
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig, TrainingConfig
 from forerun.align.objectives import Objective
 from forerun.align.run import align as run_align
 from forerun.align.samples import read_prompts
 from forerun.align.workspace import (
-    MetricsLog,
     StepMetrics,
     exclusive_access,
     lock_for,
-    read_metrics,
+    read_lines,
 )
 from forerun.cli.main import main
 from forerun.errors import InvalidRequest
@@ -129,21 +129,24 @@ def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path, monkeypatch):
 def test_a_run_interrupted_in_a_later_round_trains_as_if_it_had_not_been(
     align, aligned, tmp_path, monkeypatch
 ):
-    out, append = tmp_path / "out", MetricsLog.append
+    out, append = tmp_path / "out", alignment.append_line
 
-    def stop_before(log: MetricsLog, metrics: StepMetrics) -> None:
+    def stop_before(path: Path, metrics: StepMetrics) -> None:
         if metrics.step == 4:
             raise KeyboardInterrupt
-        append(log, metrics)
+        append(path, metrics)
 
-    monkeypatch.setattr(MetricsLog, "append", stop_before)
+    monkeypatch.setattr(alignment, "append_line", stop_before)
     assert align("--out", str(out), "--checkpoint-every-s", "0")[0] == 130
-    monkeypatch.setattr(MetricsLog, "append", append)
+    monkeypatch.setattr(alignment, "append_line", append)
     code, _, err = align("--out", str(out))
     assert code == 0, err
 
     def steps(folder: Path) -> list[StepMetrics]:
-        return [replace(step, duration_s=0.0) for step in read_metrics(folder / "metrics.jsonl")]
+        return [
+            replace(step, duration_s=0.0)
+            for step in read_lines(folder / "metrics.jsonl", StepMetrics)
+        ]
 
     assert steps(out) == steps(aligned)
 
@@ -261,7 +264,6 @@ def test_a_target_that_has_changed_is_another_alignment(align, aligned, tiny_pai
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--responses-model", "m"), "responses_model is 'm', which would change nothing here"),
         (("--num-passes", "3"), "num_passes is 3, which would change nothing here"),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_warm_start_loads_nothing_heavy_but_torch():
 
 OPTIONAL = (
     "fastapi starlette uvicorn pydantic prometheus_client llguidance matplotlib pyarrow scipy "
-    "accelerate filelock tensorboard"
+    "accelerate filelock"
 )
 WITHOUT = f"import sys\nfor name in {OPTIONAL!r}.split():\n    sys.modules[name] = None\n"
 

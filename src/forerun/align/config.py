@@ -12,9 +12,9 @@ from forerun.sampling.config import SamplingParams, draft_params
 
 ObjectiveName = Literal["ce", "fkl", "nla"]
 TeacherKind = Literal["auto", "model", "hidden"]
-Export = Literal["hf", "vllm", "sglang"]
-Source = Literal["target", "fixed", "replay"]
-"""What wrote a training text: the target, a data set, or a traced request."""
+Export = Literal["vllm", "sglang"]
+Source = Literal["target", "fixed"]
+"""What wrote a training text: the target, or a data set."""
 Method = Literal["draft_model", "eagle3", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
 
@@ -31,8 +31,6 @@ EAGLE3_ALONE = (
     "norm_before_residual",
 )
 """Settings of `AttachedConfig` that Medusa heads do not have."""
-OF_SERVERS = ("responses_model", "responses_key_env")
-"""Settings of `DataConfig` for `responses_from` alone."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),
@@ -66,16 +64,8 @@ class DataConfig:
 
     prompts: Path
     """A .jsonl, .json, .parquet or .txt file of prompts or conversations, or a folder of them."""
-    responses_from: str | None = None
-    """OpenAI-compatible server that writes the responses; by default the target in this process."""
-    responses_model: str | None = None
-    """Name of the model on that server; by default the target's name."""
-    responses_key_env: str | None = None
-    """Environment variable with that server's API key; by default OPENAI_API_KEY, if it is set."""
     fixed_share: float = 0.0
     """Share of the training tokens taken from responses that the records have."""
-    replay: tuple[Path, ...] = ()
-    """Traces with token ids: the draft learns the positions at which it was rejected."""
     response_temperature: float | None = None
     """Temperature the responses are drawn at; by default the deployment's.
     Greedy responses are few and loop: at temperature 0, draw at 1 and learn the choices there."""
@@ -220,7 +210,7 @@ class AlignConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(controller="fixed"))
-    export: tuple[Export, ...] = ("hf",)
+    export: tuple[Export, ...] = ()
     """Serving configurations written beside the draft."""
 
     def __post_init__(self) -> None:
@@ -247,7 +237,6 @@ class AlignConfig:
             ),
             (attached, of_attached, self.is_attached, "it is for --method eagle3 and medusa"),
             (attached, EAGLE3_ALONE, self.method == "eagle3", "it is for --method eagle3"),
-            (data, OF_SERVERS, data.responses_from is not None, "it is for --responses-from"),
             (data, ("held_out_share",), data.held_out is None, "--held-out names the prompts"),
         ):
             defaults = {item.name: item.default for item in fields(part)}

@@ -7,7 +7,7 @@ chunk by chunk in the forward pass, and the backward pass only scales them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,60 +45,21 @@ class LearnedRows:
     teacher: TeacherRows | None = None
     weights: Float[Tensor, " rows"] | None = None
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossSum:
-    """Loss summed over rows; the caller divides by the number of rows of all processes.
-
-    Attributes:
-        acceptance: sum of alpha under the deployed rule; None if not asked for.
-    """
-
-    loss: Float[Tensor, ""]
-    acceptance: Float[Tensor, ""] | None
-    num_rows: int
-
 
 def chunked_loss(
-    rows: LearnedRows,
-    head: DraftHead,
-    objective: Objective,
-    *,
-    temperature: float,
-    with_acceptance: bool = False,
-) -> LossSum:
-    """Return the weighted sum of the objective over rows."""
-    if rows.teacher is None and (objective.needs_teacher or with_acceptance):
-        raise ValueError(f"{objective.name} and acceptance need a teacher, and there is none")
-    asked = _Asked(
-        rows=rows,
-        objective=objective,
-        temperature=temperature,
-        with_acceptance=with_acceptance,
-        with_gradient=torch.is_grad_enabled(),
-        dtype=_product_dtype(rows.hidden),
-    )
-    loss, acceptance = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch has no annotations here
-        rows.hidden, head.weight, head.bias, asked
-    )
-    return LossSum(
-        loss=loss, acceptance=acceptance if with_acceptance else None, num_rows=len(rows)
-    )
+    rows: LearnedRows, head: DraftHead, objective: Objective, *, temperature: float
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Return the weighted sum of the objective over rows, and the sum of alpha.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Asked:
-    """Arguments of a chunked pass for which autograd computes no gradient."""
-
-    rows: LearnedRows
-    objective: Objective
-    temperature: float
-    with_acceptance: bool
-    with_gradient: bool
-    dtype: torch.dtype
+    The caller divides both by the number of rows of all processes. Alpha, the acceptance
+    probability under the deployed rule, counts 0 without a teacher.
+    """
+    if rows.teacher is None and objective.needs_teacher:
+        raise ValueError(f"{objective.name} needs a teacher, and there is none")
+    found: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch has no annotations here
+        rows.hidden, head.weight, head.bias, torch.is_grad_enabled(), rows, objective, temperature
+    )
+    return found
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -106,16 +67,27 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        with_gradient: bool,
+        *job: Any,
     ) -> tuple[Tensor, Tensor]:
-        wanted = [asked.with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        """Return loss and acceptance; `job` is the rows, the objective and the temperature."""
+        parts = [hidden, weight, bias]
+        wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        dtype = _product_dtype(hidden)
+        sums = []
         with torch.autocast(hidden.device.type, enabled=False):
-            layer = _Layer(hidden, weight, bias, asked.dtype)
-            gradients = _Gradients(layer, wanted)
-            sums = [_add_chunk(chunk, layer, asked, gradients) for chunk in _chunks(len(hidden))]
+            converted = None if bias is None else bias.to(dtype)
+            layer = _Layer(hidden.to(dtype), weight.to(dtype), converted, wanted)
+            for first in range(0, len(hidden), CHUNK_ROWS):
+                chunk = slice(first, min(first + CHUNK_ROWS, len(hidden)))
+                sums.append(_add_chunk(chunk, layer, *job))
         loss, acceptance = torch.stack(sums).sum(0) if sums else hidden.new_zeros(2)
-        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-        ctx.dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
+        ctx.save_for_backward(layer.of_hidden, layer.of_weight, layer.of_bias)
+        ctx.dtypes = [None if part is None else part.dtype for part in parts]
         ctx.mark_non_differentiable(acceptance)
         return loss, acceptance
 
@@ -126,73 +98,56 @@ class _ChunkedLoss(torch.autograd.Function):
             None if gradient is None else (gradient * grad_loss).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None
+        return *scaled, None, None, None, None
 
 
-def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients) -> Tensor:
+def _add_chunk(
+    chunk: slice, layer: _Layer, rows: LearnedRows, objective: Objective, temperature: float
+) -> Tensor:
     """Return loss and acceptance of some rows, summed, and add their gradients."""
-    rows = asked.rows
-    distribution = None
-    if rows.teacher is not None and (asked.objective.needs_teacher or asked.with_acceptance):
-        distribution = rows.teacher.distribution(chunk)
-    logits = layer.logits(chunk, asked.temperature).requires_grad_(gradients.any_wanted)
-    with torch.set_grad_enabled(gradients.any_wanted):
-        losses = asked.objective.losses(logits, distribution, rows.labels[chunk])
+    distribution = None if rows.teacher is None else rows.teacher.distribution(chunk)
+    logits = layer.logits(chunk)
+    if temperature:
+        logits = logits / temperature
+    logits.requires_grad_(layer.learns)
+    with torch.set_grad_enabled(layer.learns):
+        losses = objective.losses(logits, distribution, rows.labels[chunk])
         loss = losses.sum() if rows.weights is None else losses @ rows.weights[chunk]
-    if gradients.any_wanted:
+    if layer.learns:
         (of_logits,) = torch.autograd.grad(loss, logits)
-        gradients.add(chunk, of_logits, asked.temperature)
+        layer.add(chunk, of_logits / temperature if temperature else of_logits)
     acceptance = loss.new_zeros(())
-    if asked.with_acceptance and distribution is not None:
-        alphas = acceptance_probability(logits.detach(), distribution, asked.temperature)
-        acceptance = alphas.sum()
+    if distribution is not None:
+        acceptance = acceptance_probability(logits.detach(), distribution, temperature).sum()
     return torch.stack([loss.detach(), acceptance])
 
 
 class _Layer:
-    """The output head, converted to the dtype of its matrix products."""
+    """The output head in the dtype of its products, and its gradients, summed in fp32."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
     ) -> None:
-        self.hidden = hidden.to(dtype)
-        self.weight = weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.learns = any(wanted)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        self.of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        self.of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        self.of_bias = weight.new_zeros(len(weight), dtype=exact) if wanted[2] else None
 
-    def logits(self, chunk: slice, temperature: float) -> Tensor:
-        """Return fp32 logits (fp64 for fp64 rows), divided by the temperature unless it is 0."""
+    def logits(self, chunk: slice) -> Tensor:
+        """Return fp32 logits (fp64 for fp64 rows)."""
         logits = F.linear(self.hidden[chunk], self.weight, self.bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if temperature in (0, 1) else logits / temperature
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-
-class _Gradients:
-    """Gradients of hidden rows, weight and bias that are needed, summed in fp32."""
-
-    def __init__(self, layer: _Layer, wanted: Sequence[bool]) -> None:
-        hidden, weight, bias = wanted
-        exact = torch.promote_types(layer.weight.dtype, torch.float32)
-        self._layer = layer
-        self.any_wanted = any(wanted)
-        self.hidden = torch.empty_like(layer.hidden) if hidden else None
-        self.weight = torch.zeros_like(layer.weight, dtype=exact) if weight else None
-        self.bias = layer.weight.new_zeros(len(layer.weight), dtype=exact) if bias else None
-
-    def add(self, chunk: slice, of_logits: Tensor, temperature: float) -> None:
-        if temperature not in (0, 1):
-            of_logits = of_logits / temperature
-        if self.bias is not None:
-            self.bias += of_logits.sum(0)
-        of_logits = of_logits.to(self._layer.weight.dtype)
-        if self.hidden is not None:
-            torch.mm(of_logits, self._layer.weight, out=self.hidden[chunk])
-        if self.weight is not None:
-            self.weight += of_logits.T @ self._layer.hidden[chunk]
-
-
-def _chunks(num_rows: int) -> Iterator[slice]:
-    for first in range(0, num_rows, CHUNK_ROWS):
-        yield slice(first, min(first + CHUNK_ROWS, num_rows))
+    def add(self, chunk: slice, of_logits: Tensor) -> None:
+        if self.of_bias is not None:
+            self.of_bias += of_logits.sum(0)
+        of_logits = of_logits.to(self.weight.dtype)
+        if self.of_hidden is not None:
+            torch.mm(of_logits, self.weight, out=self.of_hidden[chunk])
+        if self.of_weight is not None:
+            self.of_weight += of_logits.T @ self.hidden[chunk]
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:

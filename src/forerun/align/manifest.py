@@ -16,17 +16,9 @@ from typing import Any
 from forerun.align.config import FREE_TRAINING_SETTINGS, LEFT_OUT, AlignConfig
 from forerun.align.samples import Sample
 from forerun.align.texts import PromptSplit
-from forerun.align.workspace import (
-    Workspace,
-    differences,
-    from_json,
-    hash_file,
-    to_json,
-    write_json,
-)
-from forerun.bounded_read import check_regular
+from forerun.align.workspace import Workspace, differences, from_json, to_json, write_json
+from forerun.bounded_read import read_bytes
 from forerun.cache import hash_of
-from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import CARD_FILE, read_card
@@ -36,66 +28,9 @@ IDENTITY, DTYPES = "identity", "dtypes"
 """Keys of the manifest; the other keys are settings. The second has the types of products, which
 the first process measured and which resumed runs keep."""
 
-GONE: Mapping[str, Mapping[str, float]] = {
-    "data": {"samples_per_prompt": 1, "on_policy_share": 0.0},
-    "teacher": {"num_sampled_ids": 64},
-    "objective": {"beta": 0.5, "eta": 3.0, "length_aware": False},
-    "attached": {"num_blocks": 1},
-    "training": {"lora_rank": 0, "weight_decay": 0.01, "max_grad_norm": 1.0},
-}
-"""Removed settings, by stage; files with any other value than these defaults are refused."""
-
-
-def settings_of(config: AlignConfig) -> dict[str, Any]:
-    values: dict[str, Any] = to_json(config)
-    if (url := config.data.responses_from) is not None:
-        values["data"]["responses_from"] = shown_url(url)  # a draft's card is published
-    return {name: value for name, value in values.items() if name not in LEFT_OUT}
-
-
-def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
-    """Read the settings of an earlier alignment and the path of its kept draft.
-
-    `folder` is that of the alignment, or of its draft wherever that has been copied: the draft's
-    card repeats the settings.
-    """
-    workspace = Workspace(root=folder)
-    if workspace.manifest.exists():
-        stored = read_object(workspace.manifest)
-        values = {n: v for n, v in stored.items() if n not in (IDENTITY, DTYPES)}
-        draft = workspace.draft
-    elif (card := read_card(folder)) is not None:
-        values, draft = dict(card.settings), folder
-    else:
-        raise InvalidRequest(
-            f"{folder} is neither an alignment nor the draft of one: it has neither "
-            f"{workspace.manifest.name} nor {CARD_FILE}"
-        )
-    for stage, gone in GONE.items():
-        if isinstance(known := values.get(stage, {}), dict):
-            values[stage] = {name: v for name, v in known.items() if gone.get(name, ...) != v}
-    try:
-        return from_json(AlignConfig, values), draft
-    except ValueError as error:
-        raise InvalidRequest(
-            f"the settings in {folder} are of another version of forerun, or damaged ({error}); "
-            "align without --refresh"
-        ) from error
-
-
-Identity = Mapping[str, str]
-
 FREE = {
     "sampling": ("n", "logprobs"),  # responses are single samples
-    # The two hashes cover all but the key.
-    "data": (
-        "prompts",
-        "held_out",
-        "held_out_share",
-        "max_prompt_tokens",
-        "responses_key_env",
-        "raw",
-    ),
+    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens", "raw"),
     "teacher": ("cache_dir", "max_cache_bytes"),
     "objective": (),
     "attached": (),
@@ -106,16 +41,58 @@ FREE = {
 OF_THE_TEACHER = "teacher."
 
 
+def settings_of(config: AlignConfig) -> dict[str, Any]:
+    return {name: value for name, value in to_json(config).items() if name not in LEFT_OUT}
+
+
+def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
+    """Read the settings of an earlier alignment and the path of its kept draft.
+
+    `folder` is that of the alignment, or of its draft wherever that has been copied: the draft's
+    card repeats the settings.
+    """
+    workspace = Workspace(root=folder)
+    values: Mapping[str, Any]
+    if workspace.manifest.exists():
+        values, draft = read_object(workspace.manifest), workspace.draft
+    elif (card := read_card(folder)) is not None:
+        values, draft = card.settings, folder
+    else:
+        raise InvalidRequest(
+            f"{folder} is neither an alignment nor the draft of one: it has neither "
+            f"{workspace.manifest.name} nor {CARD_FILE}"
+        )
+    try:
+        return from_json(AlignConfig, values), draft
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the settings in {folder} are of another version of forerun, or damaged ({error}); "
+            "align without --refresh"
+        ) from error
+
+
 def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
     """Return all inputs that decide the result of an alignment, as text by name."""
     learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in prompts.training]
     judged = [[prompt.prompt_hash, prompt.tag] for prompt in prompts.held_out]
+    draft = "none"  # a fresh head, whose shape is in the settings
+    if config.draft is not None:
+        draft = content_hash(config.draft)
+    elif config.init is not None:
+        draft = hashlib.sha256(read_bytes(config.init)).hexdigest()
+    settings = settings_of(config)
     return {
         "target": target_hash,
-        "draft": _start_hash(config),
+        "draft": draft,
         "training prompts": hash_of(json.dumps(learned).encode()),
         "held-out prompts": hash_of(json.dumps(judged).encode()),
-        **_settings_of_result(config),
+        "dtype": config.dtype,
+        "method": config.method,
+    } | {
+        f"{stage}.{name}": _as_text(value)
+        for stage, free in FREE.items()
+        for name, value in settings[stage].items()
+        if name not in free
     }
 
 
@@ -128,36 +105,13 @@ def data_hash(samples: Iterable[Sample]) -> str:
     return hash_of(b"".join(each))
 
 
-def _start_hash(config: AlignConfig) -> str:
-    if config.draft is not None:
-        return content_hash(config.draft)
-    if config.init is None:
-        return "none"  # a fresh head, whose shape is in the settings
-    check_regular(config.init)
-    try:
-        return hash_file(config.init)
-    except OSError as error:
-        raise InvalidRequest(f"{config.init} cannot be read: {error.strerror}") from error
-
-
-def _settings_of_result(config: AlignConfig) -> dict[str, str]:
-    """Return the settings that influence the trained draft, as text by stage and name."""
-    settings = settings_of(config)
-    return {"dtype": config.dtype, "method": config.method} | {
-        f"{stage}.{name}": _as_text(value)
-        for stage, free in FREE.items()
-        for name, value in settings[stage].items()
-        if name not in free
-    }
-
-
 def _as_text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(None if value in ([], {}) else value)
 
 
-def _of_folder(identity: Identity) -> dict[str, str]:
+def _of_folder(identity: Mapping[str, str]) -> dict[str, str]:
     """Return the part of the identity that an output folder must match, without the teacher.
 
     Not the teacher: where its cache turned out too large, responses are there, and another may go
@@ -166,11 +120,11 @@ def _of_folder(identity: Identity) -> dict[str, str]:
     return {name: text for name, text in identity.items() if not name.startswith(OF_THE_TEACHER)}
 
 
-def of_training(identity: Identity) -> dict[str, str]:
+def of_training(identity: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in identity.items() if not name.startswith("training.")}
 
 
-def check_folder(workspace: Workspace, identity: Identity) -> None:
+def check_folder(workspace: Workspace, identity: Mapping[str, str]) -> None:
     """Refuse a folder that holds an alignment with other settings (InvalidRequest)."""
     if not workspace.manifest.exists():
         return
@@ -190,7 +144,7 @@ def check_folder(workspace: Workspace, identity: Identity) -> None:
 def claim_folder(
     settings: Mapping[str, Any],
     workspace: Workspace,
-    identity: Identity,
+    identity: Mapping[str, str],
     dtypes: Mapping[str, str],
 ) -> None:
     known = {IDENTITY: _of_folder(identity), DTYPES: dict(dtypes)}

@@ -304,8 +304,7 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
     judged = _judged_prompts(config, texts.num_held_out) * longest
     seconds = {
         "prompts": texts.num_texts * TURN_TOKENS / rates.decode_tokens_per_s,
-        # A server's rate is unknown.
-        "responses": answered_s * (is_answered and config.data.responses_from is None),
+        "responses": answered_s * is_answered,
         "teacher": all_tokens / rates.prefill_tokens_per_s * config.needs_teacher,
         "training": trained * product / (EFFICIENCY * rates.flop_per_s),
         "judging": judged / rates.decode_tokens_per_s,

@@ -1,33 +1,22 @@
-"""The report of an alignment, the card of its draft, and their pictures."""
+"""The report of an alignment and the card of its draft."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import forerun
 from forerun.align.selection import Judgement
-from forerun.align.workspace import (
-    StepMetrics,
-    Workspace,
-    differences,
-    from_json,
-    read_metrics,
-    to_json,
-    write_json,
-)
+from forerun.align.workspace import Workspace, differences, from_json, to_json, write_json
 from forerun.bounded_read import read_json
 from forerun.errors import InvalidModel
-from forerun.measure.judge import AcceptanceFigures, DraftFigures, FigureChange, changes
+from forerun.measure.judge import DraftFigures, FigureChange, changes
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import CardFigures, DraftCard, identify
-from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.provenance import Provenance, content_hash, version_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,24 +102,6 @@ class AlignReport:
         write_json(path, self.to_dict())
 
 
-def draw(workspace: Workspace, report: AlignReport) -> None:
-    deployed = report.judged[0]
-    plot_survival(
-        {"before": deployed.before, "after": deployed.after},
-        f"Acceptance at T={deployed.after.temperature:g}",
-        [workspace.picture("acceptance")],
-    )
-    judged = {judgement.step: judgement for judgement in report.judgements}
-    alphas = {step: j.acceptance_probability for step, j in judged.items()}
-    speedups = {step: j.predicted_speedup for step, j in judged.items()}
-    plot_training(
-        read_metrics(workspace.metrics),
-        {step: alpha for step, alpha in alphas.items() if alpha is not None},
-        {step: speedup for step, speedup in speedups.items() if speedup is not None},
-        [workspace.picture("training")],
-    )
-
-
 def find_finished(
     workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
 ) -> AlignReport | None:
@@ -154,11 +125,11 @@ PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def card_of(
-    report: AlignReport, *, target: str, settings: Mapping[str, Any], data: str
+    report: AlignReport, *, target: ModelFiles, settings: Mapping[str, Any], data: str
 ) -> DraftCard:
     """Return the card of the kept draft; `data` is the hash of its training texts."""
     return DraftCard(
-        target=target,
+        target=target.name,
         target_hash=report.identity["target"],
         made_for=identify(target),
         data_hash=data,
@@ -181,87 +152,3 @@ def _card_figures(judged: DraftFigures) -> CardFigures:
         acceptance_probability=overall.acceptance_probability,
         speedup=None if overall.speedup is None else overall.speedup.best,
     )
-
-
-DRAFT_COLOURS = (BASELINE, *COLOURS)
-"""Colours of the drafts in a plot: first the draft before alignment, then those after it."""
-MAX_COLUMNS = 4
-
-
-def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequence[Path]) -> None:
-    panels = _panels_of(drafts)
-    num_columns = min(len(panels), MAX_COLUMNS)
-    num_lines = -(-len(panels) // num_columns)
-    with picture(paths, width=1.2 + 2.8 * num_columns, height=3.2 * num_lines) as figure:
-        grid = figure.subplots(num_lines, num_columns, squeeze=False, sharey=True)
-        figure.suptitle(title, fontsize=11)
-        places = list(grid.flat)
-        for axes, (name, figures) in zip(places, panels.items(), strict=False):
-            _draw_survival(axes, name, figures)
-        for axes in places[len(panels) :]:
-            axes.set_visible(False)
-        for line in grid:
-            line[0].set_ylabel("accepted through it (95% interval)")
-
-
-def _panels_of(drafts: Mapping[str, DraftFigures]) -> dict[str, dict[str, AcceptanceFigures]]:
-    """Return the figures by panel and draft; each tag has a panel if there are several tags."""
-    panels = {"all prompts": {name: figures.overall for name, figures in drafts.items()}}
-    tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
-    for tag in tags if len(tags) > 1 else ():
-        panels[tag or "no tag"] = {
-            name: figures.by_tag[tag] for name, figures in drafts.items() if tag in figures.by_tag
-        }
-    return panels
-
-
-def _draw_survival(axes: Axes, name: str, drafts: Mapping[str, AcceptanceFigures]) -> None:
-    """Draw the share of steps accepted through each position, one line per draft."""
-    for row, (draft, figures) in enumerate(drafts.items()):
-        beta, tau = figures.acceptance_rate_per_position, figures.acceptance_length
-        positions = range(1, len(beta) + 1)
-        colour = DRAFT_COLOURS[row % len(DRAFT_COLOURS)]
-        label = draft if tau is None else f"{draft}: $\\tau$ {tau.estimate:.2f}"
-        axes.plot(positions, [b.estimate for b in beta], marker="o", color=colour, label=label)
-        lows, highs = [b.low for b in beta], [b.high for b in beta]
-        axes.fill_between(positions, lows, highs, color=colour, alpha=0.2, linewidth=0)
-    num_prompts = max(figures.num_prompts for figures in drafts.values())
-    axes.set_title(f"{name} ({num_prompts} prompts)", fontsize=9, loc="left")
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("drafted position")
-    axes.set_xticks(range(1, 1 + max(len(f.acceptance_rate_per_position) for f in drafts.values())))
-    axes.legend()
-
-
-TRAINED, JUDGED = "#9fb3c8", COLOURS[0]
-
-
-def plot_training(
-    steps: Sequence[StepMetrics],
-    alphas: Mapping[int, float],
-    speedups: Mapping[int, float],
-    paths: Sequence[Path],
-) -> None:
-    with picture(paths, width=9.0, height=3.4) as figure:
-        left, right = figure.subplots(1, 2)
-        _draw_acceptance(left, steps, alphas)
-        right.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
-        right.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
-        right.set_ylabel("predicted speedup over plain decoding")
-        if not speedups:
-            right.annotate("no cost table", (0.5, 0.5), xycoords="axes fraction", ha="center")
-        for axes in (left, right):
-            axes.set_xlabel("optimiser steps")
-
-
-def _draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
-    known = {
-        step.step: step.acceptance_probability
-        for step in steps
-        if step.acceptance_probability is not None
-    }
-    axes.plot(list(known), list(known.values()), color=TRAINED, linewidth=1, label="training texts")
-    axes.plot(list(alphas), list(alphas.values()), "o-", color=JUDGED, label="held-out prompts")
-    axes.set_ylabel("acceptance probability (alpha)")
-    axes.set_ylim(0, 1)
-    axes.legend(loc="lower right")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -35,18 +35,11 @@ from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.methods.eagle3 import Eagle3Method
 from forerun.align.methods.medusa import MedusaMethod
 from forerun.align.objectives import OBJECTIVES, Objective
-from forerun.align.report import (
-    AlignReport,
-    DataSummary,
-    JudgedPair,
-    card_of,
-    draw,
-    find_finished,
-)
+from forerun.align.report import AlignReport, DataSummary, JudgedPair, card_of, find_finished
 from forerun.align.samples import Packing, Sample
 from forerun.align.selection import DraftSelector
 from forerun.align.serving import describe_pair, export_draft
-from forerun.align.target import ProcessShare, choose_faster_dtype
+from forerun.align.target import choose_faster_dtype
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import Teacher, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
@@ -58,20 +51,20 @@ from forerun.align.trainer import (
     make_accelerator,
 )
 from forerun.align.workspace import (
-    MetricsLog,
     Phases,
     StepMetrics,
     Workspace,
-    check_hashes,
+    append_line,
     exclusive_access,
     lock_for,
+    read_lines,
+    write_lines,
 )
 from forerun.engine.engine import Engine
 from forerun.measure.judge import Judge
 from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.draft_card import write_card
 from forerun.models.load import choose_device, choose_dtype
-from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
 
@@ -105,8 +98,7 @@ def align(
     """
     objective = objective or OBJECTIVES[config.objective_name]
     run = Run.open(config, objective, console or Console(stderr=True))
-    tokenizer = ModelFiles.find(config.target).tokenizer
-    prompts = read_prompt_split(config.data, tokenizer)
+    prompts = read_prompt_split(config.data, run.target.tokenizer)
     if run.is_main:
         warn_of_few_prompts(prompts)
     identity = run.identify(prompts)
@@ -114,40 +106,40 @@ def align(
     finished = find_finished(run.workspace, identity, predicted=costs is not None)
     if finished is not None:
         return run.repeat(finished) if run.is_main else None
-    with run.lock():
-        return _run_phases(run, prompts, tokenizer, identity, costs)
+    root = run.workspace.root
+    lock = exclusive_access(lock_for(root / "alignment"), root) if run.is_main else nullcontext()
+    with lock:
+        return _run_phases(run, prompts, identity, costs)
 
 
 def _run_phases(
-    run: Run,
-    prompts: PromptSplit,
-    tokenizer: Tokenizer,
-    identity: Mapping[str, str],
-    costs: CostsOf | None,
+    run: Run, prompts: PromptSplit, identity: Mapping[str, str], costs: CostsOf | None
 ) -> AlignReport | None:
-    method = METHODS[run.config.method](configure_method(run.config))
+    config, target = run.config, run.target
+    method = METHODS[config.method](configure_method(config, target))
     method.load()
-    engine = run.load_engine() if run.is_main else None
+    engine = None
+    if run.is_main:
+        engine = Engine.load(
+            target, dtype=config.dtype, device=config.device, config=config.sized_engine
+        )
+        claim_folder(settings_of(config), run.workspace, identity, run.dtypes)
     texts = TrainingTexts(
-        data=run.config.data,
-        sampling=run.config.sampling,
+        data=config.data,
+        sampling=config.sampling,
         prompts=prompts,
-        target=engine,
-        target_name=run.config.target,
-        target_hash=identity["target"],
-        tokenizer=tokenizer,
+        target=target,
+        engine=engine,
         folder=run.workspace.responses,
     )
-    run.claim(identity)
     samples = run.write_texts(texts)
     method.start(samples)
     trainer = run.make_trainer(method, identity)
     run.snapshot(method, trainer, 0)
-    selector = None
-    if engine is not None:
-        selector = run.make_selector(engine, prompts, identity["target"], costs)
-    packing = run.pack(texts, samples)
-    trainer.teacher = run.make_teacher(packing, engine, method.layers, identity["target"])
+    selector = None if engine is None else run.make_selector(engine, prompts, costs)
+    training = config.training
+    packing = Packing(texts.mixed(samples), window=training.window, seed=training.training_seed)
+    trainer.teacher = run.make_teacher(packing, engine, method.layers)
     run.train(trainer, method, packing, selector)
     if selector is None:
         return None
@@ -160,14 +152,22 @@ def _run_phases(
         num_cut_responses=texts.num_cut,
     )
     report = run.report(selector, summary, identity, costs)
-    run.hand_over(report, data_hash(packing.samples))
+    card = card_of(
+        report,
+        target=target,
+        settings=settings_of(config),
+        data=data_hash(packing.samples),
+    )
+    write_card(card, run.workspace.draft)
+    run.export(report)
+    report.write(run.workspace.report)
     return report
 
 
-def configure_method(config: AlignConfig) -> MethodConfig:
+def configure_method(config: AlignConfig, target: ModelFiles) -> MethodConfig:
     """Return what a method needs of the settings of an alignment."""
     return MethodConfig(
-        target=config.target,
+        target=target,
         draft=config.draft,
         init=config.init,
         seed=config.training.training_seed,
@@ -188,6 +188,7 @@ class Run:
     """
 
     config: AlignConfig
+    target: ModelFiles
     objective: Objective
     accelerator: Accelerator
     dtypes: Mapping[str, str]
@@ -199,10 +200,13 @@ class Run:
     def open(cls, config: AlignConfig, objective: Objective, console: Console) -> Run:
         """Connect the processes of a run."""
         workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
-        state = connect_processes(config.device)
-        dtypes = from_main(state, lambda: _stored_dtypes(workspace) or _measure_dtypes(config))
+        state, target = connect_processes(config.device), ModelFiles.open(config.target)
+        dtypes = from_main(
+            state, lambda: _stored_dtypes(workspace) or _measure_dtypes(config, target)
+        )
         return cls(
             config=config,
+            target=target,
             objective=objective,
             accelerator=make_accelerator(config.device, dtypes["training"]),
             dtypes=dtypes,
@@ -225,7 +229,7 @@ class Run:
     def identify(self, prompts: PromptSplit) -> dict[str, str]:
         def hash_target() -> str:
             with self.phases.waiting("hashing", "hashing the weights of the target"):
-                return content_hash(self.config.target)
+                return self.target.content_hash
 
         target_hash = from_main(self.accelerator, hash_target)
         identity = identity_of(self.config, prompts, target_hash)
@@ -233,43 +237,18 @@ class Run:
             identity["objective.objective"] = self.objective.name
         return identity
 
-    def lock(self) -> AbstractContextManager[None]:
-        root = self.workspace.root
-        if not self.is_main:
-            return nullcontext()
-        return exclusive_access(lock_for(root / "alignment"), root)
-
-    def claim(self, identity: Mapping[str, str]) -> None:
-        if self.is_main:
-            claim_folder(settings_of(self.config), self.workspace, identity, self.dtypes)
-
-    def load_engine(self) -> Engine:
-        config = self.config
-        return Engine.load(
-            config.target, dtype=config.dtype, device=config.device, config=config.sized_engine
-        )
-
     def write_texts(self, texts: TrainingTexts) -> list[Sample]:
         def make() -> list[Sample]:
             with self.phases.bar("responses", "responses") as on_progress:
-                return texts.steady(on_progress)
+                return texts.read(on_progress)
 
         return from_main(self.accelerator, make)
 
-    def pack(self, texts: TrainingTexts, samples: list[Sample]) -> Packing:
-        training = self.config.training
-        mixed = texts.mixed(samples)
-        return Packing(mixed, window=training.window, seed=training.training_seed)
-
     def make_teacher(
-        self,
-        packing: Packing,
-        engine: Engine | None,
-        layers: tuple[int, ...] | None,
-        target_hash: str,
+        self, packing: Packing, engine: Engine | None, layers: tuple[int, ...] | None
     ) -> Teacher | None:
         """Return the teacher, whose cache is filled by all processes together."""
-        config = self.config
+        config, accelerator = self.config, self.accelerator
         if not self.objective.needs_teacher:
             return None
         num_rows = packing.num_learned
@@ -277,8 +256,7 @@ class Run:
             num_rows = sum(len(sample.token_ids) for sample in packing.samples)
         with self.phases.bar("teacher", "the target's distributions") as on_progress:
             source = TeacherSource(
-                target=config.target,
-                target_hash=target_hash,
+                target=self.target,
                 sampling=config.sampling,
                 cache_dir=self.workspace.cache,
                 device=config.device,
@@ -286,11 +264,8 @@ class Run:
                 computed=getattr(torch, self.dtypes["target"]),
                 runs=None if engine is None else engine.target,
                 on_progress=on_progress,
-                share=ProcessShare(
-                    index=self.accelerator.process_index,
-                    number=self.accelerator.num_processes,
-                    wait=self.accelerator.wait_for_everyone,
-                ),
+                process=(accelerator.process_index, accelerator.num_processes),
+                wait=accelerator.wait_for_everyone,
             )
             teacher = make_teacher(config.teacher, source, num_rows, layers)
             teacher.prepare(packing.samples)
@@ -310,21 +285,16 @@ class Run:
         return trainer
 
     def make_selector(
-        self, engine: Engine, prompts: PromptSplit, target_hash: str, costs: CostsOf | None
+        self, engine: Engine, prompts: PromptSplit, costs: CostsOf | None
     ) -> DraftSelector:
         """Return what judges drafts, after it has judged those that were left without."""
-        config, first = self.config, self.workspace.snapshot(0)
-
-        def costs_at(temperature: float) -> CostTable | None:
-            return None if costs is None else costs(first, temperature, target_hash)
-
-        temperature = config.sampling.temperature
+        config = self.config
         judge = Judge(
             engine=engine,
             prompts=prompts.to_judge,
             params=config.sampling,
             num_speculative_tokens=config.evaluation.num_speculative_tokens,
-            costs=costs_at(temperature),
+            costs=self._costs_at(config.sampling.temperature, costs),
             seed=config.training.training_seed,
         )
         selector = DraftSelector(self.workspace, judge, config.evaluation.max_prompts)
@@ -332,6 +302,10 @@ class Run:
             if self.workspace.snapshot(step).exists():
                 self._judge(selector, step)
         return selector
+
+    def _costs_at(self, temperature: float, costs: CostsOf | None) -> CostTable | None:
+        first = self.workspace.snapshot(0)
+        return None if costs is None else costs(first, temperature, self.target.content_hash)
 
     def _judge(self, selector: DraftSelector, step: int) -> None:
         with self.phases.waiting("judging", f"judging step {step}"):
@@ -341,26 +315,27 @@ class Run:
         self, trainer: Trainer, method: Method, packing: Packing, selector: DraftSelector | None
     ) -> None:
         """Train from judgement to judgement, logging the metrics of every step."""
-        log = MetricsLog(self.workspace.metrics, self.workspace.root / "tensorboard")
-        with log.open_at(trainer.step) if self.is_main else nullcontext():
-            for until in self.schedule[1:]:
-                if trainer.step > until:
-                    continue
-                speedup = None if selector is None else selector.latest.predicted_speedup
-                with self.phases.training(self.schedule[-1], trainer.step, speedup) as show:
+        path, means = self.workspace.metrics, dict[str, float]()
+        if self.is_main:  # a resumed run trains some steps again
+            rows = read_lines(path, StepMetrics)
+            write_lines(path, (row for row in rows if row.step <= trainer.step))
+        for until in self.schedule[1:]:
+            if trainer.step > until:
+                continue
+            with self.phases.bar("training", "training step") as show:
 
-                    def on_step(
-                        metrics: StepMetrics, show: Callable[[StepMetrics], None] = show
-                    ) -> None:
-                        if self.is_main:
-                            log.append(metrics)
-                        show(metrics)
+                def on_step(metrics: StepMetrics, show: Callable[..., None] = show) -> None:
+                    if self.is_main:
+                        append_line(path, metrics)
+                    figures = _smooth(means, metrics)
+                    show(metrics.step, self.schedule[-1], figures + _in_words(selector))
 
-                    trainer.run(packing, until, on_step)
-                self.snapshot(method, trainer, until)
-                if selector is not None:
-                    self._judge(selector, until)
-                self.accelerator.wait_for_everyone()
+                show(trainer.step, self.schedule[-1])
+                trainer.run(packing, until, on_step)
+            self.snapshot(method, trainer, until)
+            if selector is not None:
+                self._judge(selector, until)
+            self.accelerator.wait_for_everyone()
 
     def snapshot(self, method: Method, trainer: Trainer, step: int) -> None:
         """Save the draft after a step; all processes must call this."""
@@ -379,14 +354,12 @@ class Run:
     ) -> AlignReport:
         """Judge the first and the kept draft on all held-out prompts."""
         workspace = self.workspace
-        first, target_hash = workspace.snapshot(0), identity["target"]
+        first = workspace.snapshot(0)
         temperatures = {*self.config.evaluation.temperatures} - {self.config.sampling.temperature}
         judges = [selector.judge]
         for temperature in sorted(temperatures):
-            known = None if costs is None else costs(first, temperature, target_hash)
-            judges.append(selector.judge.at(temperature, known))
+            judges.append(selector.judge.at(temperature, self._costs_at(temperature, costs)))
         with self.phases.waiting("judging", "judging on all held-out prompts"):
-            check_hashes(first)
             judged = tuple(
                 JudgedPair(
                     before=judge.judge(first, name="before"),
@@ -394,7 +367,7 @@ class Run:
                 )
                 for judge in judges
             )
-        hashes = {"target": target_hash, "draft": content_hash(str(workspace.draft))}
+        hashes = {"target": self.target.content_hash, "draft": content_hash(str(workspace.draft))}
         return AlignReport(
             draft=workspace.draft,
             objective=self.objective.name,
@@ -407,22 +380,12 @@ class Run:
             identity=identity,
         )
 
-    def hand_over(self, report: AlignReport, data: str) -> None:
-        """Write the model card, the serving files, the plots, and the report last."""
-        card = card_of(
-            report, target=self.config.target, settings=settings_of(self.config), data=data
-        )
-        write_card(card, self.workspace.draft)
-        self.export(report)
-        draw(self.workspace, report)
-        report.write(self.workspace.report)
-
     def export(self, report: AlignReport) -> None:
         """Write the settings that serve the draft."""
         config, most = self.config, self.config.evaluation.num_speculative_tokens
         k = most if report.best_k is None else report.best_k
         draft = self.workspace.draft
-        serving = describe_pair(config.target, draft, k, config.sampling, config.method)
+        serving = describe_pair(self.target, draft, k, config.sampling, config.method)
         export_draft(config.export, serving)
         if not serving.speculates:
             logger.warning(
@@ -455,10 +418,31 @@ def _stored_dtypes(workspace: Workspace) -> dict[str, str] | None:
     return stored if all(stored[name] in known[name] for name in known) else None
 
 
-def _measure_dtypes(config: AlignConfig) -> dict[str, str]:
-    stored = choose_dtype(config.dtype, ModelFiles.open(config.target))
+def _measure_dtypes(config: AlignConfig, target: ModelFiles) -> dict[str, str]:
+    stored = choose_dtype(config.dtype, target)
     computed = choose_faster_dtype(stored, choose_device(config.device).type)
     return {
         "training": choose_precision(config.device),
         "target": str(computed).removeprefix("torch."),
     }
+
+
+MEMORY = 0.9
+"""Weight of earlier steps in the running means that are shown."""
+
+
+def _smooth(means: dict[str, float], metrics: StepMetrics) -> str:
+    """Update the running means of loss and alpha, and return them as text."""
+    for name, value in (("loss", metrics.loss), ("alpha", metrics.acceptance_probability)):
+        if value is not None:
+            means[name] = MEMORY * means.get(name, value) + (1 - MEMORY) * value
+    return "  ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+
+
+def _in_words(selector: DraftSelector | None) -> str:
+    speedup = None if selector is None else selector.latest.predicted_speedup
+    if speedup is None:
+        return ""
+    if speedup < 1.0:
+        return f"  plain decoding is faster (speedup {speedup:.2f}x)"
+    return f"  predicted speedup {speedup:.2f}x"

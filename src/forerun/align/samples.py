@@ -28,8 +28,8 @@ class Sample:
 
     Attributes:
         spans: half-open ranges of indices into `token_ids` that are learned, ascending: responses,
-            several in a conversation of several turns, single positions where rejections are
-            replayed. Index 0 can never be predicted, so spans begin at 1 or later.
+            several in a conversation of several turns. Index 0 can never be predicted, so spans
+            begin at 1 or later.
     """
 
     prompt_hash: str
@@ -179,7 +179,6 @@ class PromptRecord:
     prompt_hash: str
     tag: str
     where: str
-    messages: tuple[Message, ...] = ()
     brought: tuple[Sample, ...] = ()
 
 
@@ -243,7 +242,6 @@ def build_record(
         prompt_hash=own_hash,
         tag=entry.tag,
         where=entry.where,
-        messages=asked,
         brought=() if text is None else (build_fixed_sample(text, own_hash, entry.tag),),
     )
 

@@ -6,13 +6,7 @@ import shutil
 import time
 from dataclasses import dataclass
 
-from forerun.align.workspace import (
-    HASHES,
-    Workspace,
-    check_hashes,
-    read_lines,
-    write_lines,
-)
+from forerun.align.workspace import Workspace, read_lines, write_lines
 from forerun.atomic_write import atomic_folder
 from forerun.measure.judge import DraftFigures, Judge
 
@@ -62,16 +56,13 @@ class DraftSelector:
         """Judge the snapshot of a step, and keep its draft if it is the best so far."""
         snapshot = self.workspace.snapshot(step)
         if step not in self.judgements:
-            check_hashes(snapshot)
             started_s = time.monotonic()
             figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
             self.judgements[step] = build_judgement(step, figures, time.monotonic() - started_s)
             write_lines(self.workspace.judgements, self.judgements.values())
         if self.best.step == step:
-            check_hashes(snapshot)
             with atomic_folder(self.workspace.draft) as scratch:
-                ignored = shutil.ignore_patterns(HASHES)
-                shutil.copytree(snapshot, scratch, ignore=ignored, dirs_exist_ok=True)
+                shutil.copytree(snapshot, scratch, dirs_exist_ok=True)
         return self.judgements[step]
 
 

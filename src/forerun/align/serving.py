@@ -1,9 +1,9 @@
-"""Files that serve a draft or a head in transformers, vLLM and SGLang.
+"""Files that serve a draft or a head in vLLM and SGLang.
 
-The options were read in transformers 5.23, vLLM 0.32 and the SGLang documentation of 2026; the
-first two were run. At a temperature above 0 each engine drafts by its own rule, which decides how
-many tokens are accepted, so the notes name the rule. A pair whose draft was not found to pay gets
-the settings of decoding without a draft. transformers has no drafting with heads.
+The options were read in vLLM 0.32, which was run, and the SGLang documentation of 2026. At a
+temperature above 0 each engine drafts by its own rule, which decides how many tokens are accepted,
+so the notes name the rule. A pair whose draft was not found to pay gets the settings of decoding
+without a draft.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ from forerun.bounded_read import expand_home
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidRequest
-from forerun.models.checkpoint import ModelFiles, read_object
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
 
-ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
-    {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-)
-"""Settings for the draft's generation_config.json that make transformers draft K tokens at every
-step. By default it drafts 20 and stops early where the draft's confidence is low."""
 SERVING_FOLDER = "serving"
 RAW_FOLDER = "sglang"
 """Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
@@ -71,49 +66,8 @@ class EngineSettings:
     engine: str
     settings: Mapping[str, Any]
     command: str
-    language: str
     notes: tuple[str, ...]
     source: str
-
-
-def _for_transformers(serving: Serving) -> EngineSettings:
-    """Return transformers' settings for assisted generation; K is stored in the draft's folder."""
-    sampling = serving.sampling
-    generate: dict[str, Any] = {"do_sample": not sampling.greedy}
-    if not sampling.greedy:
-        generate |= {
-            "temperature": sampling.temperature,
-            "top_k": max(sampling.top_k, 0),
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
-        }
-    settings: dict[str, Any] = {"generate": generate}
-    lines = [
-        "from transformers import AutoModelForCausalLM",
-        f"target = AutoModelForCausalLM.from_pretrained({serving.target!r})",
-    ]
-    arguments = [f"{name}={value!r}" for name, value in generate.items()]
-    notes: tuple[str, ...] = ()
-    if serving.speculates:
-        settings |= {
-            "assistant_model": str(serving.draft),
-            "assistant_generation_config": assistant_settings(serving),
-        }
-        lines.append(f"draft = AutoModelForCausalLM.from_pretrained({str(serving.draft)!r})")
-        arguments.insert(0, "assistant_model=draft")
-        notes = (
-            "transformers decodes one sequence at a time with a draft.",
-            "The draft samples under the same settings as the target: a token is accepted with the "
-            "probability sum of min(target, draft).",
-        )
-    return EngineSettings(
-        engine="hf",
-        settings=settings,
-        command="\n".join([*lines, f"target.generate(**inputs, {', '.join(arguments)})"]),
-        language="python",
-        notes=notes,
-        source="https://huggingface.co/docs/transformers/assisted_decoding",
-    )
 
 
 def _for_vllm(serving: Serving) -> EngineSettings:
@@ -151,7 +105,6 @@ def _for_vllm(serving: Serving) -> EngineSettings:
         engine="vllm",
         settings=settings,
         command=shell_command(pattern, target=serving.target, speculative=speculative),
-        language="bash",
         notes=notes if serving.speculates or serving.method != "draft_model" else (),
         source=f"https://docs.vllm.ai/en/latest/features/speculative_decoding/{page}",
     )
@@ -183,17 +136,16 @@ def _for_sglang(serving: Serving) -> EngineSettings:
         engine="sglang",
         settings=settings,
         command=shell_command(pattern, **settings),
-        language="bash",
         notes=notes if serving.speculates or serving.method != "draft_model" else (),
         source="https://docs.sglang.io/docs/advanced_features/speculative_decoding",
     )
 
 
 ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType(
-    {"hf": _for_transformers, "vllm": _for_vllm, "sglang": _for_sglang}
+    {"vllm": _for_vllm, "sglang": _for_sglang}
 )
 SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
-    {"draft_model": ("hf", "vllm", "sglang"), "eagle3": ("vllm", "sglang"), "medusa": ("vllm",)}
+    {"draft_model": ("vllm", "sglang"), "eagle3": ("vllm", "sglang"), "medusa": ("vllm",)}
 )
 """Engines that draft with each method."""
 
@@ -202,10 +154,6 @@ def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettin
     """Return the settings of each engine that supports the method; others are left out."""
     known = [engine for engine in dict.fromkeys(engines) if engine in SUPPORTED[serving.method]]
     return [ENGINES[engine](serving) for engine in known]
-
-
-def assistant_settings(serving: Serving) -> dict[str, Any]:
-    return {"num_assistant_tokens": serving.num_speculative_tokens, **ASSISTANT_SETTINGS}
 
 
 def _cpu_note(serving: Serving) -> tuple[str, ...]:
@@ -236,7 +184,7 @@ def write_forms(engines: Sequence[str], serving: Serving) -> None:
         head = read_eagle3_head(serving.draft).bfloat16()
         write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)
     if serving.method == "medusa" and "vllm" in engines:
-        output = read_head(serving.target, torch.bfloat16).weight
+        output = read_head(ModelFiles.open(serving.target), torch.bfloat16).weight
         write_medusa_vllm(
             read_medusa(serving.draft, vocab_size=len(output)).bfloat16(),
             folder / VLLM_FOLDER,
@@ -254,13 +202,14 @@ DRAFT_PAYS_NOT = (
 
 
 def describe_pair(
-    target: str,
+    source: str | ModelFiles,
     draft: Path,
     num_speculative_tokens: int,
     sampling: SamplingParams,
     method: Method = "draft_model",
 ) -> Serving:
-    files = ModelFiles.open(target)
+    files = ModelFiles.open(source)
+    target = files.name
     sizes = files.sizes
     # A head's context and tokens are the target's.
     draft_sizes = ModelFiles.open(draft).sizes if method == "draft_model" else sizes
@@ -296,8 +245,6 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
     shown = replace(serving, target=target, draft=Path(".."))
     chosen = engines_of((*engines, *earlier), shown)
     written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
-    if any(one.engine == "hf" for one in chosen):
-        written.append(_write_generation_config(serving))
     write_forms([one.engine for one in chosen], serving)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
@@ -305,15 +252,6 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
             "\n".join(page_lines(shown, serving.draft.name, chosen)) + "\n", encoding="utf-8"
         )
     return (*written, page)
-
-
-def _write_generation_config(serving: Serving) -> Path:
-    """Write K for transformers to generation_config.json, or remove it if the draft is not used."""
-    path = serving.draft / "generation_config.json"
-    settings = dict(read_object(path)) if path.exists() else {}
-    for name in ("num_assistant_tokens", *ASSISTANT_SETTINGS):
-        settings.pop(name, None)
-    return write_json(path, settings | (assistant_settings(serving) if serving.speculates else {}))
 
 
 def page_lines(serving: Serving, name: str, chosen: Sequence[EngineSettings]) -> Iterator[str]:
@@ -340,15 +278,13 @@ def page_lines(serving: Serving, name: str, chosen: Sequence[EngineSettings]) ->
         "The paths here and in the files beside this page are relative to the folder of this page: "
         "run the commands in it. After moving the target alone or the draft alone, replace them."
     )
-    yield from section("forerun", "bash", command, (), "`forerun info` for the draft's figures")
+    yield from section("forerun", command, (), "`forerun info` for the draft's figures")
     for one in chosen:
-        yield from section(one.engine, one.language, one.command, one.notes, one.source)
+        yield from section(one.engine, one.command, one.notes, one.source)
 
 
-def section(
-    title: str, language: str, command: str, notes: Sequence[str], source: str
-) -> Iterator[str]:
-    yield from ("", f"## {title}", "", f"```{language}", command, "```", "")
+def section(title: str, command: str, notes: Sequence[str], source: str) -> Iterator[str]:
+    yield from ("", f"## {title}", "", "```bash", command, "```", "")
     for note in notes:
         yield f"- {note}"
     yield f"- See {source}."

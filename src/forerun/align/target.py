@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,25 +23,6 @@ from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
 from forerun.models.tensor_files import tensor_reader
-
-Part = TypeVar("Part")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessShare:
-    """One of several processes that together fill a cache on a shared disk."""
-
-    index: int = 0
-    number: int = 1
-    wait: Callable[[], None] = lambda: None
-
-    def of(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts of this process."""
-        return parts[self.index :: self.number]
-
-
-ALONE = ProcessShare()
-"""A single process, which waits for no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -218,12 +199,11 @@ def _make_head(weight: Tensor, bias: Tensor | None, settings: Mapping[str, Any])
 OUTPUT, EMBEDDING = "lm_head", "model.embed_tokens"
 
 
-def read_head(source: str | Path, dtype: torch.dtype) -> TargetHead:
+def read_head(files: ModelFiles, dtype: torch.dtype) -> TargetHead:
     """Read the output layer of a target alone, on the CPU.
 
     Where the files use other names than most families, the whole target is loaded for it.
     """
-    files = ModelFiles.open(source)
     if MODULE_NAMES[files.sizes.name].embedding != EMBEDDING:
         return adopt_target(read_weights(files, dtype)).head
     names = files.weights.shapes
@@ -283,7 +263,7 @@ def choose_faster_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 
 def load_target(
-    source: str | Path,
+    source: str | Path | ModelFiles,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -302,7 +282,7 @@ def load_target(
     available = available_bytes(chosen_device)
     if needed > available:
         raise NotEnoughMemory(
-            f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
+            f"{files.name} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
             "available; give another --device, or a smaller target"
         )
     return adopt_target(read_weights(files, chosen_dtype).to(chosen_device, scored))

@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,15 +26,7 @@ from torch import Tensor
 
 from forerun.align.config import TeacherConfig
 from forerun.align.samples import PackedBatch, Sample
-from forerun.align.target import (
-    ALONE,
-    EngineTarget,
-    ProcessShare,
-    TargetHead,
-    TargetModel,
-    load_target,
-    read_head,
-)
+from forerun.align.target import EngineTarget, TargetHead, TargetModel, load_target, read_head
 from forerun.align.workspace import OnProgress
 from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, write_cached
@@ -61,15 +53,15 @@ class TeacherSource:
     """The target, its deployment settings, and the devices and folder available to a teacher.
 
     Attributes:
-        share: this process's part of filling a cache. With several processes all must then prepare
-            the teacher together; or one fills it first, alone, and the others find it filled.
+        process: number of this process, and of all that together fill a cache on a shared disk.
+            All must then prepare the teacher; or one fills it first, alone.
+        wait: returns when all processes have called it.
         computed: type of the target's products; None: that of its weights.
         runs: the target in an engine of this process that is idle, which then scores texts.
         on_progress: called after every pass with the learned rows done, of this process's share.
     """
 
-    target: str | Path
-    target_hash: str
+    target: ModelFiles
     sampling: SamplingParams
     cache_dir: Path
     device: str = "auto"
@@ -77,7 +69,8 @@ class TeacherSource:
     computed: torch.dtype | None = None
     runs: LanguageModel | None = None
     on_progress: OnProgress = lambda num_done, num_all: None
-    share: ProcessShare = ALONE
+    process: tuple[int, int] = (0, 1)
+    wait: Callable[[], None] = lambda: None
 
     def load(self) -> TargetModel:
         return load_target(
@@ -93,7 +86,7 @@ class TeacherSource:
         """Return the target that scores these samples fastest."""
         runs = self.runs
         longest = max(len(sample.token_ids) for sample in samples)
-        if self.share.number > 1 or not isinstance(runs, NativeModel) or longest > runs.max_context:
+        if self.process[1] > 1 or not isinstance(runs, NativeModel) or longest > runs.max_context:
             return self.load()
         return EngineTarget(model=runs, load_head=self.read_head)
 
@@ -105,19 +98,7 @@ class TeacherSource:
     @cached_property
     def state_dtype(self) -> torch.dtype:
         """Type of cached states: that of the target, in whichever type it is scored."""
-        return choose_dtype(self.dtype, ModelFiles.open(self.target))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSizes:
-    """Disk space of a cache."""
-
-    what: str
-    row_bytes: int
-
-    def total_bytes(self, num_rows: int) -> int:
-        """Return the bytes of the given number of rows."""
-        return num_rows * self.row_bytes
+        return choose_dtype(self.dtype, self.target)
 
 
 def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
@@ -158,9 +139,21 @@ def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
     return PackedBatch(ids=ids, positions=positions, samples=owners, predicts=predicts)
 
 
-Columns = Mapping[str, Tensor]
+def sample_runs(
+    batch: PackedBatch, samples: Sequence[Sample]
+) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
+    """Yield sample and rows among its learned places, for every run of learned places."""
+    predicts = batch.predicts.cpu()
+    owners, counts = torch.unique_consecutive(batch.samples.cpu()[predicts], return_counts=True)
+    positions = torch.split(batch.positions.cpu()[predicts], counts.tolist())
+    for index, places in zip(owners.tolist(), positions, strict=True):
+        yield index, torch.searchsorted(learned_places(samples[index]), places)
+
+
+WHAT = {"hidden": "last hidden states", "features": "features and last hidden states"}
+"""What a kind of cache holds, in words."""
 Target = TargetModel | EngineTarget
-MakeColumns = Callable[[Target, Sample, Float[Tensor, "rows states hidden"]], Columns]
+MakeColumns = Callable[[Target, Float[Tensor, "rows states hidden"]], Mapping[str, Tensor]]
 """Returns what is cached of a sample, from the target's states at the rows that are learned."""
 
 
@@ -170,7 +163,8 @@ class TargetCache:
     Args:
         kind: first part of the folder's name.
         settings: settings that decide the content, beside target, tokenizer, template and text.
-        layers: layers of the target whose inputs are cached beside the last hidden states.
+        layers: layers of the target whose inputs are cached beside the last hidden states; None for
+            a draft model.
     """
 
     def __init__(
@@ -178,22 +172,22 @@ class TargetCache:
         source: TeacherSource,
         config: TeacherConfig,
         kind: str,
-        settings: Mapping[str, str | int | float],
-        sizes: RowSizes,
-        layers: tuple[int, ...] = (),
+        settings: Mapping[str, str],
+        row_bytes: int,
+        layers: tuple[int, ...] | None = None,
     ) -> None:
-        files = ModelFiles.open(source.target)
         identity = {
             "format": FORMAT,
             "kind": kind,
-            "target_hash": source.target_hash,
-            "tokenizer_hash": files.tokenizer_hash,
-            "template_hash": files.template_hash,
+            "target_hash": source.target.content_hash,
+            "tokenizer_hash": source.target.tokenizer_hash,
+            "template_hash": source.target.template_hash,
             "settings": settings,
         }
         self.source = source
+        self.kind = kind
         self.max_bytes = config.max_cache_bytes
-        self.sizes = sizes
+        self.row_bytes = row_bytes
         self.layers = layers
         self.description = json.dumps(identity, sort_keys=True, indent=1) + "\n"
         self.folder = source.cache_dir / f"{kind}-{hash_of(self.description.encode())}"
@@ -212,6 +206,13 @@ class TargetCache:
                 "computed again"
             ) from error
 
+    def read_runs(
+        self, batch: PackedBatch, samples: Sequence[Sample]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the cached tensors of every run of learned places, in the order of the batch."""
+        for index, rows in sample_runs(batch, samples):
+            yield {name: part[rows] for name, part in self.read(samples[index]).items()}
+
     def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> Target | None:
         """Compute what is missing; returns the target if it was loaded.
 
@@ -221,21 +222,15 @@ class TargetCache:
         missing = self._missing(samples)
         if missing:
             self._check_room(sum(sample.num_learned for sample in missing))
-        self.source.share.wait()  # no process writes before all have listed what is missing
+        self.source.wait()  # no process writes before all have listed what is missing
         if not missing:
             return None
         target = self.source.scorer(missing)
         target.check(missing)
         self._run(target, missing, make_columns)
-        self.source.share.wait()
+        self.source.wait()
         self._list_files()
         return target
-
-    def head(self, target: Target | None) -> TargetHead:
-        """Return the target's output layer (LM head): that of the loaded target, or read alone."""
-        if target is None:
-            return self.source.read_head()
-        return target.head.to(self.source.probs_device, self.source.computed)
 
     def _list_files(self) -> None:
         files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
@@ -243,12 +238,6 @@ class TargetCache:
 
     def _missing(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples without an undamaged file, each once, after reading all files."""
-        description = self.folder / DESCRIPTION
-        if description.exists() and description.read_text(encoding="utf-8") != self.description:
-            raise InvalidCache(
-                f"{self.folder} is the cache of another target, tokenizer, template or setting "
-                f"(see {DESCRIPTION} in it); delete the folder, or name another one for caches"
-            )
         self._list_files()
         missing = []
         for key, sample in {hash_sample(sample): sample for sample in samples}.items():
@@ -264,69 +253,60 @@ class TargetCache:
 
     def _check_room(self, num_rows: int) -> None:
         """Log the size of the rows to write, and refuse more than the disk has room for."""
-        sizes = self.sizes
-        needed, allowed = sizes.total_bytes(num_rows), allowed_bytes(self.folder, self.max_bytes)
+        needed, allowed = num_rows * self.row_bytes, allowed_bytes(self.folder, self.max_bytes)
+        what = f"{WHAT.get(self.kind, self.kind)} of {num_rows:,} positions"
         preparation.info(
-            "caching %s of %s positions in %s: %s (%s each), %s may be taken",
-            sizes.what,
-            f"{num_rows:,}",
+            "caching %s in %s: %s (%s each), %s may be taken",
+            what,
             self.folder,
             readable(needed),
-            readable(sizes.row_bytes),
+            readable(self.row_bytes),
             readable(allowed),
         )
         if needed > allowed:
             raise CacheTooLarge(
-                f"{sizes.what} of {num_rows:,} positions take {readable(needed)}, "
-                f"{readable(allowed)} may be taken in {self.folder}: use fewer prompts, another "
-                "folder, a higher limit, or the teacher that reruns the target (model)"
+                f"{what} take {readable(needed)}, {readable(allowed)} may be taken in "
+                f"{self.folder}: use fewer prompts, another folder, a higher limit, or the teacher "
+                "that reruns the target (model)"
             )
 
     def _run(self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns) -> None:
-        parts = self.source.share.of([*passes(samples, MAX_TOKENS)])
+        index, number = self.source.process
+        parts = [*passes(samples, MAX_TOKENS)][index::number]
         num_rows = sum(samples[index].num_learned for part in parts for index in part)
         num_done = 0
         for part in parts:
             batch = one_per_row(samples, part)
-            states = target.states(batch, self.layers)
+            states = target.states(batch, self.layers or ())
             for row, index in enumerate(part):
-                own = states[row, learned_places(samples[index]).to(states.device)]
-                if not bool(own.isfinite().all()):
+                learned = states[row, learned_places(samples[index]).to(states.device)]
+                if not bool(learned.isfinite().all()):
                     raise NumericalError(
                         "the target's hidden states are not finite in a response to the prompt "
                         f"{samples[index].prompt_hash}; load it in bf16 or fp32"
                     )
-                self._write(samples[index], make_columns(target, samples[index], own))
-                num_done += len(own)
+                self._write(samples[index], make_columns(target, learned))
+                num_done += len(learned)
             self.source.on_progress(num_done, num_rows)
 
-    def _write(self, sample: Sample, columns: Columns) -> None:
+    def _write(self, sample: Sample, columns: Mapping[str, Tensor]) -> None:
         content = save({name: column.cpu().contiguous() for name, column in columns.items()})
-        description = self.folder / DESCRIPTION
-        with full_disk_named(self.folder):
+        description, stem = self.folder / DESCRIPTION, f"{ROWS}-{hash_sample(sample)}"
+        try:
             if not description.exists():
                 with atomic_write(description) as scratch:
                     scratch.write_text(self.description, encoding="utf-8")
-            write_cached(
-                self.folder, f"{ROWS}-{hash_sample(sample)}", SUFFIX, content, durable=False
-            )
+            write_cached(self.folder, stem, SUFFIX, content, durable=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CacheTooLarge(
+                f"the disk of {self.folder} is full; finished files are kept and are not computed "
+                "again: make room, or name another folder for caches, and start again"
+            ) from error
 
 
 def hash_sample(sample: Sample) -> str:
     """Return the hash of a sample's text and of its learned ranges."""
     content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
     return hash_of(content.encode())
-
-
-@contextmanager
-def full_disk_named(folder: Path) -> Iterator[None]:
-    """Raise CacheTooLarge when the disk is full; other disk errors are raised unchanged."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise CacheTooLarge(
-            f"the disk of {folder} is full; finished files are kept and are not computed again: "
-            "make room, or name another folder for caches, and start again"
-        ) from error

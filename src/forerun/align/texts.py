@@ -1,50 +1,30 @@
-"""Texts of an alignment: prompts for training and judging, responses, and replayed traces.
-
-Of a server's answers tokens are exact where the answer has their ids, which vLLM sends on request
-(`return_token_ids`). Any other server sends text, which the target's tokenizer turns into tokens.
-"""
+"""Texts of an alignment: prompts for training and judging, and the target's responses."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from forerun.align.config import DataConfig, Source
-from forerun.align.samples import (
-    PromptRecord,
-    Sample,
-    mix,
-    prompt_hash,
-    read_prompts,
-    remove_spaces,
-    shortened,
-    split,
-)
+from forerun.align.samples import PromptRecord, Sample, mix, read_prompts, split
 from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
-from forerun.client.client import Client, ServerAnswer
-from forerun.client.connection import BrokenReply, ClientConfig
-from forerun.client.urls import HIDDEN, shown_url
 from forerun.engine.engine import Engine
-from forerun.engine.http_backend import sampling_fields
-from forerun.errors import CacheTooLarge, InvalidRequest, ServerUnavailable
+from forerun.errors import CacheTooLarge, InvalidRequest
 from forerun.measure.judge import EvaluationPrompt
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
-from forerun.terminal_text import printable
 from forerun.theory.acceptance import first_repeat
-from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.splitmix import INCREMENT, finalise
-from forerun.trace.files import Damage, read_trace
+
+logger = logging.getLogger("forerun.align")
 
 FORMAT = 2
 FREE = ("n", "logprobs")
@@ -144,7 +124,13 @@ class ResponseStore:
         """Return prompts with their responses as samples; empty responses are left out."""
         found = ((prompt, self._responses.get(prompt.prompt_hash)) for prompt in prompts)
         return [
-            response_sample(prompt, response, self.origin.source)
+            Sample(
+                prompt_hash=prompt.prompt_hash,
+                token_ids=prompt.prompt_ids + response.token_ids,
+                spans=((len(prompt.prompt_ids), len(prompt.prompt_ids + response.token_ids)),),
+                tag=prompt.tag,
+                source=self.origin.source,
+            )
             for prompt, response in found
             if response is not None and response.token_ids
         ]
@@ -188,17 +174,6 @@ class ResponseStore:
                 logger.warning("%s:%d is damaged; that response is made again", self.path, number)
                 continue
             self._responses.setdefault(response.prompt_hash, response)
-
-
-def response_sample(prompt: PromptRecord, response: Response, source: Source) -> Sample:
-    length = len(prompt.prompt_ids)
-    return Sample(
-        prompt_hash=prompt.prompt_hash,
-        token_ids=prompt.prompt_ids + response.token_ids,
-        spans=((length, length + len(response.token_ids)),),
-        tag=prompt.tag,
-        source=source,
-    )
 
 
 SEED_BITS = 63
@@ -255,206 +230,6 @@ def seed_of(prompt_hash: str, seed: int) -> int:
     return finalise(mixed + INCREMENT) >> 64 - SEED_BITS
 
 
-_FINISH_REASONS = ("stop", "length")
-_MAX_TOKEN_CHARACTERS = 1024
-"""Most characters that one token may stand for; the longest in use are some hundred spaces."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ResponseServer:
-    """A server that answers prompts in place of the target; several threads may use it at once."""
-
-    client: Client
-    tokenizer: Tokenizer
-
-    def find_owner(self) -> str | None:
-        """Return the kind of server; None where it does not say, or does not list the model."""
-        try:
-            return self.client.find_model().owned_by
-        except (InvalidRequest, ServerUnavailable):
-            return None
-
-    def respond(
-        self, prompt: PromptRecord, params: SamplingParams, owner: str | None = None
-    ) -> Response:
-        is_chat = self.client.config.is_chat
-        if is_chat and not prompt.messages:
-            raise InvalidRequest(
-                f"{prompt.where} is no conversation; /chat/completions takes nothing else: give "
-                "the server's address without it"
-            )
-        ask = (
-            partial(self.client.chat, prompt.messages)
-            if is_chat
-            else partial(self.client.complete, prompt.prompt_ids)
-        )
-        try:
-            answer = ask(
-                sampling_fields(params, owner),
-                seed=seed_of(prompt.prompt_hash, params.seed or 0),
-                check=partial(_check_answer, params=params),
-            )
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{prompt.where}: {error}") from error
-        return Response(
-            prompt_hash=prompt.prompt_hash,
-            token_ids=tuple(_tokens(answer, params, self.tokenizer)),
-            finish_reason=str(answer.finish_reason),
-        )
-
-
-def _check_answer(answer: ServerAnswer, params: SamplingParams) -> None:
-    """Refuse an answer without a response, or one that is too long (BrokenReply)."""
-    text, reason = answer.text, answer.finish_reason
-    if text is None or reason not in _FINISH_REASONS:
-        raise BrokenReply(f"a response of {text!r:.60} that ended by {reason!r:.60}")
-    num_tokens, most = len(answer.token_ids or ()), params.max_tokens or 0
-    if len(text) > _MAX_TOKEN_CHARACTERS * (most + 1) or num_tokens > 2 * most + 16:
-        raise BrokenReply(
-            f"a response of {len(text)} characters and {num_tokens or 'unknown'} tokens, where "
-            f"{most} tokens were asked for"
-        )
-
-
-def _tokens(answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer) -> Sequence[int]:
-    text, ids = answer.text or "", answer.token_ids
-    if ids is None:
-        return _encoded(text, answer, params, tokenizer)
-    for token in ids:
-        if token not in tokenizer.vocabulary:
-            raise InvalidRequest(
-                f"the server names the token {printable(token, max_length=40)}, which is not in "
-                "the target's vocabulary: it serves a model with another tokenizer"
-            )
-    # Servers differ in how they write spaces at the ends and characters that are cut off, and a
-    # stop string may have been removed.
-    if not remove_spaces(tokenizer.decode(ids)).startswith(remove_spaces(text)):
-        raise InvalidRequest(
-            f"the server's tokens {list(ids[:8])} are not this tokenizer's way to write "
-            f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
-        )
-    return ids
-
-
-def _encoded(
-    text: str, answer: ServerAnswer, params: SamplingParams, tokenizer: Tokenizer
-) -> Sequence[int]:
-    """Tokenise a text, and append the end token if the text must have ended with it."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    by_itself = answer.finish_reason == "stop" and answer.stop_reason is None
-    if by_itself and not params.stop and tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return ids
-
-
-def write_responses_from(
-    server: ResponseServer,
-    prompts: Sequence[PromptRecord],
-    store: ResponseStore,
-    on_progress: OnProgress = lambda num_done, num_all: None,
-) -> None:
-    params = store.origin.params
-    sampling_fields(params, None)  # refuses what no server takes, before any is asked
-    missing = store.missing(prompts)
-    num_all = len(prompts)
-    num_done = num_all - len(missing)
-    on_progress(num_done, num_all)
-    executor = ThreadPoolExecutor(server.client.config.max_connections)
-    owner = server.find_owner() if missing else None
-    asked = [executor.submit(server.respond, prompt, params, owner) for prompt in missing]
-    try:
-        for response in as_completed(asked):
-            store.add(response.result())
-            num_done += 1
-            on_progress(num_done, num_all)
-    except (InvalidRequest, ServerUnavailable, KeyboardInterrupt) as error:
-        for finished in asked:
-            if finished.done() and not finished.cancelled() and finished.exception() is None:
-                store.add(finished.result())
-        kept = f"{len(store)} responses are kept in {store.path}: run again to go on"
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise type(error)(f"{error}; {kept}") from error
-    finally:
-        server.client.connection.closing.set()
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-logger = logging.getLogger("forerun.align")
-
-HashOfPrompt = Callable[[Sequence[int]], str]
-
-
-def replayed(
-    path: Path, *, target_hash: str, tokenizer_hash: str, hash_of_prompt: HashOfPrompt = prompt_hash
-) -> list[Sample]:
-    """Make one sample per traced request, whose learned positions are the rejected ones.
-
-    The rejected position of a step is the one after the accepted ones: the target's own token
-    stands there instead of the draft's. Positions after it were never looked at.
-    """
-    steps: dict[str, list[StepRecord]] = {}
-    requests: list[RequestRecord] = []
-    for item in read_trace(path):
-        if isinstance(item, TraceHeader):
-            _check_header(item, path, target_hash, tokenizer_hash)
-        elif isinstance(item, StepRecord):
-            steps.setdefault(item.request_id, []).append(item)
-        elif not isinstance(item, Damage):
-            requests.append(item)
-    found = [
-        build_replay_sample(
-            request, sorted(steps[request.request_id], key=lambda step: step.step), hash_of_prompt
-        )
-        for request in requests
-        if request.request_id in steps and request.prompt_token_ids
-    ]
-    if not found:
-        raise InvalidRequest(
-            f"the trace {path} has no finished request with the tokens of its prompt and its "
-            "steps; write it with --trace-tokens"
-        )
-    return [sample for sample in found if sample is not None and sample.spans]
-
-
-def _check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
-    """Refuse a trace that was recorded with another target or tokenizer (InvalidRequest)."""
-    if header.tokenizer_hash != tokenizer_hash:
-        raise InvalidRequest(
-            f"the trace {path} was written with another tokenizer ({header.tokenizer_hash}, not "
-            f"{tokenizer_hash}); its tokens mean something else"
-        )
-    if header.target_hash != target_hash:
-        raise InvalidRequest(
-            f"the trace {path} is of another target ({header.target}, {header.target_hash}, not "
-            f"{target_hash}); record a trace with this target"
-        )
-
-
-def build_replay_sample(
-    request: RequestRecord, steps: list[StepRecord], hash_of_prompt: HashOfPrompt
-) -> Sample | None:
-    """Make the sample of one traced request; None if some of its steps are missing."""
-    assert request.prompt_token_ids is not None
-    token_ids = list(request.prompt_token_ids)
-    spans: list[tuple[int, int]] = []
-    for step in steps:
-        if step.token_ids is None or step.context_tokens != len(token_ids):
-            return None
-        token_ids += step.token_ids
-        if step.last_token_source == "recovered":
-            spans.append((len(token_ids) - 1, len(token_ids)))
-    if len(token_ids) != request.num_prompt_tokens + request.num_output_tokens:
-        return None
-    return Sample(
-        prompt_hash=hash_of_prompt(request.prompt_token_ids),
-        token_ids=tuple(token_ids),
-        spans=tuple(spans),
-        tag="/".join(request.tags),
-        source="replay",
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
     """Disjoint prompts for training and for judging."""
@@ -504,24 +279,17 @@ class TrainingTexts:
 
     Attributes:
         data: which texts; `sampling` has the parameters of the deployment.
-        target: None in processes that wait for the one that generates.
+        engine: with the target; None in processes that wait for the one that generates.
         num_cut: responses of the target that `max_tokens` ended, once there are any.
     """
 
     data: DataConfig
     sampling: SamplingParams
     prompts: PromptSplit
-    target: Engine | None
-    target_name: str
-    target_hash: str
-    tokenizer: Tokenizer
+    target: ModelFiles
+    engine: Engine | None
     folder: Path
     num_cut: int = 0
-
-    @property
-    def shares(self) -> dict[Source, float]:
-        """Share of the learned tokens by source."""
-        return self.data.shares
 
     @property
     def params(self) -> SamplingParams:
@@ -531,77 +299,33 @@ class TrainingTexts:
             return self.sampling
         return replace(self.sampling, temperature=temperature)
 
-    def steady(self, on_progress: OnProgress) -> list[Sample]:
-        """Return the texts that do not depend on the draft."""
+    def read(self, on_progress: OnProgress) -> list[Sample]:
+        """Return the responses of the target and those of the records, where they have a share."""
         found: list[Sample] = []
-        if "target" in self.shares:
+        if "target" in self.data.shares:
             found += self._of_target(on_progress)
-        if "fixed" in self.shares:
+        if "fixed" in self.data.shares:
             found += [sample for prompt in self.prompts.training for sample in prompt.brought]
-        return found + self._replayed()
+        return found
 
     def mixed(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Select samples in the configured shares, and add all samples replayed from traces."""
-        replays = [sample for sample in samples if sample.source == "replay"]
-        return mix(samples, self.shares, seed=0) + replays
+        """Select samples in the configured shares."""
+        return mix(samples, self.data.shares, seed=0)
 
     def _of_target(self, on_progress: OnProgress) -> list[Sample]:
-        """Return the responses of the target, or of the server that the settings name for it."""
-        data, model, server = self.data, self.target_hash, None
-        if data.responses_from is not None:
-            name = data.responses_model or self.target_name
-            if HIDDEN in data.responses_from:
-                raise InvalidRequest(
-                    f"--responses-from {data.responses_from} was recorded without its secret "
-                    "parts: give the whole address"
-                )
-            config = ClientConfig(
-                url=data.responses_from,
-                model=name,
-                key_variable=data.responses_key_env,
-                max_connections=16,
-            )
-            server = ResponseServer(client=Client(config), tokenizer=self.tokenizer)
-            # The model behind the address is not known: another target must not reuse responses.
-            model = f"{model} {_recordable_url(data.responses_from)} {name}"
         origin = ResponseOrigin(
             source="target",
-            model=model,
-            tokenizer_hash=ModelFiles.find(self.target_name).tokenizer_hash,
+            model=self.target.content_hash,
+            tokenizer_hash=self.target.tokenizer_hash,
             params=self.params,
         )
         store, prompts = ResponseStore(self.folder, origin), self.prompts.training
-        if self.target is not None:
+        if self.engine is not None:
             with store.writing():
-                if server is None:
-                    write_responses(self.target, prompts, store, on_progress)
-                else:
-                    write_responses_from(server, prompts, store, on_progress)
+                write_responses(self.engine, prompts, store, on_progress)
         found = (store.response(prompt.prompt_hash) for prompt in prompts)
         self.num_cut = sum(r is not None and r.finish_reason == "length" for r in found)
         return [_without_loop(sample) for sample in store.samples(prompts)]
-
-    def _replayed(self) -> list[Sample]:
-        own_hash = ModelFiles.find(self.target_name).tokenizer_hash
-        most, start = self.data.max_prompt_tokens, self.tokenizer.encode("")
-        held_out = {prompt.prompt_hash for prompt in self.prompts.held_out}
-        found = [
-            sample
-            for path in self.data.replay
-            for sample in replayed(
-                path,
-                target_hash=self.target_hash,
-                tokenizer_hash=own_hash,
-                hash_of_prompt=lambda ids: prompt_hash(shortened(ids, start, most)),
-            )
-        ]
-        return [sample for sample in found if sample.prompt_hash not in held_out]
-
-
-def _recordable_url(url: str) -> str:
-    """Return a URL without its secrets; a hash tells those apart that differ in them."""
-    shown = shown_url(url)
-    return shown if shown == url else f"{shown} {hash_of(url.encode())}"
 
 
 def _without_loop(sample: Sample) -> Sample:

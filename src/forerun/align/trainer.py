@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -60,15 +59,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def trained_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    gathered = {}
-    for name, parameter in _named_trained(module).items():
-        tensor = whole(parameter.detach())
-        if keep:
-            gathered[name] = tensor.cpu().clone()
-    return gathered
-
-
 def save_checkpoint(
     path: Path,
     module: nn.Module,
@@ -91,18 +81,8 @@ def save_checkpoint(
         metadata = {
             "step": str(step),
             "identity": json.dumps(dict(identity)),
-            "sha256": _tensors_hash(sorted(tensors.items())),
         }
         save_file(tensors, scratch, metadata)
-
-
-def _tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, types, shapes and values of tensors, given in order of their names."""
-    found = hashlib.sha256()
-    for name, tensor in tensors:
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -126,9 +106,6 @@ def load_checkpoint(
                     "output folder, or delete it"
                 )
             names = sorted(file.keys())
-            found = _tensors_hash((name, file.get_tensor(name)) for name in names)
-            if metadata.get("sha256", found) != found:  # old files have none
-                raise ValueError("its content is damaged: the hash does not match")
             for name, parameter in _named_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
@@ -330,7 +307,12 @@ class Trainer:
 
         Every process must call.
         """
-        return trained_weights(self.module, keep=self.accelerator.is_main_process)
+        gathered = {}
+        for name, parameter in _named_trained(self.module).items():
+            tensor = whole(parameter.detach())
+            if self.accelerator.is_main_process:
+                gathered[name] = tensor.cpu().clone()
+        return gathered
 
     def _passes(self) -> Sequence[tuple[int, int]]:
         share = self.rows_per_step // self.accelerator.num_processes
@@ -352,7 +334,8 @@ class Trainer:
                 f"{self.config.learning_rate}, or a longer warm-up"
             )
         learning_rate = learning_rate_at(self.step, self.config)
-        set_learning_rate(self.optimiser, learning_rate)
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.step += 1
@@ -425,8 +408,3 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
     done = (step - warmup_steps) / max(1, config.num_steps - 1 - warmup_steps)
     left = (1 + math.cos(math.pi * min(1.0, done))) / 2
     return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * left)
-
-
-def set_learning_rate(optimiser: Optimizer, learning_rate: float) -> None:
-    for group in optimiser.param_groups:
-        group["lr"] = learning_rate

@@ -1,8 +1,7 @@
-"""Folder of an alignment: file names, hashes of snapshots, lock, metrics of steps, and progress."""
+"""Folder of an alignment: its files, lock, metrics of steps, and the progress that is shown."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -20,17 +19,12 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import read_bytes
-from forerun.errors import InvalidCheckpoint, InvalidRequest
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
+from forerun.errors import InvalidRequest
 
 logger = logging.getLogger("forerun.align")
 
@@ -38,18 +32,14 @@ KindT = TypeVar("KindT")
 
 
 def from_json(kind: type[KindT], values: Any) -> KindT:
-    """Build a dataclass from JSON values, checked by the types of its fields.
+    """Build a dataclass from JSON values, checked by the types of its fields (ValueError).
 
-    A field that is missing has its default. A name that is unknown here is accepted only where its
-    value is null: it is a setting of another version of forerun that was not used.
+    A field that is missing has its default; what another version had beside them is left out.
     """
     try:
-        found = msgspec.convert(values, kind, dec_hook=_as_path, str_keys=True)
+        return msgspec.convert(values, kind, dec_hook=_as_path, str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
-    if unknown := _unknown_names(values, to_json(found)):
-        raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
-    return found
 
 
 def to_json(value: Any) -> Any:
@@ -67,22 +57,12 @@ def _as_path(kind: type, value: Any) -> Any:
     raise ValueError(f"{value!r:.60} is not of type {kind.__name__}")
 
 
-def _unknown_names(given: Any, known: Any) -> set[str]:
-    if isinstance(given, Mapping) and isinstance(known, Mapping):
-        inner = (_unknown_names(given[name], known[name]) for name in given.keys() & known.keys())
-        extra = {name for name in given.keys() - known.keys() if given[name] is not None}
-        return extra.union(*inner)
-    if isinstance(given, list) and isinstance(known, list | tuple):
-        return set().union(*(_unknown_names(*pair) for pair in zip(given, known, strict=False)))
-    return set()
-
-
 def differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return the parts of two identities that differ, with both values."""
+    """Return the parts of two identities that differ, with both values; none is as good as None."""
     return [
         f"{name} was {found.get(name)}, is {wanted.get(name)}"
         for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
+        if found.get(name, "None") != wanted.get(name, "None")
     ]
 
 
@@ -113,14 +93,6 @@ def line_of(row: Any) -> str:
     return json.dumps(asdict(row)) + "\n"
 
 
-HASHES = "sha256.json"
-"""File of a snapshot with the hashes of its other files."""
-START_AGAIN = (
-    "delete this snapshot, and the folder training beside snapshots if its checkpoint is of a "
-    "later step; the same command then trains these steps again"
-)
-
-
 class Workspace:
     """Paths in the folder of one alignment; everything except the draft can be regenerated.
 
@@ -144,35 +116,8 @@ class Workspace:
         self.manifest = root / "align.json"
         self.report = root / "report.json"
 
-    def picture(self, name: str) -> Path:
-        return self.root / f"{name}.svg"
-
     def snapshot(self, step: int) -> Path:
         return self.root / "snapshots" / str(step)
-
-
-def write_hashes(folder: Path) -> None:
-    hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
-    (folder / HASHES).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
-
-
-def check_hashes(folder: Path) -> None:
-    """Refuse a snapshot whose files differ from their recorded hashes."""
-    path = folder / HASHES
-    if not path.exists():
-        return
-    try:
-        hashes = msgspec.json.decode(read_bytes(path), type=dict[str, str])
-        damaged = [name for name in hashes if hash_file(folder / name) != hashes[name]]
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidCheckpoint(f"{folder} cannot be read ({error}); {START_AGAIN}") from error
-    if damaged:
-        raise InvalidCheckpoint(f"{folder / damaged[0]} is damaged; {START_AGAIN}")
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def lock_for(path: Path) -> FileLock:
@@ -221,48 +166,8 @@ class StepMetrics:
     duration_s: float
 
 
-class MetricsLog:
-    """Writes the metrics of a run to one file, which resumed runs continue."""
-
-    def __init__(self, path: Path, events: Path | None = None) -> None:
-        self.path = path
-        self.events = events
-        self._writer: SummaryWriter | None = None
-
-    def open_at(self, step: int) -> MetricsLog:
-        """Start the log, or continue it after an earlier step; use as a context manager."""
-        write_lines(self.path, (row for row in read_metrics(self.path) if row.step <= step))
-        if self.events is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self.events), purge_step=step + 1)
-        return self
-
-    def append(self, metrics: StepMetrics) -> None:
-        append_line(self.path, metrics)
-        if self._writer is not None:
-            for name, value in asdict(metrics).items():
-                if value is not None and name != "step":
-                    self._writer.add_scalar(f"train/{name}", value, metrics.step)
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-def read_metrics(path: Path) -> list[StepMetrics]:
-    return read_lines(path, StepMetrics)
-
-
-MEMORY = 0.9
-"""Weight of earlier steps in the running means that the progress bar shows."""
 OnProgress = Callable[[int, int], None]
 """Called with the number of items done and the number of all items, whenever the first grows."""
-
-
 LINE_EVERY_S = 30.0
 """Between two lines of progress where there is no terminal to draw a bar on."""
 
@@ -277,25 +182,6 @@ class Phases:
         self.clock = clock
         self.seconds: dict[str, float] = {}
 
-    def _lines(self, what: str) -> Callable[[int, int | None, str], None]:
-        """Return what prints rate and time left now and then, unless a terminal shows bars."""
-        begun_s = last_s = self.clock()
-        first: int | None = None
-
-        def show(num_done: int, num_all: int | None, figures: str = "") -> None:
-            nonlocal last_s, first
-            first = num_done if first is None else first
-            now_s = self.clock()
-            if self.console.is_terminal or now_s - last_s < LINE_EVERY_S or not num_all:
-                return
-            last_s = now_s
-            rate = (num_done - first) / (now_s - begun_s)
-            left = f"{(num_all - num_done) / rate / 60:.0f} min left" if rate else "time unknown"
-            line = f"{what} {num_done:,}/{num_all:,}, {rate * 60:,.0f} a minute, {left}  {figures}"
-            self.console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
-
-        return show
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started_s = time.monotonic()
@@ -306,24 +192,38 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent_s
 
     @contextmanager
-    def bar(self, phase: str, what: str) -> Iterator[OnProgress]:
-        """Run a phase with a progress bar; yields the callback that updates the bar."""
+    def bar(self, phase: str, what: str) -> Iterator[Callable[..., None]]:
+        """Run a phase with a progress bar; yields what updates it: `OnProgress`, or with a text.
+
+        Where there is no terminal, a line now and then says the rate and the time left.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
         )
+        begun_s = last_s = self.clock()
+        first: int | None = None
+
+        def show(num_done: int, num_all: int, figures: str = "") -> None:
+            nonlocal last_s, first
+            shown.update(task, completed=num_done, total=num_all, figures=figures)
+            first = num_done if first is None else first
+            now_s = self.clock()
+            if self.console.is_terminal or now_s - last_s < LINE_EVERY_S:
+                return
+            last_s = now_s
+            rate = (num_done - first) / (now_s - begun_s)
+            left = f"{(num_all - num_done) / rate / 60:.0f} min left" if rate else "time unknown"
+            line = f"{what} {num_done:,}/{num_all:,}, {rate * 60:,.0f} a minute, {left}  {figures}"
+            self.console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
         with self.phase(phase), Progress(*columns, console=self.console) as shown:
-            task = shown.add_task(what, total=None)
-            lines = self._lines(what)
-
-            def on_progress(num_done: int, num_all: int) -> None:
-                shown.update(task, completed=num_done, total=num_all)
-                lines(num_done, num_all, "")
-
-            yield on_progress
+            task = shown.add_task(what, total=None, figures="")
+            yield show
             if shown.tasks[0].total is None:  # there was nothing to do
                 shown.update(task, visible=False)
 
@@ -335,38 +235,3 @@ class Phases:
         status: AbstractContextManager[object] = self.console.status(what)
         with self.phase(phase), status:
             yield
-
-    @contextmanager
-    def training(
-        self, num_steps: int, first_step: int, speedup: float | None
-    ) -> Iterator[Callable[[StepMetrics], None]]:
-        """Run the training with a bar of steps; yields the callback that shows their metrics."""
-        columns = (
-            TextColumn("train"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        judged = [] if speedup is None else [f"predicted speedup {speedup:.2f}x"]
-        if speedup is not None and speedup < 1.0:
-            judged = [f"plain decoding is faster (speedup {speedup:.2f}x)"]
-        means: dict[str, float] = {}
-        with self.phase("training"), Progress(*columns, console=self.console) as shown:
-            task = shown.add_task("  ".join(judged), total=num_steps, completed=first_step)
-            lines = self._lines("training step")
-            lines(first_step, num_steps, "")
-
-            def on_step(metrics: StepMetrics) -> None:
-                now = {"loss": metrics.loss, "alpha": metrics.acceptance_probability}
-                for name, value in now.items():
-                    if value is not None:
-                        means[name] = MEMORY * means.get(name, value) + (1 - MEMORY) * value
-                figures = [f"{name} {mean:.3f}" for name, mean in means.items()]
-                text = "  ".join([*figures, *judged])
-                shown.update(task, completed=metrics.step, description=text)
-                lines(metrics.step, num_steps, text)
-
-            yield on_step

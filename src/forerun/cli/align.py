@@ -13,24 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.markup import escape
 from rich.table import Column
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import Suppress, UseAppendAction, arg
 
 from forerun.align.config import (
-    LEFT_OUT,
     AlignConfig,
-    AttachedConfig,
     DataConfig,
     EvaluationConfig,
     Export,
-    Method,
-    ObjectiveConfig,
-    TeacherConfig,
     TrainingConfig,
 )
 from forerun.bounded_read import read_bytes
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
+from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range
 from forerun.models.catalog import DEFAULT_TARGET
 from forerun.sampling.config import SamplingParams
@@ -48,13 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("forerun.align")
 
-EXPORTS: tuple[Export, ...] = ("hf",)
 NO_PROMPTS = Path()
 """This very object: the folder one is in, as "." names it, may well hold prompts."""
 SELF = Path("self")
 """In place of a file: the target writes the prompts."""
-REPEATED = tuple(item.name for item in fields(AlignConfig) if item.name not in LEFT_OUT)
-"""Settings that an alignment from an earlier one repeats, unless a flag changes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +60,6 @@ class DataFlags(DataConfig):
     "self": the target writes them (a file of that name is given by its whole path)."""
     num_self_prompts: int | None = None
     """Prompts that the target writes with --prompts self. Default: 5,000, on a GPU 20,000."""
-    replay: UseAppendAction[tuple[Path, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,34 +102,20 @@ class EvaluationFlags(EvaluationConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlignOptions:
+class AlignOptions(AlignConfig):
     """Options of `forerun align`."""
 
+    # Help comes from AlignConfig; these differ, since defaults may come from an earlier run.
     target: Model = DEFAULT_TARGET
     """Target: folder, hub name or zoo: name."""
-    method: Method = "draft_model"
-    """draft_model: a model of its own; eagle3, medusa: a head on the target's hidden states."""
-    draft: str | None = None
-    """The draft to start from; or give --init. For eagle3 a head; by default a fresh one."""
-    init: Path | None = None
-    """config.json of a draft to make from nothing, in the target's vocabulary."""
-    out: Path = Path("aligned")
-    """Folder for the draft (OUT/draft), data, caches, checkpoints, metrics and report."""
     refresh: Path | None = None
     """Folder of an earlier alignment, or its draft: go on from that, its settings as defaults."""
     export: UseAppendAction[tuple[Export, ...]] = ()
-    """Serving configuration to write beside the draft: hf, vllm or sglang; hf if none is named."""
     data: DataFlags = field(default_factory=DataFlags)
     sampling: ResponseFlags = field(default_factory=ResponseFlags)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    attached: AttachedConfig = field(default_factory=AttachedConfig)
     training: TrainingFlags = field(default_factory=TrainingFlags)
     evaluation: EvaluationFlags = field(default_factory=EvaluationFlags)
-    dtype: str = "auto"
-    """Of the target: auto (as stored), bfloat16, float16 or float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
+    engine: Suppress[EngineConfig] = field(default_factory=lambda: EngineConfig(controller="fixed"))
     threads: int | None = None
     """Threads. Default: as many as torch takes."""
     profile: Path | None = None
@@ -149,19 +127,22 @@ class AlignOptions:
     json: bool = False
     """Print the report, or the plan, as one JSON object."""
 
+    def __post_init__(self) -> None:
+        """Refuse nothing yet: `config` does, once all flags are known."""
+
     @classmethod
     def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:
         """Return the options of an earlier alignment, to be continued from its aligned draft."""
         changed = {
             "draft": str(draft),
             "init": None,
+            "out": Path("aligned"),
             "data": DataFlags(**values_of(config.data, DataConfig)),
             "sampling": ResponseFlags(**values_of(config.sampling, SamplingParams)),
             "training": TrainingFlags(**values_of(config.training, TrainingConfig)),
             "evaluation": EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
         }
-        known = {name: getattr(config, name) for name in REPEATED}
-        return cls(**{**known, **changed, "refresh": refresh})
+        return cls(**{**values_of(config, AlignConfig), **changed, "refresh": refresh})
 
     @property
     def config(self) -> AlignConfig:
@@ -185,14 +166,13 @@ class AlignOptions:
             data = replace(data, prompts=self.out / WRITTEN, held_out=held_out)
         if self.method == "draft_model" and (self.draft is None) == (self.init is None):
             raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
-        known = {name: getattr(self, name) for name in (*REPEATED, "out")}
         changed = {
             "data": data,
             "sampling": self.sampling.params,
             "training": self.training.fill_defaults(),
-            "export": self.export or EXPORTS,
+            "evaluation": EvaluationConfig(**values_of(self.evaluation, EvaluationConfig)),
         }
-        return AlignConfig(**{**known, **changed})
+        return AlignConfig(**{**values_of(self, AlignConfig), **changed})
 
 
 WRITTEN, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
@@ -210,6 +190,7 @@ class Preparation:
 
         config = options.config
         self.options = options
+        self.target = ModelFiles.open(config.target)
         self.sizes = read_sizes(config)
         chosen = defaults_for(self.sizes, config.method)
         if config.sampling.max_tokens is None and options.refresh is None:
@@ -285,7 +266,9 @@ class Preparation:
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             self._check_number()
             return
-        METHODS[self.config.method](configure_method(self.config)).load()  # refuses a wrong draft
+        METHODS[self.config.method](
+            configure_method(self.config, self.target)
+        ).load()  # refuses a wrong draft
         with self._engine() as engine:
             self._print_plan(engine)
             if self.num_written and not self.options.plan_only:
@@ -423,7 +406,7 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
 COMMAND = Command(
     options=AlignOptions,
     run=run,
-    lists={"--replay": ",", "--export": ","},
+    lists={"--export": ","},
     defaults=defaults,
     description="Distil a draft to its target on your prompts: the target answers them, the draft\n"
     "learns the target's distributions, the engine's own verifier evaluates it on held-out\n"

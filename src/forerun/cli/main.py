@@ -220,7 +220,7 @@ EXTRAS = {
     **dict.fromkeys(
         "fastapi llguidance prometheus_client pydantic starlette uvicorn".split(), "serve"
     ),
-    **dict.fromkeys(["accelerate", "filelock", "tensorboard"], "align"),
+    **dict.fromkeys(["accelerate", "filelock"], "align"),
     **dict.fromkeys(["matplotlib", "scipy"], "plot"),
     "pyarrow": "trace",
 }

@@ -17,6 +17,7 @@ from forerun.align.objectives import OBJECTIVES
 from forerun.align.report import AlignReport
 from forerun.align.workspace import Phases, Workspace
 from forerun.measure.judge import PredictedSpeedup
+from forerun.models.checkpoint import ModelFiles
 from forerun.theory.intervals import Interval
 
 SLOW = Interval(estimate=0.32, low=0.3, high=0.34)
@@ -47,7 +48,7 @@ def test_the_exported_k_is_the_one_that_pays(
     exported: list[int] = []
 
     def describe(
-        target: str, draft: Path, k: int, sampling: object, method: str
+        target: ModelFiles, draft: Path, k: int, sampling: object, method: str
     ) -> SimpleNamespace:
         exported.append(k)
         return SimpleNamespace(speculates=k > 0)
@@ -64,6 +65,7 @@ def test_the_exported_k_is_the_one_that_pays(
     config = replace(CONFIG, out=tmp_path)
     run = alignment.Run(
         config=config,
+        target=ModelFiles("t", tmp_path),
         objective=OBJECTIVES["nla"],
         accelerator=training.fresh_accelerator(),
         dtypes={},

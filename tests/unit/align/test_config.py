@@ -99,8 +99,6 @@ def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
             {"method": "medusa", "draft": None, "attached": AttachedConfig(num_heads=2)},
             "num_heads.*eagle3",
         ),
-        ({"texts": {"responses_model": "m"}}, "responses_model.*--responses-from"),
-        ({"texts": {"responses_key_env": "KEY"}}, "responses_key_env.*--responses-from"),
         ({"texts": {"held_out": Path("h"), "held_out_share": 0.5}}, "held_out_share"),
     ],
 )

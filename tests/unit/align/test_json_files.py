@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,21 +20,9 @@ from forerun.sampling.config import SamplingParams
 CONFIG = AlignConfig(
     target="t",
     draft="d",
-    data=DataConfig(prompts=Path("p"), replay=(Path("a"), Path("b")), held_out=Path("h")),
+    data=DataConfig(prompts=Path("p"), held_out=Path("h")),
     sampling=SamplingParams(logit_bias={3: 1.5}, stop=("x",), allowed_token_ids=(1, 2), seed=4),
 )
-
-
-def test_a_draft_of_a_server_does_not_publish_its_secrets():
-    """The settings of an alignment are in the card of its draft."""
-    for url, shown in (
-        ("http://localhost:8000/v1", "http://localhost:8000/v1"),
-        ("http://user:s3cr3t@host/s3cr3t/v1", "http://host/…"),
-    ):
-        data = replace(CONFIG.data, responses_from=url, responses_key_env="KEY")
-        values = settings_of(replace(CONFIG, data=data))
-        assert values["data"]["responses_from"] == shown
-        assert values["data"]["responses_key_env"] == "KEY"
 
 
 def test_settings_come_back():
@@ -44,8 +31,6 @@ def test_settings_come_back():
     assert from_json(AlignConfig, {**values, "a_setting_that_was_off": None}) == CONFIG
     loaded = from_json(AlignConfig, {"target": "t", "data": {"prompts": "p"}})
     assert loaded.training.window == 512
-    with pytest.raises(ValueError, match="a_setting"):
-        from_json(AlignConfig, {**values, "a_setting_that_was_on": 1})
     with pytest.raises(ValueError):
         from_json(AlignConfig, {})
 
@@ -114,8 +99,4 @@ def test_a_report_comes_back_but_for_the_prompts(tmp_path):
 def test_a_report_that_is_none_is_not_read(tmp_path, damage):
     path = tmp_path / "report.json"
     path.write_text(damage)
-    assert AlignReport.read(path) is None
-    report(tmp_path).write(path)
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, "of_another_version": 1}))
     assert AlignReport.read(path) is None

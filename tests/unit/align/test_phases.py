@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
-from forerun.align.workspace import Phases, StepMetrics
+from forerun.align.workspace import Phases
 
 
 def shown(*told: tuple[int, int]) -> str:
@@ -36,17 +35,6 @@ def test_a_phase_is_timed_whether_it_shows_anything_or_not():
     assert phases.seconds["teacher"] >= 0
 
 
-@pytest.mark.parametrize(
-    ("speedup", "words"),
-    [(1.3, "predicted speedup 1.30x"), (0.84, "plain decoding is faster"), (None, "train")],
-)
-def test_training_says_where_no_k_pays(speedup: float | None, words: str):
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with Phases(console).training(8, 0, speedup):
-        pass
-    assert words in console.file.getvalue()
-
-
 def test_where_there_is_no_terminal_a_line_now_and_then_says_rate_and_time_left():
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
     times = iter((0.0, 1.0, 40.0, 50.0, 80.0))  # begun, then one per call
@@ -58,28 +46,6 @@ def test_where_there_is_no_terminal_a_line_now_and_then_says_rate_and_time_left(
         "responses 140/260, 60 a minute, 2 min left",
         "responses 180/260, 60 a minute, 1 min left",
     ]
-
-
-def test_training_prints_lines_too():
-    console = Console(file=io.StringIO(), force_terminal=False, width=80)
-    times = iter((0.0, 0.0, 60.0))
-    phases = Phases(console, clock=lambda: next(times))
-    with phases.training(10, 4, None) as on_step:
-        on_step(
-            StepMetrics(
-                step=6,
-                loss=2.0,
-                acceptance_probability=0.5,
-                num_learned=1,
-                num_tokens=1,
-                grad_norm=1.0,
-                learning_rate=1.0,
-                duration_s=1.0,
-            )
-        )
-    assert "training step 6/10, 2 a minute, 2 min left  loss 2.000  alpha 0.500" in (
-        console.file.getvalue()
-    )
 
 
 def test_a_phase_of_unknown_length_is_named_in_a_log():

@@ -1,4 +1,4 @@
-"""The best draft is kept; damaged snapshots and judgements are noticed and named."""
+"""The best draft is kept; damaged judgements are noticed and named."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.selection import DraftSelector, Judgement
-from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
+from forerun.align.workspace import Workspace
 from forerun.drafters.base import Drafter
-from forerun.errors import InvalidCheckpoint
 from forerun.measure.judge import DraftFigures, Judge
 
 
@@ -40,7 +39,6 @@ def selector(root: Path, *accepted: int) -> tuple[DraftSelector, FakeJudge]:
         folder = workspace.snapshot(step)
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"{number} and more")
-        write_hashes(folder)
     judge = FakeJudge()
     return DraftSelector(workspace, judge, 2), judge
 
@@ -51,7 +49,6 @@ def test_the_best_draft_is_kept_and_judged_once(tmp_path: Path) -> None:
         found.consider(step)
     assert found.best.step == 1 and found.latest.step == 2
     assert (tmp_path / "draft" / "weights").read_text() == "3 and more"
-    assert not (tmp_path / "draft" / HASHES).exists()
     assert judge.asked == ["0", "1", "2"]
     again = DraftSelector(found.workspace, judge, 2)
     assert again.judgements == found.judgements
@@ -62,27 +59,6 @@ def test_the_first_of_equal_drafts_is_kept(tmp_path: Path) -> None:
     found.consider(0)
     found.consider(1)
     assert found.best.step == 0
-
-
-@pytest.mark.parametrize("when", ["before it is judged", "before it is kept again"])
-def test_one_changed_byte_of_a_snapshot_is_noticed(tmp_path: Path, when: str) -> None:
-    found, _ = selector(tmp_path, 1)
-    if when == "before it is kept again":
-        found.consider(0)
-    (tmp_path / "snapshots" / "0" / "weights").write_text("1 and_more")
-    with pytest.raises(InvalidCheckpoint, match=r"0/weights is damaged; delete this snapshot"):
-        found.consider(0)
-
-
-def test_a_snapshot_without_hashes_is_of_an_earlier_version(tmp_path: Path) -> None:
-    found, _ = selector(tmp_path, 1)
-    folder = found.workspace.snapshot(0)
-    check_hashes(folder)
-    (folder / HASHES).write_text("{")
-    with pytest.raises(InvalidCheckpoint, match="cannot be read"):
-        check_hashes(folder)
-    (folder / HASHES).unlink()
-    check_hashes(folder)
 
 
 def test_a_damaged_judgement_is_named_and_made_again(

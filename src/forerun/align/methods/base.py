@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from forerun.align.config import AttachedConfig
 from forerun.align.objectives import Objective
 from forerun.align.samples import Sample
-from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
+from forerun.models.checkpoint import ModelFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class MethodConfig:
         num_speculative_tokens: K of the deployment.
     """
 
-    target: str
+    target: str | ModelFiles
     draft: str | None = None
     init: Path | None = None
     seed: int = 0
@@ -49,6 +49,7 @@ class Method(ABC):
 
     def __init__(self, config: MethodConfig) -> None:
         self.config = config
+        self.target = ModelFiles.find(config.target)
 
     @abstractmethod
     def load(self) -> None:
@@ -70,8 +71,7 @@ class Method(ABC):
         """Write the files that the engine loads; `weights` are the loss's, by name."""
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the folder that the engine loads, with hashes of its files."""
+        """Write the folder that the engine loads."""
         remove_unfinished(folder)  # only one process writes it, under the lock of the folder
         with atomic_folder(folder) as scratch:
             self.write(weights, scratch)
-            write_hashes(scratch)

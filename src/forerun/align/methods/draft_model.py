@@ -62,16 +62,9 @@ class DraftLoss(nn.Module):
         """Return loss and acceptance probability, summed over the learned rows of a batch."""
         hidden, head = _causal_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
-        total = chunked_loss(
-            rows,
-            head,
-            self.objective,
-            temperature=self.temperature,
-            with_acceptance=teacher_rows is not None,
-        )
-        alpha = hidden.new_zeros(()) if total.acceptance is None else total.acceptance
+        loss, alpha = chunked_loss(rows, head, self.objective, temperature=self.temperature)
         # FSDP2 attaches hooks to the outputs, which must not be views of other tensors.
-        return total.loss.clone(), alpha
+        return loss.clone(), alpha.clone()
 
 
 TARGET_FILES = (
@@ -98,15 +91,16 @@ class DraftModelMethod(Method):
     def load(self) -> None:
         """Load or create the draft, and check that it can be trained for its target."""
         config = self.config
-        if ModelFiles.find(config.target).folder.is_file():
+        if self.target.folder.is_file():
             raise InvalidModel(
-                f"{config.target} is one file, and a draft model takes its tokenizer from a folder "
-                "of its target: give the folder that the file was made from, or --method eagle3"
+                f"{self.target.name} is one file, and a draft model takes its tokenizer from a "
+                "folder of its target: give the folder that the file was made from, or --method "
+                "eagle3"
             )
         if config.draft is not None:
             try:
                 check_vocabularies(
-                    ModelFiles.find(config.target).tokenizer,
+                    self.target.tokenizer,
                     ModelFiles.find(config.draft).tokenizer,
                 )
             except IncompatibleDraft as error:
@@ -132,14 +126,14 @@ class DraftModelMethod(Method):
                 parameters[name.removeprefix("model.")].copy_(tensor)
         with quiet_transformers(), writing_tensors():
             whole.to(torch.bfloat16).save_pretrained(folder)
-        target = ModelFiles.find(self.config.target).folder
+        target = self.target.folder
         for name in TARGET_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, folder / name)
 
 
 def base_model(config: MethodConfig) -> Any:
-    target = read_object(ModelFiles.find(config.target).folder / "config.json")
+    target = ModelFiles.find(config.target).config
     if config.draft is None:
         return _fresh_model(config, target)
     files = ModelFiles.open(config.draft)

@@ -28,7 +28,7 @@ from forerun.align.loss import DraftHead
 from forerun.align.methods.passes import HeadMethod, PassStates, with_weights
 from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
 from forerun.align.target import TargetModel, adopt_target, check_layers, embedding_table
-from forerun.align.teachers import FeatureTeacherRows
+from forerun.align.teachers import StateRows
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.errors import IncompatibleDraft
@@ -46,13 +46,12 @@ class Eagle3Method(HeadMethod):
     def load(self) -> None:
         """Read the head to begin with, if one is named, and refuse that of another target."""
         if (draft := self.config.draft) is not None:
-            sizes = ModelFiles.open(self.config.target).sizes
-            self._known = _read_known(ModelFiles.find(draft).folder, sizes)
+            self._known = _read_known(ModelFiles.find(draft).folder, self.target.sizes)
 
     def start(self, samples: Sequence[Sample]) -> None:
         """Take the head that was loaded, or create one, in the vocabulary of the texts."""
         attached, head = self.config.attached, self._known
-        target = read_parts(self.config.target)
+        target = read_parts(self.target)
         if head is None:
             head = _create_head(attached, target, samples, self.config.seed)
         elif attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
@@ -66,8 +65,8 @@ class Eagle3Method(HeadMethod):
         write_eagle3_head(
             head,
             folder,
-            target=self.config.target,
-            target_architecture=ModelFiles.open(self.config.target).architecture,
+            target=self.target.name,
+            target_architecture=self.target.architecture,
             num_speculative_tokens=self.config.num_speculative_tokens,
         )
 
@@ -84,8 +83,7 @@ class TargetParts:
     head: Float[Tensor, "vocab hidden"]
 
 
-def read_parts(source: str | Path) -> TargetParts:
-    files = ModelFiles.open(source)
+def read_parts(files: ModelFiles) -> TargetParts:
     settings, architecture = files.settings, files.sizes
     network = read_weights(files, torch.float32)
     model = adopt_target(network)
@@ -180,7 +178,7 @@ class UnrolledEagle3(nn.Module):
     def forward(
         self,
         batch: PackedBatch,
-        rows: FeatureTeacherRows,
+        rows: StateRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
         """Run all passes; see `PassLoss`."""

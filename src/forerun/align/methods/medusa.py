@@ -13,7 +13,7 @@ from forerun.align.loss import DraftHead
 from forerun.align.methods.passes import HeadMethod, PassStates, with_weights
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import read_head
-from forerun.align.teachers import FeatureTeacherRows
+from forerun.align.teachers import StateRows
 from forerun.drafters.medusa import MedusaConfig, MedusaHeads, write_medusa
 
 
@@ -27,7 +27,7 @@ class MedusaMethod(HeadMethod):
         """There is nothing to begin with."""
 
     def start(self, samples: Sequence[Sample]) -> None:
-        output = read_head(self.config.target, torch.float32).weight
+        output = read_head(self.target, torch.float32).weight
         heads = MedusaConfig(
             hidden_size=output.shape[1],
             vocab_size=output.shape[0],
@@ -38,7 +38,7 @@ class MedusaMethod(HeadMethod):
             self.model = MedusaOverTarget(MedusaHeads(heads), output)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        write_medusa(with_weights(self.model.head, weights), folder, target=self.config.target)
+        write_medusa(with_weights(self.model.head, weights), folder, target=self.target.name)
 
 
 class MedusaOverTarget(nn.Module):
@@ -52,7 +52,7 @@ class MedusaOverTarget(nn.Module):
     def forward(
         self,
         batch: PackedBatch,
-        rows: FeatureTeacherRows,
+        rows: StateRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
         """Run all Medusa heads over the rows that have a loss; see `PassLoss`."""

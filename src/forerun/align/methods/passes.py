@@ -20,7 +20,7 @@ from forerun.align.loss import DraftHead, LearnedRows, chunked_loss
 from forerun.align.methods.base import Method
 from forerun.align.objectives import DenseDistribution, Objective
 from forerun.align.samples import PackedBatch
-from forerun.align.teachers import FeatureTeacherRows, TeacherRows
+from forerun.align.teachers import StateRows, TeacherRows
 
 HeadT = TypeVar("HeadT", bound=nn.Module)
 
@@ -81,21 +81,20 @@ class PassLoss(nn.Module):
         self._no_split_modules: list[str] = []
 
     def forward(
-        self, batch: PackedBatch, rows: FeatureTeacherRows
+        self, batch: PackedBatch, rows: StateRows
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         learning = learned_passes(batch, self.num_passes)
         found: PassStates = self.model(batch, rows, learning)
         learned = self._sort_by_place(batch, rows, learning, found)
-        total = chunked_loss(
-            learned, found.head, self.objective, temperature=self.temperature, with_acceptance=True
+        loss, alpha = chunked_loss(
+            learned, found.head, self.objective, temperature=self.temperature
         )
-        assert total.acceptance is not None  # it was asked for
-        return total.loss.clone(), total.acceptance / self.num_passes
+        return loss.clone(), alpha / self.num_passes
 
     def _sort_by_place(
         self,
         batch: PackedBatch,
-        rows: FeatureTeacherRows,
+        rows: StateRows,
         learning: Bool[Tensor, "passes rows width"],
         found: PassStates,
     ) -> LearnedRows:
@@ -144,9 +143,6 @@ class TeacherRowsByPosition:
 
     rows: TeacherRows
     ranks: Int64[Tensor, " rows"]
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
     def distribution(self, rows: slice) -> DenseDistribution:
         ranks = self.ranks[rows]

@@ -47,12 +47,11 @@ def resolved(pair: Pair, path: object) -> Path:
 
 
 def test_paths_are_relative_to_the_folder_of_the_files(own: Pair) -> None:
-    export_draft(["hf", "vllm", "sglang"], serving(own))
+    export_draft(["vllm", "sglang"], serving(own))
     vllm, sglang = written(own, "vllm"), written(own, "sglang")
     speculative = vllm["speculative_config"]
     assert isinstance(speculative, dict)
     drafts = (
-        written(own, "hf")["assistant_model"],
         speculative["model"],
         sglang["speculative-draft-model-path"],
     )
@@ -92,34 +91,12 @@ def test_sglang_verifies_one_token_more_than_it_drafts(own: Pair) -> None:
     }
 
 
-def test_transformers_reads_k_from_the_draft_and_keeps_its_other_settings(own: Pair) -> None:
-    path = own.draft / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": 7}))
-    export_draft(["hf"], serving(own, SAMPLED))
-    assert json.loads(path.read_text()) == {
-        "eos_token_id": 7,
-        "num_assistant_tokens": 4,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
-    # transformers' own default of top_k is 50, which would be another distribution.
-    assert written(own, "hf")["generate"] == {
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 0,
-        "top_p": 0.9,
-        "min_p": None,
-    }
-
-
 def test_a_page_shows_the_commands_and_they_survive_a_shell(own: Pair) -> None:
-    files = export_draft(["hf", "vllm", "sglang", "vllm"], serving(own, SAMPLED))
+    files = export_draft(["vllm", "sglang", "vllm"], serving(own, SAMPLED))
     names = [path.relative_to(own.draft).as_posix() for path in files]
     assert names == [
-        "serving/hf.json",
         "serving/vllm.json",
         "serving/sglang.json",
-        "generation_config.json",
         "serving/README.md",
     ]
     page = files[-1].read_text()
@@ -155,24 +132,21 @@ def test_a_name_stays_a_name_and_a_shipped_model_becomes_a_folder() -> None:
 
 
 def test_a_draft_that_does_not_pay_is_not_used(own: Pair) -> None:
-    export_draft(["hf", "vllm", "sglang"], serving(own))
+    export_draft(["vllm", "sglang"], serving(own))
     plain = describe_pair(str(own.target), own.draft, 0, GREEDY)
-    *_, page = export_draft(["hf", "vllm", "sglang"], plain)
+    *_, page = export_draft(["vllm", "sglang"], plain)
     assert written(own, "vllm") == {"model": path_of_target(own)}
     assert written(own, "sglang") == {"model-path": path_of_target(own)}
-    assert written(own, "hf") == {"generate": {"do_sample": False}}
-    assert "num_assistant_tokens" not in (own.draft / "generation_config.json").read_text()
     text = page.read_text()
     assert "Serve the target without this draft" in text
     assert "--draft" not in text and "speculative-config" not in text
 
 
 def test_a_second_export_keeps_what_the_page_says_of_the_first(own: Pair) -> None:
-    export_draft(["hf", "vllm"], serving(own))
+    export_draft(["vllm"], serving(own))
     *_, page = export_draft(["sglang"], serving(own))
     assert [line for line in page.read_text().splitlines() if line.startswith("## ")] == [
         "## forerun",
         "## sglang",
-        "## hf",
         "## vllm",
     ]

@@ -40,14 +40,6 @@ class GivenRows:
 
     whole: TargetDistribution
 
-    def __len__(self) -> int:
-        distribution = self.whole
-        return len(
-            distribution.ids
-            if isinstance(distribution, SparseDistribution)
-            else distribution.target_probs
-        )
-
     def distribution(self, rows: slice) -> TargetDistribution:
         distribution = self.whole
         if isinstance(distribution, SparseDistribution):

@@ -48,15 +48,14 @@ def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: 
     weights = normal(ROWS, seed=9).abs()
     rows, head = rows_of(hidden, distribution, weights), DraftHead(weight=weight, bias=bias)
     objective = OBJECTIVES[name]
-    found = chunked_loss(rows, head, objective, temperature=temperature)
+    found, _ = chunked_loss(rows, head, objective, temperature=temperature)
     logits = (hidden @ weight.T + bias) / (temperature or 1)
     expected = objective.losses(logits, distribution, rows.labels) @ weights
-    assert found.num_rows == ROWS
-    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(found, expected)
     leaves = (hidden, weight, bias)
     # Scaled from above, as dividing by the rows of all processes does.
     torch.testing.assert_close(
-        torch.autograd.grad(found.loss / 7, leaves), torch.autograd.grad(expected / 7, leaves)
+        torch.autograd.grad(found / 7, leaves), torch.autograd.grad(expected / 7, leaves)
     )
 
 
@@ -66,16 +65,14 @@ def test_acceptance_comes_with_it(temperature: float) -> None:
     distribution = dense_distribution(ROWS, VOCAB)
     rows, head = rows_of(hidden, distribution), DraftHead(weight=weight)
     objective = OBJECTIVES["ce"]
-    found = chunked_loss(rows, head, objective, temperature=temperature, with_acceptance=True)
+    _, found = chunked_loss(rows, head, objective, temperature=temperature)
     logits = (hidden @ weight.T).detach()
     probs = dense_probs(distribution, VOCAB).double()
     if temperature == 0:
         expected = probs[torch.arange(ROWS), logits.argmax(-1)]
     else:
         expected = torch.minimum(logits.softmax(-1), probs).sum(-1)
-    assert found.acceptance is not None
-    torch.testing.assert_close(found.acceptance, expected.sum(), rtol=1e-5, atol=1e-6)
-    assert chunked_loss(rows, head, objective, temperature=temperature).acceptance is None
+    torch.testing.assert_close(found, expected.sum(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
@@ -84,13 +81,13 @@ def test_what_is_frozen_gets_no_gradient() -> None:
         rows_of(hidden, dense_distribution(ROWS, VOCAB)),
         OBJECTIVES["nla"],
     )
-    found = chunked_loss(rows, DraftHead(weight=weight.detach()), objective, temperature=1.0)
-    found.loss.backward()
+    found, _ = chunked_loss(rows, DraftHead(weight=weight.detach()), objective, temperature=1.0)
+    found.backward()
     assert hidden.grad is not None
     with torch.no_grad():
-        unasked = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
-    assert not unasked.loss.requires_grad
-    torch.testing.assert_close(unasked.loss, found.loss.detach())
+        unasked, _ = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
+    assert not unasked.requires_grad
+    torch.testing.assert_close(unasked, found.detach())
 
 
 def test_a_tied_head_gets_both_gradients() -> None:
@@ -99,7 +96,7 @@ def test_a_tied_head_gets_both_gradients() -> None:
     distribution = dense_distribution(ROWS, VOCAB)
     objective = OBJECTIVES["fkl"]
     rows = rows_of(weight[ids], distribution)
-    found = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0).loss
+    found, _ = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
     expected = objective.losses(weight[ids] @ weight.T, distribution, rows.labels).sum()
     torch.testing.assert_close(
         torch.autograd.grad(found, weight), torch.autograd.grad(expected, weight)
@@ -112,12 +109,12 @@ def test_under_autocast_products_are_bf16_and_gradients_keep_their_dtype() -> No
     objective = OBJECTIVES["fkl"]
     rows, head = rows_of(hidden, distribution), DraftHead(weight=weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = chunked_loss(rows, head, objective, temperature=1.0)
-    assert found.loss.dtype == torch.float32
-    found.loss.backward()
-    exact = chunked_loss(rows, head, objective, temperature=1.0)
-    expected = torch.autograd.grad(exact.loss, (hidden, weight))
-    assert 0 < float((found.loss / exact.loss - 1).detach().abs()) < 1e-2
+        found, _ = chunked_loss(rows, head, objective, temperature=1.0)
+    assert found.dtype == torch.float32
+    found.backward()
+    exact, _ = chunked_loss(rows, head, objective, temperature=1.0)
+    expected = torch.autograd.grad(exact, (hidden, weight))
+    assert 0 < float((found / exact - 1).detach().abs()) < 1e-2
     for leaf, gradient in zip((hidden, weight), expected, strict=True):
         assert leaf.grad is not None and leaf.grad.dtype == torch.float32
         assert float((leaf.grad - gradient).norm() / gradient.norm()) < 2e-2
@@ -129,9 +126,9 @@ def test_no_rows_are_no_loss() -> None:
         hidden=hidden[:0], labels=torch.arange(0), teacher=GivenRows(dense_distribution(0, VOCAB))
     )
     objective = OBJECTIVES["nla"]
-    found = chunked_loss(empty, DraftHead(weight=weight), objective, temperature=1.0)
-    found.loss.backward()
-    assert float(found.loss.detach()) == 0
+    found, _ = chunked_loss(empty, DraftHead(weight=weight), objective, temperature=1.0)
+    found.backward()
+    assert float(found.detach()) == 0
     assert weight.grad is not None and not weight.grad.any()
 
 
@@ -143,25 +140,5 @@ def test_a_missing_teacher_is_named() -> None:
         OBJECTIVES["ce"],
     )
     chunked_loss(rows, head, text_alone, temperature=1.0)
-    with pytest.raises(ValueError, match="nla and acceptance need a teacher"):
+    with pytest.raises(ValueError, match="nla needs a teacher"):
         chunked_loss(rows, head, OBJECTIVES["nla"], temperature=1.0)
-
-
-def test_a_teacher_is_asked_only_for_what_is_needed() -> None:
-    """Its rows cost a pass through the target's head."""
-
-    class Unwilling(GivenRows):
-        def distribution(self, rows: slice) -> TargetDistribution:
-            raise AssertionError("asked without need")
-
-    hidden, weight, _ = tensors()
-    labels = torch.zeros(ROWS, dtype=torch.int64)
-    rows = LearnedRows(
-        hidden=hidden, labels=labels, teacher=Unwilling(dense_distribution(ROWS, VOCAB))
-    )
-    objective = OBJECTIVES["ce"]
-    chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
-    with pytest.raises(AssertionError, match="without need"):
-        chunked_loss(
-            rows, DraftHead(weight=weight), objective, temperature=1.0, with_acceptance=True
-        )

@@ -13,7 +13,7 @@ from forerun.align.config import TeacherConfig
 from forerun.align.objectives import OBJECTIVES, Objective
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.target_cache import TeacherSource
-from forerun.provenance import content_hash
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 
 WINDOW = 40
@@ -62,8 +62,8 @@ class OnDisk:
 
     def with_(self, **changes) -> TeacherSource:
         """The target as it is in the folder now."""
-        now = content_hash(str(self.source.target))
-        return replace(self.source, target_hash=now, **changes)
+        now = ModelFiles.open(self.source.target.folder)
+        return replace(self.source, target=now, **changes)
 
 
 @pytest.fixture
@@ -73,8 +73,7 @@ def on_disk(tmp_path):
     network.save_pretrained(folder)
     tiny.backend().save_pretrained(folder)
     source = TeacherSource(
-        target=folder,
-        target_hash=content_hash(str(folder)),
+        target=ModelFiles.open(folder),
         sampling=SamplingParams(),
         cache_dir=tmp_path / "caches",
         device="cpu",

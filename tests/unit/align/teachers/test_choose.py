@@ -10,7 +10,7 @@ from forerun.align.teachers import (
     CachedStates,
     ModelTeacher,
     make_teacher,
-    state_sizes,
+    state_bytes,
 )
 from forerun.sampling.config import SamplingParams
 
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0)
 
 def test_auto_caches_hidden_states_if_they_fit_and_reruns_the_target_if_not(on_disk, caplog):
     needed = 100 * 32 * 4
-    assert state_sizes(on_disk.source).total_bytes(100) == needed
+    assert 100 * state_bytes(on_disk.source) == needed
     config = caching("auto", max_cache_bytes=needed)
     assert isinstance(make_teacher(config, on_disk.source, 100), CachedStates)
     assert not caplog.records

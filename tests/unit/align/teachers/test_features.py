@@ -17,7 +17,7 @@ from forerun.align.target import (
     embedding_table,
     load_target,
 )
-from forerun.align.teachers import ModelTeacher, StateRows, Teacher, make_teacher
+from forerun.align.teachers import ModelTeacher, StateRows, make_teacher
 from forerun.errors import CacheTooLarge, UnsupportedFeatures
 from forerun.models.load import load_model
 from forerun.models.runner.native import NativeModel
@@ -59,7 +59,7 @@ def test_packed_features_are_what_the_samples_have_alone(family):
     rows = ModelTeacher(target, SamplingParams(), layers).rows(batch)
     check(network, packing, batch, rows)
     expected = expected_logits(network, packing, batch).softmax(-1)
-    found = rows.distribution(slice(0, len(rows))).target_probs
+    found = rows.distribution(slice(None)).target_probs
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
     ids = torch.tensor([packing.samples[0].token_ids])
     with torch.no_grad():
@@ -72,7 +72,6 @@ def test_packed_features_are_what_the_samples_have_alone(family):
 def test_a_cache_gives_what_the_target_gives(kind, on_disk):
     packing, batch = all_rows(texts())
     teacher = make_teacher(caching(kind), on_disk.source, 300, (0, 1))
-    assert isinstance(teacher, Teacher)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
     assert isinstance(rows, StateRows)
@@ -97,7 +96,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_written(on_disk):
     packing, _ = all_rows(texts())
     small = caching("hidden", max_cache_bytes=1000)
     teacher = make_teacher(small, on_disk.source, 300, (0, 1))
-    with pytest.raises(CacheTooLarge, match="features of 2 layers and last hidden states of"):
+    with pytest.raises(CacheTooLarge, match="features and last hidden states of"):
         teacher.prepare(packing.samples)
     assert not list(on_disk.source.cache_dir.glob("*/rows-*"))
     chosen = make_teacher(caching("auto", max_cache_bytes=1000), on_disk.source, 300, (0, 1))
@@ -137,7 +136,7 @@ def test_probabilities_of_some_tokens_are_those_of_the_whole_distribution(on_dis
         teacher = make_teacher(caching("hidden"), replace(source, sampling=sampling), 300, (0, 1))
         teacher.prepare(packing.samples)
         rows = teacher.rows(batch)
-        every = slice(0, len(rows))
+        every = slice(None)
         whole = rows.distribution(every).target_probs
         found = rows.over(tokens)
         assert (found._log_sums is not None) == is_kept  # else every logit is computed

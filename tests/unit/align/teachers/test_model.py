@@ -17,8 +17,9 @@ from forerun.align.target import (
     load_target,
     read_head,
 )
-from forerun.align.teachers import ModelTeacher, Teacher
+from forerun.align.teachers import ModelTeacher
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.memory import available_bytes
 from forerun.sampling.config import SamplingParams
 
@@ -33,19 +34,18 @@ def test_packed_rows_are_what_the_samples_are_alone(family):
     packing, batch = all_rows(texts())
     assert (batch.positions == 0).sum() > packing.rows_per_epoch  # several samples share a row
     teacher = teacher_of(network, SamplingParams())
-    assert isinstance(teacher, Teacher)
     rows = teacher.rows(batch)
-    assert len(rows) == packing.num_learned
+    assert len(rows.hidden) == packing.num_learned
     expected = expected_logits(network, packing, batch).softmax(-1)
     assert expected.amax(-1).mean() < 0.9  # distributions in which something can differ
-    distribution = rows.distribution(slice(0, len(rows)))
+    distribution = rows.distribution(slice(None))
     torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
 
 
 def test_chunks_are_rows_of_the_whole():
     _, batch = all_rows(texts())
     rows = teacher_of(tiny.network(), SamplingParams(temperature=0.7)).rows(batch)
-    whole = rows.distribution(slice(0, len(rows))).target_probs
+    whole = rows.distribution(slice(None)).target_probs
     torch.testing.assert_close(rows.distribution(slice(5, 9)).target_probs, whole[5:9])
 
 
@@ -54,7 +54,7 @@ def test_temperature_and_truncation_are_those_deployed():
     packing, batch = all_rows(texts())
     logits = expected_logits(network, packing, batch)
     rows = teacher_of(network, SamplingParams(temperature=0.5, top_k=3)).rows(batch)
-    distribution = rows.distribution(slice(0, len(rows)))
+    distribution = rows.distribution(slice(None))
     assert isinstance(distribution, DenseDistribution)
     best = logits.topk(3)
     expected = torch.zeros_like(logits).scatter_(-1, best.indices, (best.values / 0.5).softmax(-1))
@@ -100,7 +100,7 @@ def test_a_batch_may_have_nothing_learned():
     _, batch = all_rows(texts())
     batch.predicts.zero_()
     rows = teacher_of(tiny.network(), SamplingParams()).rows(batch)
-    assert len(rows) == 0
+    assert len(rows.hidden) == 0
     assert rows.distribution(slice(0, 0)).target_probs.shape == (0, tiny.VOCAB_SIZE)
 
 
@@ -109,7 +109,7 @@ def test_a_target_from_a_folder_computes_the_same(on_disk):
     target = load_target(on_disk.source.target, device="cpu")
     rows = ModelTeacher(target, SamplingParams()).rows(batch)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    distribution = rows.distribution(slice(0, len(rows)))
+    distribution = rows.distribution(slice(None))
     torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
     assert not any(parameter.requires_grad for parameter in target.body.parameters())
 
@@ -134,7 +134,7 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_read(on_disk, monkey
 
 
 def test_pickled_weights_are_refused(on_disk):
-    folder = on_disk.source.target
+    folder = on_disk.source.target.folder
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidModel, match="only pickled weights"):
         load_target(folder, device="cpu")
@@ -165,7 +165,7 @@ def test_an_output_layer_read_alone_is_that_of_the_whole_target(family, is_tied,
     network.save_pretrained(tmp_path)
     tiny.backend().save_pretrained(tmp_path)
     whole = load_target(tmp_path, dtype="float32", device="cpu").head
-    alone = read_head(tmp_path, torch.float32)
+    alone = read_head(ModelFiles.open(tmp_path), torch.float32)
     hidden = torch.randn(5, whole.width, generator=torch.Generator().manual_seed(0))
     assert torch.equal(alone.logits(hidden), whole.logits(hidden))
 

@@ -7,9 +7,7 @@ import torch
 from tests.unit.align.teachers.conftest import all_rows, texts
 
 from forerun.align.samples import Sample, packed_inputs
-from forerun.align.target_cache import learned_places, one_per_row, passes
-from forerun.align.teachers import sample_runs
-from forerun.errors import InvalidCache
+from forerun.align.target_cache import learned_places, one_per_row, passes, sample_runs
 
 
 def test_a_place_is_learned_where_the_next_token_is():
@@ -57,13 +55,6 @@ def test_a_sample_that_ends_a_row_and_begins_the_next_is_found_twice():
     batch = packing.batch(0, 3)  # three epochs of the one row
     rows = torch.cat([rows for _, rows in sample_runs(batch, packing.samples)])
     assert rows.tolist() == [*range(sample.num_learned)] * 3
-
-
-def test_rows_without_learned_places_are_refused():
-    packing, batch = all_rows(texts())
-    unlearned = [Sample(prompt_hash="0", token_ids=s.token_ids, spans=()) for s in packing.samples]
-    with pytest.raises(InvalidCache, match="other places"):
-        list(sample_runs(batch, unlearned))
 
 
 def test_decoders_that_do_not_tell_samples_apart_are_told():

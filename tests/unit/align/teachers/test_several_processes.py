@@ -21,7 +21,6 @@ from tests.unit.align.teachers.conftest import (
 
 from forerun.align import target_cache as filling
 from forerun.align.objectives import dense_probs
-from forerun.align.target import ProcessShare
 from forerun.align.teachers import make_teacher
 
 WORKER = """
@@ -35,9 +34,9 @@ from tests.unit.align.teachers.conftest import all_rows, caching, objective, tex
 
 from forerun.align.objectives import dense_probs
 from forerun.align import target_cache as filling
-from forerun.align.target import ProcessShare
 from forerun.align.target_cache import TeacherSource
 from forerun.align.teachers import make_teacher
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 
 torch.set_num_threads(1)
@@ -47,20 +46,20 @@ dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank
 packing, batch = all_rows(texts(5))
 reports = []
 source = TeacherSource(
-    target=folder / "target",
-    target_hash="t0",
+    target=ModelFiles.open(folder / "target"),
     sampling=SamplingParams(),
     cache_dir=folder / "caches",
     device="cpu",
     on_progress=lambda done, total: reports.append((done, total)),
-    share=ProcessShare(index=rank, number=2, wait=dist.barrier),
+    process=(rank, 2),
+    wait=dist.barrier,
 )
 out = {"reports": reports}
 for kind in ("hidden", "model"):
     teacher = make_teacher(caching(kind), source, 100)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    out[kind] = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE).tolist()
+    out[kind] = dense_probs(rows.distribution(slice(None)), tiny.VOCAB_SIZE).tolist()
 (folder / f"{rank}.json").write_text(json.dumps(out))
 dist.barrier()
 dist.destroy_process_group()
@@ -90,12 +89,6 @@ def test_two_processes_share_work(on_disk, tmp_path):
     assert len(list(on_disk.source.cache_dir.glob("*/rows-*"))) == len(packing.samples)
 
 
-def test_shares_are_disjoint_and_complete():
-    for number in (1, 2, 3, 5):
-        shares = [ProcessShare(index=i, number=number).of([*range(7)]) for i in range(number)]
-        assert sorted(part for share in shares for part in share) == list(range(7))
-
-
 def test_rows_written_by_another_are_found(on_disk, monkeypatch):
     """The first of two, with the second's work done while it waits."""
     monkeypatch.setattr(filling, "MAX_TOKENS", 1)
@@ -105,14 +98,14 @@ def test_rows_written_by_another_are_found(on_disk, monkeypatch):
     def wait():
         waits.append(0)
         if len(waits) == 1:
-            other = on_disk.with_(share=ProcessShare(index=1, number=2))
+            other = on_disk.with_(process=(1, 2))
             make_teacher(caching(), other, 100).prepare(packing.samples)
 
-    mine = replace(on_disk.source, share=ProcessShare(index=0, number=2, wait=wait))
+    mine = replace(on_disk.source, process=(0, 2), wait=wait)
     teacher = make_teacher(caching(), mine, 100)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    distribution = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
+    distribution = dense_probs(rows.distribution(slice(None)), tiny.VOCAB_SIZE)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
     torch.testing.assert_close(distribution, expected, atol=2e-5, rtol=2e-4)
 

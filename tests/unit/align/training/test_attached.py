@@ -23,6 +23,7 @@ from forerun.align.workspace import StepMetrics
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import read_eagle3_head
 from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
+from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import content_hash
 
 LAYERS = (0, 1, 2)
@@ -58,8 +59,7 @@ def trainer_of(
     precision: Literal["no", "bf16"] = "no",
 ) -> Trainer:
     source = TeacherSource(
-        target=config.target,
-        target_hash=content_hash(config.target),
+        target=ModelFiles.open(config.target),
         sampling=config.sampling,
         cache_dir=folder / "cache",
         device="cpu",

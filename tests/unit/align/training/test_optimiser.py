@@ -9,7 +9,7 @@ import torch
 from tests import training
 from torch import nn
 
-from forerun.align.trainer import WEIGHT_DECAY, learning_rate_at, make_optimiser, set_learning_rate
+from forerun.align.trainer import WEIGHT_DECAY, learning_rate_at, make_optimiser
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:
@@ -36,8 +36,7 @@ def test_no_warm_up() -> None:
 def test_only_matrices_decay() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     module[0].bias.requires_grad_(False)
-    optimiser = make_optimiser(module, training.config())
-    set_learning_rate(optimiser, 0.1)
+    optimiser = make_optimiser(module, training.config(learning_rate=0.1))
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     for parameter in module.parameters():
         if parameter.requires_grad:

@@ -5,7 +5,6 @@ import json
 import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.align.report import plot_survival
 from forerun.measure.judge import changes, finding
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.intervals import Interval
@@ -80,13 +79,3 @@ def test_drafts_judged_differently_are_not_compared(other, message):
         changes(figures(prompts), figures(prompts, **other))
     with pytest.raises(ValueError, match="same prompts"):
         changes(figures(prompts), figures(prompts[:1]))
-
-
-def test_a_picture_shows_every_draft_and_tag(tmp_path):
-    weak, strong = two_drafts()
-    paths = [tmp_path / "survival.svg", tmp_path / "survival.png"]
-    plot_survival({"before": weak, "after": strong}, "Held-out prompts", paths)
-    svg = paths[0].read_text()
-    for text in ("Held-out prompts", "before", "after", "all prompts", "code (2", "prose (2"):
-        assert f"<!-- {text}" in svg
-    assert paths[1].read_bytes().startswith(b"\x89PNG")
