@@ -35,7 +35,7 @@ demo: $(BASE)  ## a chat with and without a draft, and the speed of both
 test: check  ## static checks, then every kind of test on few cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-full: check  ## the same with every case and kernels under sanitisers (about an hour), as in CI
+test-full: check  ## the same with every case and kernels under sanitisers (about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
 
 repeat: $(STAMP)  ## every test file 20 times beside busy loops, and once with a slow clock (hours); ARGS="tests/system"

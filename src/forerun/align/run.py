@@ -279,6 +279,7 @@ class Run:
             accelerator=self.accelerator,
             folder=self.workspace.training,
             identity=of_training(identity),
+            muon=method.muon_matrices(),
         )
         trainer.num_threads = self.num_threads
         trainer.resume()

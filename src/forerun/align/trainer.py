@@ -27,10 +27,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from forerun.align.config import FREE_TRAINING_SETTINGS, TrainingConfig
+from forerun.align.optimiser import gather_shards, make_optimiser, shard_like
 from forerun.align.samples import PackedBatch, Packing
 from forerun.align.target import choose_faster_dtype
 from forerun.align.teachers import Teacher
@@ -54,11 +54,6 @@ def _named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with its shards gathered; all processes must call it for the same tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def save_checkpoint(
     path: Path,
     module: nn.Module,
@@ -71,7 +66,7 @@ def save_checkpoint(
     """Write the state after `step` steps; an earlier file is replaced atomically."""
     tensors = {}
     for name, tensor in _state_tensors(module, optimiser):
-        gathered = whole(tensor.detach())
+        gathered = gather_shards(tensor.detach())
         if is_writer:
             tensors[name] = gathered.cpu().clone()
     if not is_writer:
@@ -108,26 +103,18 @@ def load_checkpoint(
             names = sorted(file.keys())
             for name, parameter in _named_trained(module).items():
                 with torch.no_grad():
-                    parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
+                    parameter.copy_(shard_like(file.get_tensor(f"weights/{name}"), parameter))
                 prefix = f"optimiser/{name}/"
                 for key in [name for name in names if name.startswith(prefix)]:
                     value = file.get_tensor(key)
                     optimiser.state[parameter][key.removeprefix(prefix)] = (
-                        laid_out(value, parameter) if value.ndim else value.to(parameter.device)
+                        shard_like(value, parameter) if value.ndim else value.to(parameter.device)
                     )
             return int(metadata["step"])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InvalidCheckpoint(
             f"{path} cannot be read ({error}); delete it to start again"
         ) from error
-
-
-def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """Move a tensor to a parameter's device and shard it like the parameter."""
-    tensor = tensor.to(like.device)
-    if isinstance(like, DTensor):
-        return distribute_tensor(tensor, like.device_mesh, like.placements)
-    return tensor
 
 
 MadeT = TypeVar("MadeT")
@@ -231,11 +218,14 @@ class Trainer:
     A step is the same mean over the same rows with one process or many: its rows are numbered,
     every process takes an equal run of them, and the loss is divided by the learned rows of all.
 
+    Args:
+        muon: matrices of the module that learn by Muon; the others learn by AdamW.
+
     Attributes:
         num_threads: of torch while it trains; the native runner of a target leaves torch one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what is trained, by what, and where)
         self,
         *,
         config: TrainingConfig,
@@ -244,6 +234,7 @@ class Trainer:
         accelerator: Accelerator,
         folder: Path,
         identity: Mapping[str, str],
+        muon: Sequence[nn.Parameter] = (),
     ) -> None:
         self.config = config
         self.num_threads = torch.get_num_threads()
@@ -251,11 +242,13 @@ class Trainer:
         self.teacher = teacher
         self.accelerator = accelerator
         self.path = folder / CHECKPOINT
-        self.identity = decisive(config) | dict(identity)
+        self.identity = decisive(config) | dict(identity) | ({"optimiser": "muon"} if muon else {})
         self.step = 0
         # Replicates or shards the module in place, and moves it to its device.
         self._wrapped: nn.Module
-        self._wrapped, self.optimiser = accelerator.prepare(module, make_optimiser(module, config))
+        self._wrapped, self.optimiser = accelerator.prepare(
+            module, make_optimiser(module, config.learning_rate, muon)
+        )
         self._saved_s = time.monotonic()
 
     @property
@@ -309,7 +302,7 @@ class Trainer:
         """
         gathered = {}
         for name, parameter in _named_trained(self.module).items():
-            tensor = whole(parameter.detach())
+            tensor = gather_shards(parameter.detach())
             if self.accelerator.is_main_process:
                 gathered[name] = tensor.cpu().clone()
         return gathered
@@ -326,7 +319,7 @@ class Trainer:
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        norm = float(whole(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
+        norm = float(gather_shards(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainingDiverged(
                 f"step {self.step + 1}: the loss is {loss}, the norm of its gradient {norm}; the "
@@ -382,22 +375,8 @@ def decisive(config: TrainingConfig) -> dict[str, str]:
 
 FINAL_SHARE = 0.1
 """Learning rate at the last step, as a share of the peak."""
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.01
-"""Of matrices."""
 MAX_GRAD_NORM = 1.0
 """Gradients are clipped to this norm."""
-
-
-def make_optimiser(module: nn.Module, config: TrainingConfig) -> AdamW:
-    """Build AdamW; matrices have weight decay, norms and biases do not."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    filled = [group for group in groups if group["params"]]
-    return AdamW(filled, lr=config.learning_rate, betas=BETAS, fused=True)
 
 
 def learning_rate_at(step: int, config: TrainingConfig) -> float:

@@ -66,6 +66,10 @@ class Method(ABC):
     def loss(self, objective: Objective) -> nn.Module:
         """Return the loss of a batch with its teacher rows, as `methods.draft_model.DraftLoss`."""
 
+    def muon_matrices(self) -> Sequence[nn.Parameter]:
+        """Return the matrices that learn by Muon; all other parameters learn by AdamW."""
+        return ()
+
     @abstractmethod
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the files that the engine loads; `weights` are the loss's, by name."""

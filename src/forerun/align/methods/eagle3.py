@@ -59,6 +59,11 @@ class Eagle3Method(HeadMethod):
         self.layers = head.config.feature_layers
         self.model = UnrolledEagle3(head, target.embedding)
 
+    def muon_matrices(self) -> Sequence[nn.Parameter]:
+        named = self.model.head.named_parameters()
+        outer = ("lm_head.", "embed_tokens.")
+        return [p for name, p in named if p.ndim > 1 and not name.startswith(outer)]
+
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the head in bf16, in the form that engines with native support for it read."""
         head = with_weights(self.model.head, weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,9 +11,12 @@ from torch import Tensor
 
 from forerun.align.methods.eagle3 import UnrolledEagle3, unroll
 from forerun.align.methods.passes import PassLoss, learned_passes
-from forerun.align.objectives import OBJECTIVES, DenseDistribution
+from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import PackedBatch, Packing, Sample
+from forerun.align.target import TargetHead
+from forerun.align.teachers import StateRows
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from forerun.sampling.config import SamplingParams
 
 VOCAB, DRAFT_VOCAB, WIDTH, LAYERS, PASSES = 30, 12, 16, 3, 4
 SHAPE = Eagle3Config(
@@ -146,25 +148,15 @@ def test_unroll_equals_drafting_row_by_row(flags):
     assert compared > 40
 
 
-class Rows:
-    """Features and a random distribution per learned place."""
-
-    def __init__(self, batch: PackedBatch) -> None:
-        self.features = features_of(batch)
-        self.last = self.features[:, :, 0]
-        logits = torch.empty(int(batch.predicts.sum()), VOCAB).normal_(generator=generator(5))
-        self.probs = logits.mul(2).softmax(-1)
-
-    def __len__(self) -> int:
-        return len(self.probs)
-
-    def distribution(self, rows: slice) -> DenseDistribution:
-        return DenseDistribution(target_probs=self.probs[rows])
-
-    def over(self, tokens: Tensor) -> Rows:
-        found = copy.copy(self)
-        found.probs = self.probs[:, tokens]
-        return found
+def rows_of(batch: PackedBatch) -> StateRows:
+    """Features, and a random state per learned place under a random output layer."""
+    source, features = generator(5), features_of(batch)
+    return StateRows(
+        hidden=torch.empty(int(batch.predicts.sum()), WIDTH).normal_(generator=source),
+        head=TargetHead(weight=torch.empty(VOCAB, WIDTH).normal_(0, 0.5, generator=source)),
+        sampling=SamplingParams(temperature=1.0),
+        states=torch.cat([features, features[:, :, :1]], dim=2),
+    )
 
 
 def slow_loss(
@@ -172,7 +164,8 @@ def slow_loss(
 ) -> float:
     """The loss by drafting from every row: weights fall by `decay` from pass to pass."""
     packing, batch = texts()
-    rows = Rows(batch)
+    rows = rows_of(batch)
+    teacher = rows.head.logits(rows.hidden).softmax(-1)
     ranks = {place: n for n, place in enumerate(map(tuple, batch.predicts.nonzero().tolist()))}
     weights = torch.tensor([decay**number for number in range(PASSES)])
     weights = weights / weights.sum()
@@ -186,7 +179,7 @@ def slow_loss(
         for number, output in enumerate(outputs):
             rank = ranks.get((row, place + number + 1))
             if position + number + 2 < len(ids) and rank is not None:
-                probs = rows.probs[rank][TARGET_IDS].double()
+                probs = teacher[rank][TARGET_IDS].double()
                 total = total + weights[number] * row_loss(head.logits(output), probs)
     return float(total.detach())
 
@@ -203,7 +196,7 @@ def test_loss_is_the_weighted_sum_over_passes(decay):
     model = UnrolledEagle3(head, embedding())
     model.embedding = model.embedding.double()
     module = PassLoss(model, objective, temperature=1.0, num_passes=PASSES, decay=decay)
-    loss, alpha = module(batch, Rows(batch))
+    loss, alpha = module(batch, rows_of(batch))
     assert float(loss.detach()) == pytest.approx(slow_loss(head, forward_kl, decay), rel=1e-5)
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
