@@ -29,7 +29,7 @@ names the class under `architectures`; other classes are refused before a weight
 embeddings: {", ".join(ROPE_TYPES)}.
 
 Where the column "state" says recurrent, a commit chooses the state after the last accepted token
-([how](architecture.md#model-families)); `forerun align` and `forerun profile` refuse these classes.
+([how](families.md)); `forerun align` and `forerun profile` refuse these classes.
 
 The last column names the settings with which `tests/contract` compares text and logits in fp32 with
 transformers' own, on random weights. Where the column "module" has a yes, `--draft mtp` drafts with
