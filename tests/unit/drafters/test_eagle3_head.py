@@ -168,6 +168,23 @@ def test_written_heads_are_read_again(tmp_path, form, changes):
         assert torch.equal(found.state_dict()[name], tensor), name
 
 
+def test_matrices_in_int8_are_read_within_half_a_step(tmp_path):
+    head = random_head()
+    write_eagle3_head(head, tmp_path, form="int8", target="t")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.int8
+    found = read_eagle3_head(tmp_path).state_dict()
+    for name, tensor in head.state_dict().items():
+        step = stored[name + "_scale"] / 2 if tensor.ndim == 2 else 0.0
+        assert ((found[name].float() - tensor.float()).abs() <= step + 1e-6).all(), name
+    stored["fc.weight_scale"] = stored["fc.weight_scale"][1:]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(
+        InvalidModel, match=r"fc.weight_scale but no int8 fc.weight of as many rows"
+    ):
+        read_eagle3_head(tmp_path)
+
+
 def test_raw_files_name_layers_in_both_conventions(tmp_path):
     write_eagle3_head(random_head(), tmp_path, form="raw", target="t")
     settings = json.loads((tmp_path / "config.json").read_text())

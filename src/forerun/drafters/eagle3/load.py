@@ -39,10 +39,11 @@ from forerun.models.checkpoint import WEIGHTS, read_object, weight_files
 from forerun.models.runner.native import NativeModel
 from forerun.models.tensor_files import check_tensors, read_tensors, write_files
 
-HeadFormat = Literal["speculators", "raw"]
+HeadFormat = Literal["speculators", "raw", "int8"]
 ADVICE = "correct the sizes and flags in config.json, or fetch the head again"
 LAYER, RAW_LAYER = "layers.0.", "midlayer."
 EMBEDDING = "embed_tokens.weight"
+WEIGHT, SCALE = ".weight", ".weight_scale"
 # Constants some files carry along, which every implementation computes itself.
 IGNORED = ("rotary_emb.inv_freq",)
 # Copies of the target's own matrices, which speculators keeps for training.
@@ -74,7 +75,18 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         if own in tensors:
             raise InvalidModel(f"{path} holds two tensors that stand for {own}")
         tensors[own] = tensor
+    _dequantise(tensors, folder)
     return tensors
+
+
+def _dequantise(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Replace matrices stored as int8, one scale per row, by their values in fp32."""
+    for scale_name in [name for name in tensors if name.endswith(SCALE)]:
+        name, scale = scale_name.removesuffix(SCALE) + WEIGHT, tensors.pop(scale_name)
+        stored = tensors.get(name)
+        if stored is None or stored.dtype != torch.int8 or scale.shape != (len(stored), 1):
+            raise InvalidModel(f"{folder} has {scale_name} but no int8 {name} of as many rows")
+        tensors[name] = stored.float() * scale.float()
 
 
 def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
@@ -139,9 +151,14 @@ def write_eagle3_head(
     target_architecture: str = "LlamaForCausalLM",
     num_speculative_tokens: int = 5,
 ) -> None:
-    """Write a head in its own dtype: first config.json, then model.safetensors."""
+    """Write a head: first config.json, then model.safetensors.
+
+    Args:
+        form: "int8" is speculators' with matrices as int8 and one fp32 scale per row, which forerun
+            alone reads; in the others all parameters keep their dtype.
+    """
     settings: dict[str, Any]
-    if form == "speculators":
+    if form != "raw":
         settings = speculators_settings(
             head.config,
             target=target,
@@ -153,6 +170,12 @@ def write_eagle3_head(
     dtype = str(head.fc.weight.dtype).removeprefix("torch.")
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     tensors = {renamed(name, form): value for name, value in head.state_dict().items()}
+    if form == "int8":
+        for name in [n for n, value in tensors.items() if n.endswith(WEIGHT) and value.ndim == 2]:
+            matrix = tensors[name].float()
+            scale = matrix.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+            tensors[name] = (matrix / scale).round().to(torch.int8)
+            tensors[name.removesuffix(WEIGHT) + SCALE] = scale
     write_files(folder, settings, WEIGHTS, tensors)
 
 
