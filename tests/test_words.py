@@ -34,7 +34,6 @@ CLEAN: tuple[str, ...] = (
     "measure",
     "models",
     "native",
-    "pictures.py",
     "plan",
     "provenance.py",
     "sampling",

@@ -176,6 +176,7 @@ def tiny_head(
         accelerator=accelerator,
         folder=folder,
         identity={"data": "samples"},
+        muon=draft.muon_matrices(),
     )
     return draft, trainer
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.pictures import COLOURS, picture
 from collect import name_of, seeds_of
 from matplotlib.patches import Rectangle
 from tests.lab.catalogue import FAULTS
@@ -21,7 +22,6 @@ from forerun.doctor.diagnosis import diagnose
 from forerun.doctor.evidence import merge
 from forerun.doctor.readers.sources import read_facts
 from forerun.doctor.readers.trace import read_trace_evidence
-from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect
 from forerun.theory.intervals import wilson_interval
 

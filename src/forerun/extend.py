@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # a name that is imported "as" itself is public
     from forerun.control.base import Capacity as Capacity
     from forerun.control.base import Chain as Chain
     from forerun.control.base import Controller as Controller
+    from forerun.control.base import MethodChoice as MethodChoice
     from forerun.control.base import Plan as Plan
     from forerun.control.base import RequestState as RequestState
     from forerun.control.base import Tree as Tree
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # a name that is imported "as" itself is public
     from forerun.engine.scheduler import ScheduledSequence as ScheduledSequence
     from forerun.engine.thread import EngineThread as EngineThread
     from forerun.models.base import Context as Context
+    from forerun.models.base import LanguageModel as LanguageModel
     from forerun.sampling.config import Choice as Choice
     from forerun.sampling.config import TokenSource as TokenSource
     from forerun.sampling.history import History as History
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # a name that is imported "as" itself is public
     from forerun.theory.tree import TokenTree as TokenTree
 
 _NAMES = {
-    "forerun.control.base": "Capacity Chain Controller Plan RequestState Tree",
+    "forerun.control.base": "Capacity Chain Controller MethodChoice Plan RequestState Tree",
     "forerun.control.costs": "CostSource",
     "forerun.drafters.base": "DraftRequest Drafter Pause StepOutcome",
     "forerun.drafters.registry": "register_checkpoint",
@@ -49,7 +51,7 @@ _NAMES = {
     "forerun.engine.results": "Backend",
     "forerun.engine.scheduler": "ScheduledSequence",
     "forerun.engine.thread": "EngineThread",
-    "forerun.models.base": "Context",
+    "forerun.models.base": "Context LanguageModel",
     "forerun.sampling.config": "Choice TokenSource",
     "forerun.sampling.history": "History TokenMask",
     "forerun.sampling.proposal": "Assurance Proposal Verdict",

@@ -342,7 +342,7 @@ def test_siblings_that_were_not_drawn_without_replacement_are_caught(target, dra
 
 
 @pytest.mark.parametrize("changes", [{"verification": "auto"}, {"temperature": 0}], ids=str)
-def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, draft, kind, changes):
+def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, draft, changes):
     params = replace(BASE, **changes)
     plain = texts_of(tiny.engine_over(target, max_batch=BATCH), params, 100)
     assert texts_of(engine_over(target, Shrub(draft)), params, 100) == plain

@@ -18,7 +18,7 @@ TEXTS = st.tuples(
     st.integers(0, 10_000),
     LENGTHS,
     st.lists(st.integers(1, 40), unique=True, max_size=6),
-    st.sampled_from(["target", "replay", "fixed"]),
+    st.sampled_from(["target", "fixed"]),
 )
 
 

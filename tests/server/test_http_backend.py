@@ -50,7 +50,8 @@ def test_it_is_a_backend_with_the_texts_and_counts_of_the_engine(connect):
         assert completion.ttft_s is not None
         assert 0.0 <= completion.ttft_s <= completion.total_s
         assert completion.acceptance.num_emitted >= 20
-        assert 0 < completion.acceptance.num_accepted <= completion.acceptance.num_drafted
+        assert completion.acceptance.num_drafted > 0
+    assert sum(one.completions[0].acceptance.num_accepted for one in found) > 0
 
 
 def test_a_stream_has_the_text_in_pieces(connect):

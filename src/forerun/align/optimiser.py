@@ -26,12 +26,12 @@ NUM_ITERATIONS = 5
 class MuonAdamW(AdamW):
     """AdamW, except for groups with `muon` set, whose momentum is orthogonalised before a step.
 
-    The root mean square of their updates is 0.2 times their learning rate, close to AdamW's (Liu
-    et al., arXiv 2502.16982, section 2.2).
+    Their learning rate is `MUON_RATE` times that of the group, and the root mean square of an
+    update 0.2 times that, as AdamW's is of its rate (Liu et al., arXiv 2502.16982, section 2.2).
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
         """Update all parameters that have a gradient."""
         groups = self.param_groups
         for group in groups:
@@ -41,13 +41,14 @@ class MuonAdamW(AdamW):
                         self._step_matrix(matrix, matrix.grad, MUON_RATE * group["lr"])
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
-            return super().step(closure)
+            super().step()
         finally:
             self.param_groups = groups
 
     def _step_matrix(self, matrix: Tensor, gradient: Tensor, learning_rate: float) -> None:
         state = self.state[matrix]
         if not state:
+            state["step"] = torch.zeros(())  # which AdamW expects of every parameter it restores
             state["momentum"] = torch.zeros_like(matrix)
         momentum: Tensor = state["momentum"]
         momentum.lerp_(gradient, 1 - MOMENTUM)
@@ -66,7 +67,8 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Move a tensor to a parameter's device and shard it like the parameter."""
     tensor = tensor.to(like.device)
     if isinstance(like, DTensor):
-        return distribute_tensor(tensor, like.device_mesh, like.placements)
+        # Every process has the whole tensor, so none has to send it.
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return tensor
 
 
@@ -74,11 +76,11 @@ def orthogonalise(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows 
     """Return a matrix with the same singular vectors, whose singular values are all near 1."""
     a, b, c = COEFFICIENTS
     wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    found: Tensor = wide / wide.norm().clamp(min=1e-7)
+    result: Tensor = wide / wide.norm().clamp(min=1e-7)
     for _ in range(NUM_ITERATIONS):
-        gram = found @ found.mT
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.mT if matrix.shape[0] > matrix.shape[1] else found
+        gram = result @ result.mT
+        result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.mT if matrix.shape[0] > matrix.shape[1] else result
 
 
 def make_optimiser(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -92,6 +92,10 @@ class DiagnoseOptions:
 
     def check(self) -> None:
         """Refuse unusable options before any slow work begins."""
+        if self.watching.watch:
+            self._check_watch()
+        elif self.watching != WatchFlags():
+            raise InvalidRequest("the flags of a watch, such as --hook, need --watch")
         if not self.probing.probe and self.probing != ProbeFlags():
             raise InvalidRequest("the flags of a pair of models, such as --draft, need --probe")
         if self.answers is not None and not self.ask:
@@ -102,6 +106,18 @@ class DiagnoseOptions:
                 "example --tokens-per-s 80 --tokens-per-s-plain 90"
             )
         check_writable("--html", self.html)
+
+    def _check_watch(self) -> None:
+        usable = {"sources", "watching", "interval_s", "api_key_env", "json"}
+        usual = DiagnoseOptions()
+        for name in [each.name for each in fields(self) if each.name not in usable]:
+            if getattr(self, name) != getattr(usual, name):
+                flag = (
+                    "the flags of a probe" if name == "probing" else f"--{name.replace('_', '-')}"
+                )
+                raise InvalidRequest(f"{flag} cannot be used with --watch: leave one of them out")
+        if len(self.sources) != 1:
+            raise InvalidRequest("--watch takes one SOURCE: the address of a server, or a file")
 
     def given(self) -> dict[str, object]:
         """Return the facts that the user gave by flags, by name."""
@@ -126,9 +142,9 @@ class DiagnoseOptions:
 
 def run(options: DiagnoseOptions) -> int:
     """Read the sources, diagnose and report; the exit code follows from the verdict."""
+    options.check()
     if options.watching.watch:
         return watch_source(options)
-    options.check()
 
     from forerun.doctor.asking import likeliest_causes, with_answers
     from forerun.doctor.diagnosis import diagnose
@@ -164,8 +180,6 @@ def run(options: DiagnoseOptions) -> int:
 
 def watch_source(options: DiagnoseOptions) -> int:
     """Watch the one source that is named."""
-    if len(options.sources) != 1:
-        raise InvalidRequest("--watch takes one SOURCE: the address of a server, or a file")
     return watch(
         Watch(
             flags=options.watching,

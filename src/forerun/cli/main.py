@@ -221,8 +221,8 @@ EXTRAS = {
         "fastapi llguidance prometheus_client pydantic starlette uvicorn".split(), "serve"
     ),
     **dict.fromkeys(["accelerate", "filelock"], "align"),
-    **dict.fromkeys(["matplotlib", "scipy"], "plot"),
-    "pyarrow": "trace",
+    "scipy": "measure",
+    "pyarrow": "parquet",
 }
 """The extra of `pip install 'forerun[EXTRA]'` that has an optional module."""
 

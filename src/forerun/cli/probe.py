@@ -76,17 +76,20 @@ def probe_pair(
         raise InvalidRequest(
             f"--num-speculative-tokens is {k:g}; a probe needs drafts: give 1, 2 or more"
         )
+    batch = 1 if batch is None else batch
+    if batch < 1 or batch != int(batch):
+        raise InvalidRequest(f"--batch is {batch:g}; give a whole number of requests, from 1")
     engine = EngineConfig(
         num_speculative_tokens=int(k),
         controller="fixed",
-        max_batch=int(batch or 1),
+        max_batch=int(batch),
         max_context=flags.max_context,
         runner=flags.models.runner,
         num_threads=use_threads(flags.models.threads),
     )
     evidence = _load_and_probe(flags, draft, engine, params)
     if flags.out is not None:
-        source = f"forerun probe of {flags.models.target} and {draft}"
+        source = f"forerun diagnose --probe of {flags.models.target} and {draft}"
         text = json.dumps(facts_document(evidence, source), indent=1) + "\n"
         with atomic_write(flags.out) as scratch:
             scratch.write_text(text, encoding="utf-8")

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,10 +41,6 @@ from forerun.models.decoder import (
 )
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
-
-if TYPE_CHECKING:
-    pass
-
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -260,19 +260,6 @@ class CostTable:
         kappa = self.cycle_cost(num_speculative_tokens, context, batch)
         return kappa * self.plain_step_s(context, batch)
 
-    def tree_cycle_s(
-        self, num_nodes: int, depth: int, width: int, context: int = 0, batch: int = 1
-    ) -> float:
-        """Return the seconds of a cycle whose drafts are trees.
-
-        A level below the first has `width` rows per sequence, which are taken to cost the draft
-        what they cost the target, in proportion.
-        """
-        wide = self.verify_step_s(width, context, batch) / self.verify_step_s(1, context, batch)
-        draft_s = self.draft_token_s(context, batch) * (1.0 + (depth - 1) * wide)
-        verify_s = self.verify_step_s(num_nodes + 1, context, batch)
-        return draft_s + verify_s + self.overhead_s(depth, context, batch)
-
     def verify_cost(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
         """Return v(n), in plain steps."""
         return self.verify_step_s(num_rows, context, batch) / self.plain_step_s(context, batch)

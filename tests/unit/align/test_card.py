@@ -13,6 +13,7 @@ from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.manifest import data_hash, settings_of
 from forerun.align.report import JudgedPair, card_of
 from forerun.align.samples import Sample
+from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import read_card, staleness, write_card
 from forerun.sampling.config import SamplingParams
 
@@ -40,7 +41,7 @@ def test_a_card_holds_both_judgements_and_knows_its_target(tmp_path: Path) -> No
         identity={"target": "t0"},
     )
     data = data_hash([SAMPLE])
-    card = card_of(found, target=str(target), settings=settings_of(config), data=data)
+    card = card_of(found, target=ModelFiles.open(target), settings=settings_of(config), data=data)
     write_card(card, draft)
     assert read_card(draft) == card
     assert staleness(draft, target) is None
@@ -68,4 +69,4 @@ def test_the_data_hash_follows_what_is_learned_and_nothing_else() -> None:
     }
     assert len(hashes) == 5
     assert data_hash([SAMPLE, other]) == data_hash([other, SAMPLE])
-    assert data_hash([replace(SAMPLE, tag="t", source="replay")]) == data_hash([SAMPLE])
+    assert data_hash([replace(SAMPLE, tag="t", source="fixed")]) == data_hash([SAMPLE])

@@ -124,7 +124,7 @@ def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float,
 
 def evidence_of_misfit(error: IncompatibleDraft) -> Evidence:
     """Return the facts about a pair with different tokenizers, which must not be run."""
-    evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
+    evidence = Evidence(readings=[Reading(source="forerun diagnose --probe", kinds={"probe"})])
     evidence.add("vocabularies_differ", True, str(error))
     return evidence
 
@@ -369,7 +369,7 @@ def probe_engine(
         InvalidRequest: there is no prompt, or one does not fit.
     """
     config = config or EvidenceConfig()
-    evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
+    evidence = Evidence(readings=[Reading(source="forerun diagnose --probe", kinds={"probe"})])
     evidence.add("target_recurrent", False, "it keeps its context in rows, which can be cut")
     ids = chosen(probed.engine, prompts, config)
     asked = params_of(params or SamplingParams(), len(ids), config)

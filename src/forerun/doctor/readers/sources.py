@@ -637,7 +637,7 @@ def read_source(
 
 
 def read_trace(path: Path) -> Evidence:
-    """Return the evidence of a forerun trace; pyarrow is imported for traces only."""
+    """Return the evidence of a forerun trace."""
     from forerun.doctor.readers.trace import read_trace_evidence
 
     return read_trace_evidence(path)

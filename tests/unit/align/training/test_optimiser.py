@@ -80,3 +80,14 @@ def test_muon_moves_its_matrices_by_a_fixed_size_and_leaves_the_others_to_adamw(
     assert size == pytest.approx(0.2 * MUON_RATE * 0.01, rel=0.3)
     torch.testing.assert_close(others[1], plain.param_groups[0]["params"][1] / (1 - 0.01 * 0.01))
     assert len(optimiser.param_groups) == 3
+
+
+def test_a_state_with_muon_is_restored_by_torch() -> None:
+    module = nn.Linear(8, 4)
+    optimiser = make_optimiser(module, 0.01, [module.weight])
+    module(torch.ones(1, 8)).sum().backward()
+    optimiser.step()
+    again = make_optimiser(module, 0.01, [module.weight])
+    again.load_state_dict(optimiser.state_dict())
+    found, expected = (each.state[module.weight]["momentum"] for each in (again, optimiser))
+    assert torch.equal(found, expected)
