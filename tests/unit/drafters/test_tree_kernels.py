@@ -30,7 +30,6 @@ def check_equal(left: Sequence[Proposal], right: Sequence[Proposal]) -> None:
     for one, other in zip(left, right, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert (one.tree, one.stop_reason) == (other.tree, other.stop_reason)
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
 @pytest.mark.parametrize("params", BY_KERNELS.values(), ids=BY_KERNELS)
