@@ -18,11 +18,11 @@ from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.base import Context, pack
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
+from forerun.models.huggingface import LAYERS, captured, find_part, read_weights
 from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
-from forerun.models.tensor_files import tensor_reader
+from forerun.models.stored_tensors import tensor_reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,7 +182,7 @@ def adopt_target(model: Any) -> TargetModel:
     weights = {name: tensor.detach() for name, tensor in projection.named_parameters()}
     return TargetModel(
         body=model.get_decoder(),
-        layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),
+        layers=find_part(model, *LAYERS),
         head=_make_head(weights["weight"], weights.get("bias"), settings),
         model_type=model.config.model_type,
         max_positions=architecture.max_positions,
@@ -204,9 +204,9 @@ def read_head(files: ModelFiles, dtype: torch.dtype) -> TargetHead:
 
     Where the files use other names than most families, the whole target is loaded for it.
     """
-    if MODULE_NAMES[files.sizes.name].embedding != EMBEDDING:
-        return adopt_target(read_weights(files, dtype)).head
     names = files.weights.shapes
+    if f"{EMBEDDING}.weight" not in names:
+        return adopt_target(read_weights(files, dtype)).head
     read = tensor_reader(files.weights, dtype, torch.device("cpu"))
     is_tied = f"{OUTPUT}.weight" not in names
     bias = read(f"{OUTPUT}.bias") if f"{OUTPUT}.bias" in names else None
@@ -231,7 +231,7 @@ def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
             f"the embeddings of this {model.config.model_type} target are projected before its "
             "first layer; heads that share them cannot be trained"
         )
-    embedding = model.get_submodule(MODULE_NAMES[type(model).__name__].embedding)
+    embedding = model.get_input_embeddings()
     tokens = torch.arange(model.config.vocab_size, device=embedding.weight.device)
     table: Tensor = embedding(tokens) * settings.get("embedding_multiplier", 1.0)
     return table

@@ -38,7 +38,7 @@ from forerun.align.workspace import StepMetrics, differences
 from forerun.atomic_write import atomic_write, remove_unfinished
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
 from forerun.measure.rigs import torch_threads
-from forerun.models.tensor_files import writing_tensors
+from forerun.models.stored_tensors import writing_tensors
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that activation checkpointing and compilation add to the names of parameters."""

@@ -186,7 +186,7 @@ COMMAND = Command(
         'forerun generate "Once upon a time" --model zoo:smollm2-135m --raw',
         "forerun generate 'import' --num-speculative-tokens 8 --profile profile.json",
         "forerun generate 'import' --tree 7,3,4 --show-tree",
-        "forerun generate 'import' --draft zoo:code-2m --draft suffix --profile profile.json",
+        "forerun generate 'import' --model zoo:code-40m --draft zoo:code-2m-for-40m --draft suffix",
         'forerun generate "import" --json --trace trace.jsonl | jq .figures',
     ),
 )

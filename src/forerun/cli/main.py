@@ -59,6 +59,7 @@ FORMER = {
     ("probe",): ("diagnose", "--probe"),
     ("watch",): ("diagnose", "--watch"),
     ("trace", "summarize"): ("explain",),
+    ("trace",): ("explain",),
 }
 """Commands that are part of another one now; this release still knows their names."""
 OVERVIEW = """\

@@ -64,6 +64,7 @@ def run_served(options: ServeOptions) -> int:
     from forerun.cli.session import load_engine
     from forerun.doctor.live import PageDiagnosis
     from forerun.engine.thread import AsyncEngine
+    from forerun.sampling.kernels import sampling_kernels
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
 
@@ -76,11 +77,13 @@ def run_served(options: ServeOptions) -> int:
     )
     if template:
         engine.tokenizer.use_chat_template(template)
+    sampling_kernels()  # compiled before the server is ready, not in the first sampled request
     running = AsyncEngine(engine)
     app = create_app(running, options.model, options.server, keys, PageDiagnosis())
     _announce(options.model, listener)
     methods = ", ".join(engine.capabilities().methods)
-    print(f"drafts: {methods} while that is faster" if methods else "no drafts", flush=True)
+    when = "" if engine.config.controller == "fixed" else " while that is faster"
+    print(f"drafts: {methods}{when}" if methods else "no drafts", flush=True)
     serve(app, listener, options.server, running)
     return Exit.GOOD
 

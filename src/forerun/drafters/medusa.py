@@ -26,7 +26,7 @@ from forerun.drafters.tree_growth import Path as TokenPath
 from forerun.errors import InvalidModel
 from forerun.models.base import LanguageModel, StoredModel
 from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import check_tensors, read_tensors, write_files
+from forerun.models.stored_tensors import check_tensors, read_tensors, write_files
 from forerun.sampling.kernels import on_host
 from forerun.sampling.proposal import Proposal
 

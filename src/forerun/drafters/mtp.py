@@ -30,7 +30,7 @@ from forerun.models.attention import ATTENTION_NAME, plan_pass, register, runnin
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.mtp_layout import FoundModule, Layout, open_module
-from forerun.models.tensor_files import check_tensors, tensor_reader
+from forerun.models.stored_tensors import check_tensors, tensor_reader
 
 logger = logging.getLogger("forerun.loading")
 

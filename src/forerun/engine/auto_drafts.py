@@ -20,7 +20,7 @@ from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import unsupported
-from forerun.models.load import ModelRun, choose_device, model_files
+from forerun.models.load import ModelRun, choose_device, describe_run
 from forerun.models.memory import available_bytes, readable, weights_bytes
 from forerun.models.mtp_layout import find_module
 from forerun.models.tokenizers import compare_vocabularies
@@ -186,7 +186,7 @@ def _describe_run(
     config: EngineConfig = DEFAULT,
 ) -> ModelRun:
     """Describe a model with the KV of a batch and a context."""
-    return model_files(
+    return describe_run(
         files,
         dtype=dtype,
         device=device,

@@ -24,7 +24,7 @@ from forerun.models.quantised_folder import (
     quantise_matrix,
     stored_tensors,
 )
-from forerun.models.tensor_files import tensor_reader, write_files
+from forerun.models.stored_tensors import tensor_reader, write_files
 from forerun.models.tokenizers import Tokenizer
 
 MAX_TOKENS = 500

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,21 +151,8 @@ NOT_ATTENDED = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Write:
-    """The places in the store for the keys and values of one sequence's rows.
-
-    Attributes:
-        views: [1, kv_heads, num_rows, head_dim]; keys of layer l at 2l, values at 2l + 1.
-    """
-
-    first: int
-    num_rows: int
-    views: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Rows of one sequence whose attention is computed together.
+    """Rows of one sequence whose attention is computed together, or which are written together.
 
     Attributes:
         views: [1, kv_heads, num_keys, head_dim]; keys of layer l at 2l, values at 2l + 1; the last
@@ -176,7 +163,7 @@ class Block:
     first: int
     num_rows: int
     views: tuple[Tensor, ...]
-    bias: Tensor | None
+    bias: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -187,20 +174,12 @@ class AttentionPass:
         layers: the layers that the store has places for, in this order; None: all.
     """
 
-    writes: tuple[Write, ...]
+    writes: tuple[Block, ...]
     pieces: tuple[Piece, ...]
     store: ContiguousKVStore
     num_groups: int
     layers: Sequence[int] | None = None
     _blocks: dict[int | None, tuple[Block, ...]] = field(default_factory=dict)
-
-    def place_of(self, layer: int) -> int:
-        return layer if self.layers is None else self.layers.index(layer)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key/value heads that the store keeps; a layer may have fewer."""
-        return self.store.geometry.num_kv_heads
 
     def widened(self, heads: Tensor) -> Tensor:
         """Pad heads with zeros to the width of heads in the KV store."""
@@ -253,15 +232,8 @@ def running(attention_pass: AttentionPass) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-@runtime_checkable
-class AttentionLayer(Protocol):
-    """An attention module of transformers, of which only the index of its layer is read."""
-
-    layer_idx: int
-
-
 def packed_attention(  # noqa: PLR0913 (transformers' signature)
-    module: AttentionLayer,
+    module: Any,
     query: Float[Tensor, "1 heads rows head_dim"],
     key: Float[Tensor, "1 kv_heads rows head_dim"],
     value: Float[Tensor, "1 kv_heads rows value_dim"],
@@ -282,10 +254,12 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     attention_pass = _RUNNING.get()
     value_dim = value.shape[-1]
     query, key, value = (attention_pass.widened(part) for part in (query, key, value))
-    copies = attention_pass.num_kv_heads // key.shape[1]
+    # A layer may have fewer heads than the store has places for.
+    copies = attention_pass.store.geometry.num_kv_heads // key.shape[1]
     if copies > 1:
         key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
-    index = attention_pass.place_of(module.layer_idx)
+    index, layers = module.layer_idx, attention_pass.layers
+    index = index if layers is None else layers.index(index)
     attention_pass.write(index, key, value)
     blocks = attention_pass.blocks(sliding_window)
     attended = attend_blocks(index, query, blocks, scaling, softcap, s_aux)
@@ -412,7 +386,7 @@ def plan_pass(
     row = 0
     for span in spans:
         views = store.stage(span.slot, span.start, span.num_rows)
-        writes.append(Write(first=row, num_rows=span.num_rows, views=views))
+        writes.append(Block(first=row, num_rows=span.num_rows, views=views))
         pieces += pieces_of(span, row)
         row += span.num_rows
     return AttentionPass(

@@ -160,19 +160,6 @@ def fetched(name: str) -> Path:
     return folder
 
 
-def fetch_config(name: str) -> Path:
-    """The folder of a model's config.json, fetched from the Hugging Face hub without weights."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except Exception as error:
-        reason = hide_urls(first_line(error))
-        raise InvalidModel(
-            f"config.json of {name!r} cannot be fetched from the Hugging Face hub: {reason}"
-        ) from error
-
-
 def held_out_prompts() -> tuple[HeldOutPrompt, ...]:
     """Prompts for demonstrations and benchmarks, in the order of the file."""
     return prompts_of(FOLDER / "prompts.jsonl")

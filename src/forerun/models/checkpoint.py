@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -66,7 +66,6 @@ class Description(NamedTuple):
 
     architecture: str
     has_vision: bool
-    dtype: str
     quantisation: Mapping[str, Any]
 
 
@@ -121,6 +120,7 @@ class ModelFiles:
             raise InvalidModel(
                 f"{self.folder} holds an adapter (LoRA); merge it into its base model first"
             )
+        _ = self.description  # refusals of what config.json says come before those of weights
         self.check_tensors()
 
     def check_tensors(self) -> None:
@@ -145,18 +145,15 @@ class ModelFiles:
         _refuse_heads(self.folder, settings, architecture)
         method = settings.get("quantization_config") or {}
         text = None if method else text_class(architecture, settings)
-        inner = settings["text_config"] if text else settings
-        named = (place.get(key) for place in (inner, settings) for key in ("dtype", "torch_dtype"))
-        known = {"bfloat16": "BF16", "float16": "F16"}
-        dtype = known.get(str(next(filter(None, named), None)), "F32")
         if not isinstance(method, dict):
             raise InvalidModel(
                 f"{where} has quantization_config={method!r:.60}; it must be an object"
             )
         if method and method.get("quant_method") != METHOD:
             read_scheme(where, method)
-        dtype = _computed_in({dtype}) if method else dtype
-        return Description(text or architecture, text is not None, dtype, method)
+        if (text or architecture) not in SUPPORTED:
+            raise InvalidModel(unsupported_class(architecture))
+        return Description(text or architecture, text is not None, method)
 
     @property
     def architecture(self) -> str:
@@ -209,11 +206,12 @@ class ModelFiles:
     def stored_dtype(self) -> str:
         """Most common element type, in safetensors' spelling ("BF16").
 
-        Where matrices have fewer bits it is the one that the rest is computed in.
+        Where matrices have fewer bits it is what models compute in: any but fp16, or else bf16.
         """
         if self.description.quantisation:
             counts = FloatWeights(self.weight_files).type_counts
-            return _computed_in([kind for kind, _ in counts.most_common()])
+            kinds = (kind for kind, _ in counts.most_common())
+            return next((kind for kind in kinds if kind in FLOATS - {"F16"}), "BF16")
         return self.weights.type_counts.most_common(1)[0][0]
 
     @cached_property
@@ -343,7 +341,7 @@ class GGUFModel(ModelFiles):
 
     @cached_property
     def description(self) -> Description:
-        return Description(self.weights.architecture, False, "BF16", {})
+        return Description(self.weights.architecture, False, {})
 
     @property
     def stored_dtype(self) -> str:
@@ -443,11 +441,6 @@ def check_sizes(name: str, settings: Mapping[str, Any], where: str) -> Architect
         return read_architecture(name, settings)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
-
-
-def _computed_in(stored: Collection[str]) -> str:
-    """Return the first stored type that quantised models compute in: any but fp16, or else bf16."""
-    return next((kind for kind in stored if kind in FLOATS and kind != "F16"), "BF16")
 
 
 HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")

@@ -83,17 +83,17 @@ class StoredWeights(ABC):
         shapes: of the parameters of the language model.
     """
 
-    is_packed: bool
+    is_packed = False
+    zero_biases: frozenset[str] = frozenset()
 
     @property
-    @abstractmethod
-    def notice(self) -> str | None: ...
+    def notice(self) -> str | None:
+        return None
+
     @property
-    @abstractmethod
-    def zero_biases(self) -> frozenset[str]: ...
-    @property
-    @abstractmethod
-    def rope_factors(self) -> Tensor | None: ...
+    def rope_factors(self) -> Tensor | None:
+        return None
+
     @property
     @abstractmethod
     def type_counts(self) -> Counter[str]: ...
@@ -108,13 +108,13 @@ class StoredWeights(ABC):
     def read(self, name: str) -> Tensor:
         """Return a parameter in floating point, dequantised."""
 
-    @abstractmethod
     def groups(self, name: str) -> BlockFormat | None:
         """Return the format of a matrix in few bits, by its name in transformers; else None."""
+        return None
 
-    @abstractmethod
     def quantised(self, name: str) -> QuantisedMatrix:
         """Return a matrix that has `groups`."""
+        raise KeyError(name)
 
 
 MATRIX_PARTS = (

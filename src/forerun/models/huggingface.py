@@ -7,10 +7,10 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import MappingProxyType, MethodType
+from dataclasses import replace
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.architecture import LAYER_COUNTS, SUPPORTED, Architecture, read_architecture
+from forerun.models.architecture import LAYER_COUNTS, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
 from forerun.models.checkpoint import ModelFiles
@@ -36,59 +36,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 logger = logging.getLogger("forerun.loading")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleNames:
-    """Names of the submodules of a model class in transformers.
-
-    Attributes:
-        projection_in: from the embedding to the residual stream, where widths differ.
-        projection_out: back, before the head.
-        embedded_norm: between the embedding and the first layer.
-    """
-
-    layers: str = "model.layers"
-    embedding: str = "model.embed_tokens"
-    norm: str = "model.norm"
-    projection_in: str | None = None
-    projection_out: str | None = None
-    embedded_norm: str | None = None
+LAYERS = ("layers", "h")
+NORMS = ("norm", "final_layernorm", "embedding_norm", "ln_f", "norm_f", "final_layer_norm")
+"""Names that model classes of transformers give their last norm."""
 
 
-MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
-    dict.fromkeys(SUPPORTED, ModuleNames())
-    | {
-        f"{family}ForCausalLM": ModuleNames(norm=f"model.{norm}")
-        for families, norm in (
-            ("Bamba FalconH1 Jamba Persimmon Phi", "final_layernorm"),
-            ("Lfm2 Lfm2Moe Lfm3", "embedding_norm"),
-        )
-        for family in families.split()
-    }
-    | {
-        name: ModuleNames(
-            layers=f"{root}.{layers}", embedding=f"{root}.{embedding}", norm=f"{root}.{norm}"
-        )
-        for name, root, layers, embedding, norm in (
-            ("FalconForCausalLM", "transformer", "h", "word_embeddings", "ln_f"),
-            ("FalconMambaForCausalLM", "backbone", "layers", "embeddings", "norm_f"),
-            ("GPT2LMHeadModel", "transformer", "h", "wte", "ln_f"),
-            ("GPTNeoXForCausalLM", "gpt_neox", "layers", "embed_in", "final_layer_norm"),
-            ("Mamba2ForCausalLM", "backbone", "layers", "embeddings", "norm_f"),
-            ("MambaForCausalLM", "backbone", "layers", "embeddings", "norm_f"),
-            ("NemotronHForCausalLM", "model", "layers", "embeddings", "norm_f"),
-        )
-    }
-    | {
-        "NanoChatForCausalLM": ModuleNames(embedded_norm="model.norm"),
-        "OPTForCausalLM": ModuleNames(
-            layers="model.decoder.layers",
-            embedding="model.decoder.embed_tokens",
-            norm="model.decoder.final_layer_norm",
-            projection_in="model.decoder.project_in",
-            projection_out="model.decoder.project_out",
-        ),
-    }
-)
+def find_part(network: Any, *names: str) -> Any:
+    """Return the module of a network's decoder that has one of these names; None without one."""
+    body = network.base_model
+    for name in ("model", "decoder"):  # in Llama 4, in OPT
+        body = dict(body.named_children()).get(name, body)
+    return next((module for name, module in body.named_children() if name in names), None)
 
 
 LOGITS_MULTIPLIED = ("HyperCLOVAXForCausalLM",)
@@ -101,7 +59,7 @@ class HuggingFaceModel(StoredModel):
     store: ContiguousKVStore
 
     def __init__(
-        self, *, network: nn.Module, store: ContiguousKVStore, architecture: Architecture
+        self, *, network: Any, store: ContiguousKVStore, architecture: Architecture
     ) -> None:
         super().__init__(architecture, store)
         self.network = network
@@ -125,7 +83,10 @@ class HuggingFaceModel(StoredModel):
         attention = plan_pass(batch.spans, self.store, groups, sizes.attention_layers)
         if self._recurrent_pass is not None:
             self._recurrent_pass.begin(batch.spans)
-        with running(attention), captured(self._layers, batch.feature_layers) as features:
+        with (
+            running(attention),
+            captured(find_part(self.network, *LAYERS), batch.feature_layers) as features,
+        ):
             outputs = self.network(
                 input_ids=batch.tokens[None],
                 position_ids=positions[None],
@@ -140,54 +101,42 @@ class HuggingFaceModel(StoredModel):
     @torch.inference_mode()
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
         """Token embeddings as they enter the residual stream, without learned positions."""
-        names = MODULE_NAMES[self.architecture.name]
-        embedded = self.network.get_submodule(names.embedding)(tokens)
+        embedded = self.network.get_input_embeddings()(tokens)
         embedded = embedded * self._setting("embedding_multiplier", 1.0)
         if self._setting("mup_enabled", False):
             embedded = embedded * self.architecture.hidden_size**0.5
-        embedded = self._project(names.embedded_norm, embedded)
-        return self._project(names.projection_in, embedded)
+        if self.architecture.name == "NanoChatForCausalLM":
+            embedded = self.final_norm(embedded)
+        return self._project(embedded, "project_in")
 
     @torch.inference_mode()
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         """Apply the final norm; models without one return the rows unchanged."""
-        return self._project(MODULE_NAMES[self.architecture.name].norm, hidden)
+        return self._project(hidden, *NORMS)
 
     @torch.inference_mode()
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits of rows after the final norm, with the logit scale and cap of the model family."""
-        projected = self._project(MODULE_NAMES[self.architecture.name].projection_out, hidden)
-        lm_head: Any = self.network.get_submodule("lm_head")
-        logits: Tensor = lm_head(projected)
+        projected = self._project(hidden, "project_out")
+        logits: Tensor = self.network.get_output_embeddings()(projected)
         scaling = self._setting("logits_scaling", 1.0)
         divisor = 1 / scaling if self.architecture.name in LOGITS_MULTIPLIED else scaling
         logits = logits * self._setting("logit_scale", 1.0) / divisor
         cap = self._setting("final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    @property
-    def _layers(self) -> nn.ModuleList:
-        layers = self.network.get_submodule(MODULE_NAMES[self.architecture.name].layers)
-        assert isinstance(layers, nn.ModuleList)
-        return layers
-
     def _setting(self, name: str, default: Any) -> Any:
-        config: Any = self.network.config
-        return config.to_dict().get(name, default)
+        return self.network.config.to_dict().get(name, default)
 
-    def _project(self, name: str | None, rows: Tensor) -> Tensor:
-        """Apply a module of the network to rows; without such a module the rows are unchanged."""
-        if name is None:
-            return rows
-        parent, _, child = name.rpartition(".")
-        module: Any = getattr(self.network.get_submodule(parent), child)
-        projected: Tensor = rows if module is None else module(rows)
+    def _project(self, rows: Tensor, *names: str) -> Tensor:
+        """Apply a part of the network to rows; without such a part they are unchanged."""
+        part = find_part(self.network, *names)
+        projected: Tensor = rows if part is None else part(rows)
         return projected
 
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
         shorter = sharing(self.network)
-        kept: Any = shorter.get_submodule(MODULE_NAMES[self.architecture.name].layers)
-        del kept[num_layers:]
+        del find_part(shorter, *LAYERS)[num_layers:]
         return HuggingFaceModel(
             network=shorter,
             store=self.store,
@@ -232,7 +181,6 @@ def adapt(
     num_slots: int,
     max_context: int,
     max_staged_rows: int = 64,
-    freeze: bool = True,
 ) -> HuggingFaceModel:
     """Wrap a transformers model as a LanguageModel; its attention is replaced in place."""
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
@@ -252,8 +200,7 @@ def adapt(
     model.set_attn_implementation(ATTENTION_NAME)
     untyped: Any = model  # the methods below carry no annotations
     untyped.eval()
-    if freeze:
-        untyped.requires_grad_(False)
+    untyped.requires_grad_(False)
     for module in model.modules():
         own: Any = module
         if type(module).__name__ == "FalconAttention":

@@ -40,7 +40,7 @@ from forerun.models.decoder import (
     unsupported,
 )
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
-from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
+from forerun.models.stored_tensors import check_parameters, has_own_head, tensor_reader
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -99,7 +99,7 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
     if weights not in WEIGHT_FORMATS:
         raise InvalidRequest(f"weights {weights!r} are unknown; use {', '.join(WEIGHT_FORMATS)}")
     files = ModelFiles.open(source)
-    run = model_files(
+    run = describe_run(
         files,
         dtype=dtype,
         device=device,
@@ -113,7 +113,7 @@ def load_model(  # noqa: PLR0913 (a model and seven settings of how it is to run
     return _prepare(runner, run, files.name)
 
 
-def model_files(  # noqa: PLR0913 (as `load_model`)
+def describe_run(  # noqa: PLR0913 (as `load_model`)
     files: ModelFiles,
     *,
     dtype: str,

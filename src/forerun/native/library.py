@@ -206,12 +206,6 @@ class ChainProbsStruct(Structure):
     )
 
 
-class StopsStruct(Structure):
-    """ctypes struct of stop rules, `ForerunStops` in kernels/interface.h."""
-
-    _fields_ = tuple((name, c_void_p) for name in ("measures", "thresholds", "values"))
-
-
 class FeaturesStruct(Structure):
     """ctypes struct of the features that the target's store keeps, and of the head that reads them.
 
@@ -305,7 +299,7 @@ SIGNATURES = {
     "forerun_decoder_greedy_chain": (c_bool, (*_PASS, c_int32, c_int32, c_void_p)),
     "forerun_decoder_sampled_chain": (
         c_bool,
-        (*_PASS, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
+        (*_PASS, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
     ),
     "forerun_decoder_likely_trees": (
         c_bool,
@@ -358,7 +352,7 @@ def open_library(folder: Path | None = None) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     expected = 0
-    structures = (Sizes, PassStruct, StoreStruct, ChainProbsStruct, StopsStruct, CyclesStruct)
+    structures = (Sizes, PassStruct, StoreStruct, ChainProbsStruct, CyclesStruct)
     for structure in structures:
         expected = (1000 * expected + ctypes.sizeof(structure)) % (1 << 64)
     if library.forerun_interface() != expected:

@@ -23,7 +23,7 @@ from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.checkpoint import ModelFiles, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
-from forerun.models.tensor_files import writing_tensors
+from forerun.models.stored_tensors import writing_tensors
 from forerun.models.tokenizers import check_vocabularies
 
 

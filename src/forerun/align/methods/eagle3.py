@@ -34,7 +34,7 @@ from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.huggingface import MODULE_NAMES, read_weights
+from forerun.models.huggingface import NORMS, find_part, read_weights
 
 
 class Eagle3Method(HeadMethod):
@@ -92,7 +92,7 @@ def read_parts(files: ModelFiles) -> TargetParts:
     settings, architecture = files.settings, files.sizes
     network = read_weights(files, torch.float32)
     model = adopt_target(network)
-    norm = network.get_submodule(MODULE_NAMES[architecture.name].norm)
+    norm = find_part(network, *NORMS)
     return TargetParts(
         settings=settings,
         architecture=architecture,

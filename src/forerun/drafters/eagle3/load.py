@@ -37,7 +37,7 @@ from forerun.errors import IncompatibleDraft, InvalidModel, RunnerUnavailable
 from forerun.models.base import LanguageModel, StoredModel
 from forerun.models.checkpoint import WEIGHTS, read_object, weight_files
 from forerun.models.runner.native import NativeModel
-from forerun.models.tensor_files import check_tensors, read_tensors, write_files
+from forerun.models.stored_tensors import check_tensors, read_tensors, write_files
 
 HeadFormat = Literal["speculators", "raw", "int8"]
 ADVICE = "correct the sizes and flags in config.json, or fetch the head again"

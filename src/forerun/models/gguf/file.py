@@ -206,7 +206,6 @@ class GGUFFile(StoredWeights):
     """
 
     is_packed = True
-    zero_biases = frozenset()
 
     def __init__(self, path: Path) -> None:
         self.path = path

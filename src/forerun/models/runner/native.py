@@ -132,7 +132,7 @@ class NativeModel(StoredModel):
         probs = torch.empty(num_tokens, num_sequences, vocab_size)
         drafted = torch.empty((num_sequences, num_tokens), dtype=torch.int64)
         keys = keys.contiguous()
-        sampling = (temperatures.data_ptr(), keys.data_ptr(), by_race, None)
+        sampling = (temperatures.data_ptr(), keys.data_ptr(), by_race)
         results = (probs.data_ptr(), drafted.data_ptr())
         self._call(batch, "sampled_chain", num_tokens, vocab_size, *sampling, *results)
         return SampledTokens(drafted.t(), probs)

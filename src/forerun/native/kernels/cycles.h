@@ -127,7 +127,7 @@ class Cycles {
                                                : step_key(m.noise_key, m.num_committed, node, kDraftDraw));
             }
         const Sampling sampling{asked_.vocab_size,   temperatures.data(), truncations.data(), keys_.data(),
-                                asked_.by_race != 0, nullptr,             asked_.draft_probs};
+                                asked_.by_race != 0, asked_.draft_probs};
         if (!sampled_chain(asked_.draft, rows, *asked_.draft_store, depth, sampling, chains_.data())) return false;
         for (int span = 0; span < num_spans; ++span)
             for (int node = 0; node < members_[drafting_[span]].num_drafted; ++node)

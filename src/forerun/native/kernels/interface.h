@@ -135,26 +135,14 @@ bool forerun_decoder_forward(void* decoder, const ForerunPass* pass, const Forer
 bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                   int32_t num_tokens, int32_t vocab_size, int64_t* drafted);
 
-// When to stop drafting, per span: a threshold on the entropy of the distribution a token would be drawn from,
-// or on its top probability, or none. values: [num_tokens][num_spans], what was found before every
-// draw; left alone where there is no threshold or nothing was drawn.
-enum ForerunMeasure { kNoMeasure = 0, kEntropy = 1, kTopProbability = 2 };
-
-struct ForerunStops {
-    const int32_t* measures;
-    const double* thresholds;
-    float* values;
-};
-
 // The same with every token drawn from the softmax of its row at the temperature of its span (0 is
 // greedy), with the noise of keys [num_tokens][num_spans]: as forerun_race where by_race, else as
 // forerun_draw. The distributions go to probs [num_tokens][num_spans][vocab_size], 0 past the model's own
-// vocabulary. With stops (else null) the passes end once every span has come to a token that is not to
-// be drafted; what is behind the first such token of a span means nothing.
+// vocabulary.
 bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                    int32_t num_tokens, int32_t vocab_size,
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
-                                   const ForerunStops* stops, float* probs, int64_t* drafted);
+                                   float* probs, int64_t* drafted);
 
 // A node of a draft tree: its parent (-1: the root), its row in the last pass over its tree, the root's being
 // before row 0 (-1: none), and the log-probability of its path.

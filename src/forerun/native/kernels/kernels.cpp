@@ -12,30 +12,6 @@
 namespace forerun {
 namespace {
 
-// Which spans of a chain have come to a token that is not to be drafted.
-class Stops {
-  public:
-    Stops(const ForerunStops* rules, int num_spans) : rules_(rules), stopped_(num_spans) {}
-
-    // Before token n of a span is drawn; the first is always drafted.
-    void measure(const float* scores, int64_t size, float temperature, int n, int span) {
-        if (!rules_ || rules_->measures[span] == kNoMeasure || stopped_[span]) return;
-        const bool is_entropy = rules_->measures[span] == kEntropy;
-        const float value = uncertainty(scores, size, temperature, is_entropy);
-        const double threshold = rules_->thresholds[span];
-        rules_->values[size_t(n) * stopped_.size() + span] = value;
-        if (n > 0 && (is_entropy ? value > threshold : value < threshold)) stopped_[span] = true;
-    }
-
-    bool everywhere() const {
-        return rules_ && std::all_of(stopped_.begin(), stopped_.end(), [](char is) { return is; });
-    }
-
-  private:
-    const ForerunStops* rules_;
-    std::vector<char> stopped_;
-};
-
 class AnyDecoder {
   public:
     virtual ~AnyDecoder() = default;
@@ -151,7 +127,6 @@ class Decoder final : public AnyDecoder {
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
             best_tokens(pass, store, std::min(vocab_size, weights_.sizes.vocab_size), num_tokens,
                         drafted + n);
-            return true;
         });
     }
 
@@ -162,14 +137,12 @@ class Decoder final : public AnyDecoder {
         const int64_t most = std::min(own, wanted);
         std::vector<float> logits(size_t(num_spans) * own), narrow(target_ids_.size());
         const bool is_truncated = sampling.truncates(num_spans);
-        Stops stops(sampling.stops, num_spans);
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
             forward(pass, store, logits.data());
             for (int i = 0; i < num_spans; ++i) {
                 const size_t at = size_t(n) * num_spans + i;
                 float* row = sampling.probs + at * wanted;
                 const float* scores = logits.data() + i * own;
-                stops.measure(scores, most, sampling.temperatures[i], n, i);
                 if (target_ids_.empty()) {
                     sampling.shape(scores, most, i, row);
                     std::fill(row + most, row + wanted, std::isnan(row[0]) ? kNaN : 0.f);
@@ -188,7 +161,6 @@ class Decoder final : public AnyDecoder {
                 const int64_t last = target_ids_.empty() ? most - 1 : target_ids_.back();
                 drafted[size_t(i) * num_tokens + n] = std::min(sampling.token(at), last);
             }
-            return !stops.everywhere();
         });
     }
 
@@ -256,7 +228,7 @@ class Decoder final : public AnyDecoder {
     }
 
     // `draft(pass, n)` puts token n of every span at drafted[span][n]: of the rows given, then of
-    // passes of one row per span behind them, each fed the token before, while it says to go on.
+    // passes of one row per span behind them, each fed the token before.
     template <class Draft>
     void follow(const ForerunPass& rows, int num_tokens, const int64_t* drafted, Draft&& draft) {
         ForerunPass first = rows;
@@ -264,7 +236,7 @@ class Decoder final : public AnyDecoder {
             fed_back_.resize(size_t(rows.num_spans) * weights_.sizes.hidden_size);
             first.fed_back = fed_back_.data();
         }
-        if (!draft(first, 0)) return;
+        draft(first, 0);
         std::vector<ForerunSpan> spans(rows.spans, rows.spans + rows.num_spans);
         std::vector<int64_t> tokens(rows.num_spans), wanted(rows.num_spans);
         for (int i = 0; i < rows.num_spans; ++i) {
@@ -282,7 +254,7 @@ class Decoder final : public AnyDecoder {
         next.states = next.fed_back = first.fed_back;  // read before they are written
         for (int n = 1; n < num_tokens; ++n) {
             for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
-            if (!draft(next, n)) return;
+            draft(next, n);
             for (ForerunSpan& span : spans) ++span.start;
         }
     }
@@ -362,7 +334,7 @@ static_assert(sizeof(ForerunMember) == 16 * 8 && sizeof(ForerunOutcome) == 3 * 8
 size_t forerun_interface() {
     size_t result = 0;
     for (size_t size : {sizeof(ForerunSizes), sizeof(ForerunPass), sizeof(ForerunStore),
-                        sizeof(ForerunChainProbs), sizeof(ForerunStops), sizeof(ForerunCycles)})
+                        sizeof(ForerunChainProbs), sizeof(ForerunCycles)})
         result = 1000 * result + size;
     return result;
 }
@@ -437,8 +409,8 @@ bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const 
 bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                    int32_t num_tokens, int32_t vocab_size,
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
-                                   const ForerunStops* stops, float* probs, int64_t* drafted) {
-    const Sampling sampling{vocab_size, temperatures, nullptr, keys, by_race != 0, stops, probs};
+                                   float* probs, int64_t* drafted) {
+    const Sampling sampling{vocab_size, temperatures, nullptr, keys, by_race != 0, probs};
     return sampled_chain(decoder, *pass, *store, num_tokens, sampling, drafted);
 }
 

@@ -190,30 +190,6 @@ inline void distribution(const float* scores, int64_t size, float temperature, c
     truncate(unchanged.data(), size, temperature, *by, probs);
 }
 
-// What a stop rule looks at: the entropy in nats, or the largest probability, of the distribution of a row at a
-// temperature, at 0 of the one at 1; NaN where there is none. See theory/stop_rule.py.
-inline float uncertainty(const float* scores, int64_t size, float temperature, bool is_entropy) {
-    const float best = largest_of(scores, size);
-    if (!std::isfinite(best)) return kNaN;
-    const Floats scale = splat(temperature > 0 ? 1 / temperature : 1.f), shift = splat(best);
-    const Floats least = splat(-100.f);  // of no weight, and still a number
-    Doubles total = {}, moment = {};
-    for (int64_t start = 0; start < size; start += kBlock) {
-        const int64_t end = std::min(start + kBlock, size);
-        Floats sum = {}, product = {};
-        for (int64_t i = start; i < end; i += kLanes) {
-            const Floats scaled = larger((load_some(scores + i, end - i, -INFINITY) - shift) * scale, least);
-            const Floats weights = exponential(scaled);
-            sum += weights;
-            product += weights * scaled;
-        }
-        total.add(sum);
-        moment.add(product);
-    }
-    const double mass = total.total(), logs = moment.total();
-    return is_entropy ? float(std::log(mass) - logs / mass) : float(1 / mass);
-}
-
 inline double sum_of(const float* weights, int64_t size) {
     Doubles sum = {};
     int64_t i = 0;
@@ -374,7 +350,6 @@ struct Sampling {
     const ForerunTruncation* truncations;
     const int64_t* keys;
     bool by_race;
-    const ForerunStops* stops;
     float* probs;
 
     int64_t token(size_t at) const {
