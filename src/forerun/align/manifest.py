@@ -81,19 +81,24 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
     elif config.init is not None:
         draft = hashlib.sha256(read_bytes(config.init)).hexdigest()
     settings = settings_of(config)
-    return {
-        "target": target_hash,
-        "draft": draft,
-        "training prompts": hash_of(json.dumps(learned).encode()),
-        "held-out prompts": hash_of(json.dumps(judged).encode()),
-        "dtype": config.dtype,
-        "method": config.method,
-    } | {
-        f"{stage}.{name}": _as_text(value)
-        for stage, free in FREE.items()
-        for name, value in settings[stage].items()
-        if name not in free
-    }
+    optimiser = {"optimiser": "muon"} if config.method == "eagle3" else {}
+    return (
+        optimiser
+        | {
+            "target": target_hash,
+            "draft": draft,
+            "training prompts": hash_of(json.dumps(learned).encode()),
+            "held-out prompts": hash_of(json.dumps(judged).encode()),
+            "dtype": config.dtype,
+            "method": config.method,
+        }
+        | {
+            f"{stage}.{name}": _as_text(value)
+            for stage, free in FREE.items()
+            for name, value in settings[stage].items()
+            if name not in free
+        }
+    )
 
 
 def data_hash(samples: Iterable[Sample]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -76,8 +77,19 @@ def save_checkpoint(
         metadata = {
             "step": str(step),
             "identity": json.dumps(dict(identity)),
+            "sha256": _hash_tensors(tensors),
         }
         save_file(tensors, scratch, metadata)
+
+
+def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of names, types, shapes and values of tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -97,21 +109,24 @@ def load_checkpoint(
             metadata = file.metadata() or {}
             if different := differences(json.loads(metadata["identity"]), identity):
                 raise InvalidCheckpoint(
-                    f"{path} is of another run ({'; '.join(different)}); use its settings, another "
-                    "output folder, or delete it"
+                    f"{path} is of another run ({'; '.join(different)}); use its settings or "
+                    "another output folder"
                 )
             names = sorted(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+            if metadata["sha256"] != _hash_tensors(tensors):
+                raise ValueError("its content is damaged: the hash does not match")
             for name, parameter in _named_trained(module).items():
                 with torch.no_grad():
-                    parameter.copy_(shard_like(file.get_tensor(f"weights/{name}"), parameter))
+                    parameter.copy_(shard_like(tensors[f"weights/{name}"], parameter))
                 prefix = f"optimiser/{name}/"
                 for key in [name for name in names if name.startswith(prefix)]:
-                    value = file.get_tensor(key)
+                    value = tensors[key]
                     optimiser.state[parameter][key.removeprefix(prefix)] = (
                         shard_like(value, parameter) if value.ndim else value.to(parameter.device)
                     )
             return int(metadata["step"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, AttributeError) as error:
         raise InvalidCheckpoint(
             f"{path} cannot be read ({error}); delete it to start again"
         ) from error
@@ -242,7 +257,7 @@ class Trainer:
         self.teacher = teacher
         self.accelerator = accelerator
         self.path = folder / CHECKPOINT
-        self.identity = decisive(config) | dict(identity) | ({"optimiser": "muon"} if muon else {})
+        self.identity = decisive(config) | dict(identity)
         self.step = 0
         # Replicates or shards the module in place, and moves it to its device.
         self._wrapped: nn.Module

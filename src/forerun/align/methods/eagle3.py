@@ -47,6 +47,10 @@ class Eagle3Method(HeadMethod):
         """Read the head to begin with, if one is named, and refuse that of another target."""
         if (draft := self.config.draft) is not None:
             self._known = _read_known(ModelFiles.find(draft).folder, self.target.sizes)
+        else:
+            num_layers = self.target.sizes.num_layers
+            layers = self.config.attached.feature_layers or default_feature_layers(num_layers)
+            check_layers(layers, num_layers)
 
     def start(self, samples: Sequence[Sample]) -> None:
         """Take the head that was loaded, or create one, in the vocabulary of the texts."""

@@ -33,7 +33,8 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     layers = (2, num_layers // 2, num_layers - 3)
     if not 0 < layers[0] <= layers[1] <= layers[2]:
         raise InvalidModel(
-            f"a target with {num_layers} layers has no layers 2, L/2 and L - 3; name the layers"
+            f"a target with {num_layers} layers has no layers 2, L/2 and L - 3; name the layers "
+            "(--feature-layers of forerun align)"
         )
     return layers
 
