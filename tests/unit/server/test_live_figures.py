@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.records import STEP
 
 from forerun.server.live_figures import HISTORY_S, WINDOW_S, LiveFigures
-from forerun.trace.summary import Seconds
+from forerun.trace.cycles import Seconds
 
 
 def drafting(cycle_id: int, *, t_s: float = 10.0, seconds: float = 0.02, request_id: str = "r"):
