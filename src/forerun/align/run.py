@@ -428,7 +428,7 @@ def _measure_dtypes(config: AlignConfig, target: ModelFiles) -> dict[str, str]:
     }
 
 
-MEMORY = 0.9
+SMOOTHING = 0.9
 """Weight of earlier steps in the running means that are shown."""
 
 
@@ -436,7 +436,7 @@ def _smooth(means: dict[str, float], metrics: StepMetrics) -> str:
     """Update the running means of loss and alpha, and return them as text."""
     for name, value in (("loss", metrics.loss), ("alpha", metrics.acceptance_probability)):
         if value is not None:
-            means[name] = MEMORY * means.get(name, value) + (1 - MEMORY) * value
+            means[name] = SMOOTHING * means.get(name, value) + (1 - SMOOTHING) * value
     return "  ".join(f"{name} {mean:.3f}" for name, mean in means.items())
 
 

@@ -58,7 +58,7 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return the parts of two identities that differ, with both values; none is as good as None."""
+    """Return the parts of two identities that differ; a missing part equals the text "None"."""
     return [
         f"{name} was {found.get(name)}, is {wanted.get(name)}"
         for name in sorted(found.keys() | wanted.keys())

@@ -128,7 +128,7 @@ class AlignOptions(AlignConfig):
     """Print the report, or the plan, as one JSON object."""
 
     def __post_init__(self) -> None:
-        """Refuse nothing yet: `config` does, once all flags are known."""
+        """Leave the checks of `AlignConfig` out: `config` makes them once all flags are known."""
 
     @classmethod
     def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:

@@ -25,7 +25,6 @@ from forerun.doctor.exact.trees import (
     TreeVerifier,
     Walker,
     all_trees,
-    certain_before,
     compare_with_plain,
     confident_before,
     emit_chains,
@@ -365,10 +364,7 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
         verifier = ChainVerifier(rule=rule, accept=kernel_accept, final=kernel_final)
         yield f"{rule}, CPU kernels", CHAINS, _chains(verifier)
     for rule in get_args(Rule):
-        verifier = ChainVerifier(rule=rule, keep=confident_before)
-        yield f"{rule}, drafts that end early", CHAINS, _chains(verifier)
-    for rule in get_args(Rule):
-        verifier = ChainVerifier(rule=rule, keep=certain_before, next_k=goodput_k)
+        verifier = ChainVerifier(rule=rule, keep=confident_before, next_k=goodput_k)
         yield f"{rule}, K of a controller, drafts that end early", CHAINS, _chains(verifier)
     yield "walk, deterministic chain", CHAINS, _walks(Walker())
     yield "walk, deterministic tree", TREES, _walks(Walker())

@@ -188,12 +188,8 @@ def _keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
+    """Keep a token only where the draft was confident before drawing it, which is exact."""
     return ~(draft_row.amax(-1) < 0.55)
-
-
-def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    entropy: Tensor = torch.special.entr(draft_row).sum(-1)
-    return ~(entropy > 0.8)
 
 
 def _one_more(num_drafts: int, num_accepted: int) -> int:
@@ -239,16 +235,16 @@ class Emitted:
     num_histories: int
 
 
-def join_steps(pairs: ModelPairs, first: Texts, second: Callable[[int], Texts]) -> Emitted:
+def join_steps(pairs: ModelPairs, first: Texts, texts_after: Callable[[int], Texts]) -> Emitted:
     """Return the distribution of two steps, completed by the target to the horizon.
 
     Args:
-        second: the texts of the second step, given the length of the first one's.
+        texts_after: the texts of the second step, given the length of the first one's.
     """
     mass: dict[int, Tensor] = {}
     num_histories = 0
     for length, texts in first.items():
-        for more, then in second(length).items():
+        for more, then in texts_after(length).items():
             joint = (texts[:, 0, :, None] * then).flatten(1)
             mass[length + more] = mass.get(length + more, 0.0) + joint
             num_histories += int(joint.count_nonzero())
@@ -483,10 +479,10 @@ def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int) -> DrawnTrees:
         path = tree.path(parent)
         after = prefixes[:, None] * vocab ** len(path) + _spelled(tokens, path, vocab)
         row = pairs.draft[start + len(path)][:, after]
-        draft.append(drawn := row)
+        draft.append(row)
         for child in tree.children(parent):
-            probs = probs * _of_token(drawn, tokens[:, child])
-            drawn = without(drawn, tokens[:, child])
+            probs = probs * _of_token(row, tokens[:, child])
+            row = without(row, tokens[:, child])
     target = [
         pairs.target[start + len(tree.path(node))][
             :,
