@@ -69,7 +69,7 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## bring the generated docs/models.md and list of causes in docs/diagnose.md up to date
+docs: $(STAMP)  ## bring the generated docs/models.md, docs/causes.md and docs/facts.md up to date
 	$(BIN)/python recipes/docs/causes.py
 	$(BIN)/python recipes/docs/models.py
 
