@@ -76,7 +76,7 @@ docs: $(STAMP)  ## bring the generated docs/models.md, docs/causes.md and docs/f
 exact: $(STAMP)  ## enumerate every verifier's output distribution
 	$(BIN)/forerun exact $(ARGS)
 
-profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (nothing else running)
+profile: $(STAMP)  ## measure the shipped pair and rewrite benchmarks/profiles/README.md (nothing else running)
 	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/code-40m.json $(ARGS)
 	$(BIN)/python recipes/docs/performance.py
 
