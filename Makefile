@@ -69,14 +69,14 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## bring the generated docs/models.md and list of causes in docs/diagnose.md up to date
+docs: $(STAMP)  ## bring the generated docs/models.md, docs/causes.md and docs/facts.md up to date
 	$(BIN)/python recipes/docs/causes.py
 	$(BIN)/python recipes/docs/models.py
 
 exact: $(STAMP)  ## enumerate every verifier's output distribution
 	$(BIN)/forerun exact $(ARGS)
 
-profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (nothing else running)
+profile: $(STAMP)  ## measure the shipped pair and rewrite benchmarks/profiles/README.md (nothing else running)
 	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/code-40m.json $(ARGS)
 	$(BIN)/python recipes/docs/performance.py
 

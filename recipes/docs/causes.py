@@ -1,14 +1,14 @@
-"""Write the tables of docs/diagnose.md from the rules and the vocabulary of facts.
+"""Write docs/causes.md and docs/facts.md from the rules and the vocabulary of facts.
 
-`python recipes/docs/causes.py` rewrites them and the JSON Schema of facts files; `--check` only
-says whether they are up to date.
+`python recipes/docs/causes.py` rewrites their tables and the JSON Schema of facts files; `--check`
+only says whether they are up to date.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from facts_schema import SCHEMA_PATH, described, schema
@@ -16,8 +16,8 @@ from facts_schema import SCHEMA_PATH, described, schema
 from forerun.doctor.diagnosis import CAUSES, EXPERIMENTS, Cause, Sign
 from forerun.doctor.evidence import GROUPS
 
-PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
-BEGIN, END = "<!-- causes: python recipes/docs/causes.py -->\n", "<!-- end of causes -->\n"
+DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- written by: python recipes/docs/causes.py -->\n", "<!-- end of tables -->\n"
 
 
 def causes() -> Iterator[str]:
@@ -26,7 +26,7 @@ def causes() -> Iterator[str]:
     for cause in CAUSES.values():
         if cause.family != family:
             family = cause.family
-            yield f"### {family.capitalize()}\n\n"
+            yield f"## {family.capitalize()}\n\n"
         yield from cause_lines(cause)
 
 
@@ -58,7 +58,6 @@ def sign_words(sign: Sign) -> str:
 
 def facts() -> Iterator[str]:
     """The vocabulary."""
-    yield "### Facts\n\n"
     for name, group in GROUPS.items():
         yield f"| {name} | type | definition |\n|---|---|---|\n"
         for kind in group:
@@ -69,25 +68,33 @@ def facts() -> Iterator[str]:
 
 def tests() -> Iterator[str]:
     """What can be looked at next."""
-    yield "### Tests\n\n| test | minutes | what to do |\n|---|---|---|\n"
+    yield "## Tests\n\n| test | minutes | what to do |\n|---|---|---|\n"
     for item in EXPERIMENTS:
         yield f"| {item.name} | {item.minutes:g} | {item.how} |\n"
     yield "\n"
 
 
+def with_tables(page: Path, tables: Iterable[str]) -> str:
+    """The text of a page with these tables between its two comments."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    return before + BEGIN + "".join(tables) + END + after
+
+
 def main() -> int:
     """Rewrite or compare; 1 if a comparison failed."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    current, _, after = rest.partition(END)
-    tables = "".join([*causes(), *tests(), *facts()])
-    form = json.dumps(schema(), indent=1) + "\n"
-    if current == tables and SCHEMA_PATH.read_text() == form:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE.name} or {SCHEMA_PATH.name} is stale: run `python recipes/docs/causes.py`")
+    current = {
+        DOCS / "causes.md": with_tables(DOCS / "causes.md", [*causes(), *tests()]),
+        DOCS / "facts.md": with_tables(DOCS / "facts.md", facts()),
+        SCHEMA_PATH: json.dumps(schema(), indent=1) + "\n",
+    }
+    stale = [path for path, text in current.items() if path.read_text() != text]
+    if stale and "--check" in sys.argv[1:]:
+        names = ", ".join(path.name for path in stale)
+        print(f"stale: {names}; run `python recipes/docs/causes.py`")
         return 1
-    PAGE.write_text(before + BEGIN + tables + END + after)
-    SCHEMA_PATH.write_text(form)
+    for path in stale:
+        path.write_text(current[path])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Write the figures of docs/performance.md from the profiles under benchmarks/.
+"""Write the figures of benchmarks/profiles/README.md from the profiles beside it.
 
 `python recipes/docs/performance.py` rewrites them, `--check` only says whether the figures are
 those of the profiles. `make profile` measures the shipped pair first.
@@ -16,7 +16,7 @@ from forerun.theory.intervals import Interval
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "benchmarks" / "profiles"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = PROFILES / "README.md"
 BEGIN, END = "<!-- figures: make profile -->\n", "<!-- end of figures -->\n"
 SHOWN_ROWS = (2, 3, 5, 8, 9, 16, 32, 64)
 SHOWN_K = (1, 2, 4, 8)

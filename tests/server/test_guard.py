@@ -474,7 +474,7 @@ def test_a_wrong_file_of_keys_is_refused(tmp_path, text, message):
 
 
 def test_the_keys_of_the_page_can_be_read(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
     block = page.split("<!-- file: keys.toml -->")[1].lstrip().split("\n\n")[0]
     path = tmp_path / "keys.toml"
     path.write_text(textwrap.dedent("    " + block))

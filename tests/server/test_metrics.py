@@ -84,7 +84,7 @@ def test_times_of_a_request_are_parts_of_its_latency():
 
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FILES = ["grafana/forerun.json", "prometheus/forerun.rules.yml", "../docs/serving.md"]
+FILES = ["grafana/forerun.json", "prometheus/forerun.rules.yml", "../docs/operating.md"]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md are those of the committed profiles."""
+"""The figures of benchmarks/profiles/README.md are those of the committed profiles."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class DiagnoseOptions:
     """What was changed when the problem began.
     target, adapter, draft, engine, driver, hardware, traffic, template, precision or config."""
     observed: UseAppendAction[tuple[str, ...]] = ()
-    """An observation that holds; docs/diagnose.md lists the names, for example output_differs."""
+    """An observation that holds; docs/facts.md lists the names, for example output_differs."""
     not_observed: UseAppendAction[tuple[str, ...]] = ()
     """An observation that does not hold."""
     fact: UseAppendAction[tuple[str, ...]] = ()

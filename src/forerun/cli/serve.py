@@ -35,7 +35,7 @@ class ServeOptions:
     chat_template: Path | None = None
     """A file with the Jinja template that renders conversations, in place of the target's own."""
     api_keys: Path | None = None
-    """TOML file of keys and their limits, see docs/serving.md; or set FORERUN_API_KEY."""
+    """TOML file of keys and their limits, see docs/operating.md; or set FORERUN_API_KEY."""
 
     @property
     def model(self) -> str:

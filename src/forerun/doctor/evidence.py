@@ -239,7 +239,7 @@ def _similar_facts(name: str) -> str:
     if near:
         return f"did you mean {', '.join(near[:MAX_SIMILAR])}?"
     flags = [kind.name for kind in FACTS.values() if kind.type == "flag"]
-    return f"docs/diagnose.md lists all of them; observations are {', '.join(sorted(flags))}"
+    return f"docs/facts.md lists all of them; observations are {', '.join(sorted(flags))}"
 
 
 def shown(value: object) -> str:
