@@ -41,7 +41,7 @@ def split_rule(file: GGUFFile) -> SplitRule:
         raise InvalidModel(
             f"{file.path} splits texts by the rule {name!r:.40}, which is not known; "
             f"{near and f'of similar name are {near}; '}to choose one of the rules in "
-            "docs/gguf-tokenizers.md, run `gguf-new-metadata --pre-tokenizer NAME OLD.gguf NEW.gguf`"
+            "docs/gguf-tokenizers.md, run gguf-new-metadata --pre-tokenizer NAME OLD.gguf NEW.gguf"
         )
     return SPLIT_RULES[name]
 
