@@ -1,7 +1,7 @@
 """Types for those who write a drafter, a controller, an observer or a backend of their own.
 
-`docs/drafters.md` and `docs/control.md` show how; every type that the methods of these protocols
-take or return is here. All are loaded on first use.
+`docs/drafters.md` and `docs/control.md` show how. Every type that the methods of `Drafter`,
+`Controller` and `StepObserver` take or return is here or in `forerun`. All are loaded on first use.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ def fill_in(
         "learning_rate": chosen.learning_rate,
         **given,
     }
-    filled = replace(config.training, **sized)  # type: ignore[arg-type]
+    filled = replace(config.training, **sized)  # type: ignore[arg-type]  # values of several types
     if "num_steps" not in given:
         longest = config.sampling.max_tokens or filled.window
         num_tokens = min(texts.prompt_tokens + longest, filled.window) * texts.num_training

@@ -48,9 +48,7 @@ class Eagle3Method(HeadMethod):
         if (draft := self.config.draft) is not None:
             self._known = _read_known(ModelFiles.find(draft).folder, self.target.sizes)
         else:
-            num_layers = self.target.sizes.num_layers
-            layers = self.config.attached.feature_layers or default_feature_layers(num_layers)
-            check_layers(layers, num_layers)
+            choose_layers(self.config.attached, self.target.sizes.num_layers)
 
     def start(self, samples: Sequence[Sample]) -> None:
         """Take the head that was loaded, or create one, in the vocabulary of the texts."""
@@ -107,19 +105,24 @@ def read_parts(files: ModelFiles) -> TargetParts:
     )
 
 
+def choose_layers(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose input a fresh head reads; raises for those a target does not have."""
+    layers = attached.feature_layers or default_feature_layers(num_layers)
+    check_layers(layers, num_layers)
+    return layers
+
+
 def _create_head(
     attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
 ) -> Eagle3Head:
     sizes, settings = target.architecture, target.settings
     tokens = drafted_tokens(samples, sizes.vocab_size, attached.draft_vocab_size)
-    layers = attached.feature_layers or default_feature_layers(sizes.num_layers)
-    check_layers(layers, sizes.num_layers)
     num_heads = attached.num_heads or sizes.num_heads
     own_heads = attached.num_heads is not None
     config = Eagle3Config(
         target_hidden_size=sizes.hidden_size,
         target_vocab_size=sizes.vocab_size,
-        feature_layers=layers,
+        feature_layers=choose_layers(attached, sizes.num_layers),
         draft_vocab_size=len(tokens),
         hidden_size=sizes.hidden_size,
         intermediate_size=attached.intermediate_size
