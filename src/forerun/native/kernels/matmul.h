@@ -59,6 +59,15 @@ struct Ahead {
     }
 };
 
+// Most rows whose sums and the factors of a whole word fit into the registers together.
+template <class T>
+constexpr int kMostWhole = kMaxRows;
+
+#if !defined(__AVX512BF16__)
+template <>
+inline constexpr int kMostWhole<WidePair> = 5;  // with 16 registers: 5 x 2 sums, 4 factors and a pair
+#endif
+
 template <class T, int kRows>
 inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_words, float* sums,
                  bool is_first, const Ahead& ahead) {
@@ -72,6 +81,21 @@ inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_wor
         if (kRows >= kFetchRows) ahead.fetch(line, line + num_lines);
         for (int u = first; u < std::min(first + kChunkWords, num_words); ++u) {
             const auto factor = [&](int v) { return factors_of(weights + size_t(u) * kPanel + v * kNative, x); };
+            if constexpr (kRows > kMostWhole<T>) {  // the first values of the words for all rows, then the second
+                const uint32_t* words = weights + size_t(u) * kPanel;
+                const T* pairs = x + u;
+                for (int half = 0; half < 2; ++half) {
+                    Sums w[kWidth];
+                    for (int v = 0; v < kWidth; ++v) w[v] = half_of(words + v * kNative, half);
+                    for (int r = 0; r < kRows; ++r) {
+                        const Sums activation = (Sums)spread_word(&pairs[r * stride].even + half);
+                        for (int v = 0; v < kWidth; ++v) acc[r][v] = add_product(acc[r][v], w[v], activation);
+                    }
+                    Sums& last = acc[kRows - 1][kWidth - 1];
+                    last = use_before(last, words, pairs);
+                }
+                continue;
+            }
             Factors<T> w[kWidth];
             if (kRows > 1)
                 for (int v = 0; v < kWidth; ++v) w[v] = factor(v);
@@ -118,7 +142,7 @@ using TileValue = std::conditional_t<kDepth<T> == 2, WidePair, T>;
 // Where the processor cannot multiply bf16, each value is widened once for all outputs of a panel.
 template <>
 struct TileRows<WidePair> {
-    static constexpr int kMost = 5;  // with 16 registers: 5 x 2 sums, 4 factors and a pair
+    static constexpr int kMost = kMaxRows;
     alignas(64) WidePair pairs[kMost * kBlockWords];
     const WidePair* from = pairs;
     size_t stride = kBlockWords;

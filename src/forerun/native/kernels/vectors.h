@@ -205,10 +205,8 @@ constexpr int vectors_beside(int num_rows) {
 // Compilers like to load a value again where it is used, or to compute on it before it is broadcast; in
 // inner loops that is the bottleneck.
 inline void keep_in_register(SumWords& words) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     asm("" : "+v"(words));
-#elif defined(__AVX2__)
-    asm("" : "+x"(words));
 #else
     (void)words;
 #endif
@@ -222,6 +220,21 @@ constexpr int kDepth = 4 / sizeof(T);
 inline Sums factors(SumWords words, const float*) { return (Sums)words; }
 
 inline Sums multiply_add(Sums sum, Sums a, Sums b) { return sum + a * b; }
+
+inline Sums add_product(Sums sum, Sums a, Sums b) {
+#if defined(__FMA__)  // written out, because compilers copy the sums and then have too few registers for them
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+#else
+    return sum + a * b;
+#endif
+}
+
+// The first or second bf16 value of words in memory.
+inline Sums half_of(const uint32_t* words, int half) {
+    const SumWords found = *reinterpret_cast<const SumWords*>(words);
+    return half == 0 ? (Sums)(found << 16) : (Sums)(found & 0xffff0000u);
+}
 
 #if defined(__AVX512BF16__)
 inline SumWords factors(SumWords words, const bf16*) { return words; }
@@ -249,14 +262,16 @@ inline SumPairs factors(SumWords words, const bf16*) {
 inline SumPairs factors(SumWords words, const WidePair*) { return factors(words, (const bf16*)nullptr); }
 
 inline Sums multiply_add(Sums sum, SumPairs a, SumPairs b) {
-#if defined(__FMA__)  // written out, because compilers copy the sums and then have too few registers for them
-    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a.even), "x"(b.even));
-    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a.odd), "x"(b.odd));
-    return sum;
-#else
-    sum += a.even * b.even;
-    return sum + a.odd * b.odd;
+    return add_product(add_product(sum, a.even, b.even), a.odd, b.odd);
+}
+
+// Let the compiler know two addresses only after a sum: what it read before from there for what follows would
+// displace other sums from registers.
+inline Sums use_before(Sums sum, const uint32_t*& words, const WidePair*& pairs) {
+#if defined(__AVX2__)
+    asm("" : "+v"(sum), "+r"(words), "+r"(pairs));
 #endif
+    return sum;
 }
 #endif
 
