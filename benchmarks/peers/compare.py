@@ -13,13 +13,14 @@ import argparse
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cells import OURS
 from client import KINDS, Kind
 from harness import Harness, Plan
-from protocol import SPECULATIVE, Setup
+from protocol import PLAIN, SPECULATIVE, Setup
 from report import write
 
 from forerun.models.catalog import PREFIX, held_out_prompts
@@ -35,8 +36,8 @@ RANDOM_PAIR = (
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", help="folder or shipped model, together with --draft")
-    parser.add_argument("--draft")
+    parser.add_argument("--target", help="folder or shipped model")
+    parser.add_argument("--draft", help="of every engine; without it they decode plainly")
     parser.add_argument("--pair", help="instead of the two: a pair of benchmarks/pairs.py")
     parser.add_argument("--name", help="of the cell; default: the target's name")
     parser.add_argument("--own-draft", help="drafter for one more row of ours, such as a head")
@@ -58,8 +59,6 @@ def parsed() -> argparse.Namespace:
     if options.pair is not None:
         options.target = str(options.pairs / options.pair / "target")
         options.draft = str(options.pairs / options.pair / "draft")
-    if options.draft is None:
-        parser.error("--target needs --draft: every engine drafts with the same")
     options.name = options.name or options.pair or Path(options.target.removeprefix(PREFIX)).name
     return options
 
@@ -68,6 +67,8 @@ def kinds_of(options: argparse.Namespace) -> dict[str, Kind]:
     """The peers to run, ourselves always among them, and our row with another drafter."""
     names = options.peers if OURS in options.peers else [OURS, *options.peers]
     kinds = {name: KINDS[name] for name in names}
+    if options.draft is None:
+        kinds = {name: replace(kind, arms_per_worker=((PLAIN,),)) for name, kind in kinds.items()}
     if options.own_draft is not None:
         kinds[f"{OURS}, {Path(options.own_draft).name}"] = Kind(
             script=KINDS[OURS].script,
@@ -109,7 +110,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     scratch.mkdir(parents=True, exist_ok=True)
     return Setup(
         target=str(ModelFiles.find(options.target).folder.resolve()),
-        draft=str(ModelFiles.find(options.draft).folder.resolve()),
+        draft=str(ModelFiles.find(options.draft or options.target).folder.resolve()),
         ks=options.ks,
         threads=options.threads,
         max_batch=options.batch,
@@ -120,8 +121,8 @@ def setup_of(options: argparse.Namespace) -> Setup:
 
 def facts_of(options: argparse.Namespace, harness: Harness) -> dict[str, Any]:
     """Where the figures come from."""
-    pair = f"Target {options.target}, draft {options.draft}, in every engine. K is one of "
-    pair += f"{', '.join(map(str, options.ks))}. "
+    pair = f"Target {options.target}, draft {options.draft or 'none'}, in every engine. K is one "
+    pair += f"of {', '.join(map(str, options.ks))}. "
     return {
         "command": shlex.join(["python", *sys.argv]),
         "pair": pair + (RANDOM_PAIR if options.pair else ""),
@@ -136,7 +137,7 @@ def facts_of(options: argparse.Namespace, harness: Harness) -> dict[str, Any]:
             "meet again after the first near tie."
         ),
         "provenance": collect(
-            {name: content_hash(name) for name in (options.target, options.draft)}
+            {name: content_hash(name) for name in (options.target, options.draft) if name}
         ).to_dict(),
         "workers": harness.descriptions,
         "idle_s": harness.idle_s,
