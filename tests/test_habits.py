@@ -188,7 +188,7 @@ def counted() -> dict[str, list[str]]:
 def test_what_is_counted_stays_below_its_ceiling() -> None:
     found = counted()
     ceilings = json.loads(CEILINGS.read_text())
-    assert found.keys() == ceilings.keys()
+    assert found.keys() <= ceilings.keys()
     over = {name for name in found if len(found[name]) > ceilings[name]}
     changed = (run_git("diff", "--name-only", "main") or "").splitlines()
     places = [

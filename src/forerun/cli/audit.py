@@ -53,12 +53,8 @@ class AuditOptions:
     """Most requests, refused ones included."""
     max_tokens: int = 48
     """Output tokens of a request."""
-    clients: int = 4
-    """Requests at once."""
     false_alarms: float = 0.01
     """Largest probability of an alarm over a server that follows the reference."""
-    tolerance: float = 0.002
-    """Total variation that counts as rounding."""
     tie_margin: float = 0.5
     """At temperature 0, a token this close to the best one, in log-probability, is rounding. With
     0.1, where server and reference compute in fp32, faults are found sooner."""
@@ -80,9 +76,7 @@ def run(options: AuditOptions) -> int:
         max_tokens=options.tokens,
         max_requests=options.requests,
         num_tokens=options.max_tokens,
-        num_clients=options.clients,
         false_alarms=options.false_alarms,
-        tolerance=options.tolerance,
         tie_margin=options.tie_margin,
     )
     for flag, path in (("--state", options.state), ("--out", options.out)):

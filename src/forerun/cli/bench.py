@@ -28,7 +28,7 @@ from forerun.control.config import ControllerName
 from forerun.drafters.config import AUTO
 from forerun.errors import InvalidRequest, Range
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
-from forerun.models.architecture import Runner, WeightFormat
+from forerun.models.architecture import WeightFormat
 from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 
 if TYPE_CHECKING:
@@ -284,14 +284,10 @@ class BenchOptions:
     """Most blocks per table: a block is one batch of prompts continued by every arm."""
     max_tokens: int = DEFAULTS.max_tokens
     """Longest completion."""
-    max_context: int = DEFAULTS.max_context
-    """Longest prompt and completion."""
     dtype: str = DEFAULTS.dtype
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = DEFAULTS.device
     """auto, cpu, cuda or mps."""
-    runner: Runner = DEFAULTS.runner
-    """Runs the passes; see `forerun generate --help`."""
     weights: WeightFormat = DEFAULTS.weights
     """Bits of the target's weights; see `forerun generate --help`."""
     threads: int | None = None
@@ -327,10 +323,8 @@ class BenchOptions:
             batches=self.batch or DEFAULTS.batches,
             num_blocks=self.blocks,
             max_tokens=self.max_tokens,
-            max_context=self.max_context,
             dtype=self.dtype,
             device=self.device,
-            runner=self.runner,
             weights=self.weights,
             num_threads=self.threads,
         )
@@ -442,7 +436,7 @@ def _begin_trace(
     for header in headers:
         trace.add(header)
     hashes = {h.draft: h.draft_hash for h in headers if h.draft is not None and h.draft_hash}
-    return BenchTrace(trace, draft_hashes=hashes, with_tokens=options.tracing.trace_tokens)
+    return BenchTrace(trace, draft_hashes=hashes, with_tokens=False)
 
 
 def show(comparison: BenchComparison, options: BenchOptions) -> None:
@@ -478,6 +472,8 @@ COMMAND = Command(
     options=BenchOptions,
     run=run,
     lists=LISTS,
+    usual="model arms prompts raw temperatures batch blocks max_tokens weights threads controller "
+    "json out trace url",
     description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
     "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
     "of several arms is chosen on one half of the blocks and scored on the other half.\n"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from forerun.errors import InvalidRequest
 
@@ -50,6 +50,8 @@ class Command(Generic[OptionsT]):
             word ("" for none). `--rows 1,2`, `--rows 1 2` and `--rows 1 --rows 2` are the same.
         has_positional: whether a word without a flag has a meaning of its own; where it does not
             come first, a list takes one word after each flag.
+        usual: names of the fields that --help shows, at most 15; --help-all shows the others too.
+            Empty: there are no others.
         defaults: options to start from, given the arguments; None for those of the class.
         rewrite: translates arguments of earlier releases that an alias cannot.
     """
@@ -60,28 +62,33 @@ class Command(Generic[OptionsT]):
     examples: tuple[str, ...]
     lists: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     has_positional: bool = False
+    usual: str = ""
     defaults: Callable[[Sequence[str]], Any] = _no_defaults
     rewrite: Callable[[Sequence[str]], Sequence[str]] = list
-
-    @property
-    def help(self) -> str:
-        lines = [f"  {line}" for line in self.examples]
-        return "\n".join([self.description, "", "examples:", *lines])
 
     def parse(self, name: str, arguments: Sequence[str]) -> OptionsT:
         import tyro
 
         given = list(self.one_value_each(self.rewrite(arguments)))
+        flags = _flags_of(given)
         for one, other in SAME_FLAGS:
-            if one in _flags_of(given) and other in _flags_of(given):
+            if one in flags and other in flags:
                 raise InvalidRequest(f"{one} and {other} are the same flag; give one of them")
+        options: type[Any] = self.options
+        lines = [self.description, "", "examples:", *(f"  {line}" for line in self.examples)]
+        if "--help-all" in flags:
+            given = ["--help"]
+        elif self.usual and not flags.isdisjoint(("--help", "-h")):
+            given, hidden = ["--help"], list[str]()
+            options = hide_flags(options, self.usual.split(), hidden)
+            lines += [f"--help-all shows {len(hidden)} more flags"]
         parse = partial(
             tyro.cli,
-            self.options,
+            options,
             prog=f"forerun {name}",
-            description=self.help,
+            description="\n".join(lines),
             args=given,
-            default=self.defaults(given),
+            default=self.defaults(given) if options is self.options else None,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
         )
         parsed: OptionsT
@@ -114,6 +121,25 @@ class Command(Generic[OptionsT]):
                 yield flag  # the parser says that a value is missing
             for found in values:
                 yield from (f"{flag}={part}" for part in parts(found, separator))
+
+
+def hide_flags(options: type[Any], usual: Sequence[str], hidden: list[str]) -> type[Any]:
+    """Return a subclass whose help shows the usual fields alone; adds the others to `hidden`."""
+    import tyro
+
+    suppress: Any = tyro.conf.Suppress
+    hints, changed = get_type_hints(options, include_extras=True), []
+    _, marker = get_args(suppress[int])
+    for item in fields(options):
+        hint: Any = hints[item.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            hint = hide_flags(hint, usual, hidden)
+            changed.append((item.name, hint, field(default_factory=hint)))
+        elif item.name not in usual and marker not in get_args(hint):
+            hidden.append(item.name)
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            changed.append((item.name, suppress[hint], field(default=default)))
+    return make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
 
 
 SAME_FLAGS = (("--model", "--target"), ("--num-speculative-tokens", "--k"))
