@@ -21,26 +21,23 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from forerun.align.config import AlignConfig
-from forerun.align.manifest import (
-    DTYPES,
-    check_folder,
-    claim_folder,
-    data_hash,
-    identity_of,
-    of_training,
-    settings_of,
-)
 from forerun.align.methods.base import Method, MethodConfig
 from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.methods.eagle3 import Eagle3Method
 from forerun.align.methods.medusa import MedusaMethod
 from forerun.align.objectives import OBJECTIVES, Objective
-from forerun.align.report import AlignReport, DataSummary, JudgedPair, card_of, find_finished
-from forerun.align.samples import Packing, Sample
-from forerun.align.selection import DraftSelector
-from forerun.align.serving import describe_pair, export_draft
-from forerun.align.target import choose_faster_dtype
-from forerun.align.target_cache import TeacherSource
+from forerun.align.results import (
+    AlignReport,
+    DataSummary,
+    DraftSelector,
+    JudgedPair,
+    card_of,
+    describe_pair,
+    export_draft,
+    find_finished,
+)
+from forerun.align.samples import Packing, Sample, data_hash
+from forerun.align.target import TeacherSource, choose_faster_dtype
 from forerun.align.teachers import Teacher, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
 from forerun.align.trainer import (
@@ -51,13 +48,19 @@ from forerun.align.trainer import (
     make_accelerator,
 )
 from forerun.align.workspace import (
+    DTYPES,
     Phases,
     StepMetrics,
     Workspace,
     append_line,
+    check_folder,
+    claim_folder,
     exclusive_access,
+    identity_of,
     lock_for,
+    of_training,
     read_lines,
+    settings_of,
     write_lines,
 )
 from forerun.engine.engine import Engine
@@ -232,7 +235,7 @@ class Run:
                 return self.target.content_hash
 
         target_hash = from_main(self.accelerator, hash_target)
-        identity = identity_of(self.config, prompts, target_hash)
+        identity = identity_of(self.config, prompts.hashes, target_hash)
         if self.objective is not OBJECTIVES[self.config.objective_name]:
             identity["objective.objective"] = self.objective.name
         return identity

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from forerun.align.config import DataConfig, Source
-from forerun.align.samples import PromptRecord, Sample, mix, read_prompts, split
+from forerun.align.samples import PromptRecord, Sample, data_hash, mix, read_prompts, split
 from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.engine.engine import Engine
@@ -236,6 +236,14 @@ class PromptSplit:
 
     training: tuple[PromptRecord, ...]
     held_out: tuple[PromptRecord, ...]
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the prompts, with the answers they bring and the tags they are judged by."""
+        learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in self.training]
+        judged = [[prompt.prompt_hash, prompt.tag] for prompt in self.held_out]
+        sides = {"training prompts": learned, "held-out prompts": judged}
+        return {side: hash_of(json.dumps(hashes).encode()) for side, hashes in sides.items()}
 
     @property
     def to_judge(self) -> list[EvaluationPrompt]:

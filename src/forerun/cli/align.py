@@ -35,7 +35,7 @@ from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.align.plan import TextSizes
-    from forerun.align.report import AlignReport
+    from forerun.align.results import AlignReport
     from forerun.engine.engine import Engine
     from forerun.measure.judge import (
         AcceptanceFigures,
@@ -441,7 +441,7 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
     for flag, value in pairwise(given):
         name, _, inline = flag.partition("=")
         if name == "--refresh":
-            from forerun.align.manifest import read_settings
+            from forerun.align.workspace import read_settings
 
             folder = Path(inline or value)
             return AlignOptions.of(*read_settings(folder), folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.align.selection import DraftSelector, Judgement
+from forerun.align.results import DraftSelector, Judgement
 from forerun.align.workspace import Workspace
 from forerun.drafters.base import Drafter
 from forerun.measure.judge import DraftFigures, Judge

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.align.loss import DraftHead, LearnedRows, chunked_loss
 from forerun.align.methods.base import Method, MethodConfig
-from forerun.align.objectives import Objective
+from forerun.align.objectives import DraftHead, LearnedRows, Objective, TeacherRows, chunked_loss
 from forerun.align.samples import PackedBatch, Sample
-from forerun.align.teachers import TeacherRows
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.checkpoint import ModelFiles, read_object

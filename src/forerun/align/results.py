@@ -1,33 +1,253 @@
-"""Files that serve a draft or a head in vLLM and SGLang.
+"""Judgements of a draft, the choice of the one that is kept, its report, card and serving files.
 
-The options were read in vLLM 0.32, which was run, and the SGLang documentation of 2026. At a
-temperature above 0 each engine drafts by its own rule, which decides how many tokens are accepted,
-so the notes name the rule. A pair whose draft was not found to pay gets the settings of decoding
-without a draft.
+The options of vLLM were read in version 0.32, which was run, those of SGLang in its documentation
+of 2026. At a temperature above 0 each engine drafts by its own rule, which decides how many tokens
+are accepted, so the notes name the rule. A pair whose draft was not found to pay gets the settings
+of decoding without a draft.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+import forerun
 from forerun.align.config import Export, Method
 from forerun.align.target import read_head
-from forerun.atomic_write import atomic_write
-from forerun.bounded_read import expand_home
+from forerun.align.workspace import (
+    Workspace,
+    differences,
+    from_json,
+    read_lines,
+    to_json,
+    write_json,
+    write_lines,
+)
+from forerun.atomic_write import atomic_folder, atomic_write
+from forerun.bounded_read import expand_home, read_json
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
-from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
+from forerun.measure.judge import DraftFigures, FigureChange, Judge, changes
 from forerun.models.checkpoint import ModelFiles
+from forerun.models.draft_card import CardFigures, DraftCard, identify
+from forerun.provenance import Provenance, content_hash, version_of
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Figures of the draft after some optimiser steps.
+
+    Attributes:
+        acceptance_probability: alpha; None for drafters without a model.
+        predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
+    """
+
+    step: int
+    acceptance_length: float
+    acceptance_probability: float | None
+    predicted_speedup: float | None
+    duration_s: float
+
+    @property
+    def worth(self) -> tuple[float, float]:
+        """The sort key that ranks drafts: predicted speedup, then tau."""
+        return self.predicted_speedup or 0.0, self.acceptance_length
+
+
+class DraftSelector:
+    """Stores every judgement, and the best draft in `Workspace.draft`."""
+
+    def __init__(self, workspace: Workspace, judge: Judge, max_prompts: int) -> None:
+        self.workspace = workspace
+        self.judge = judge
+        self.max_prompts = max_prompts
+        self.judgements = {
+            judgement.step: judgement for judgement in read_lines(workspace.judgements, Judgement)
+        }
+
+    @property
+    def best(self) -> Judgement:
+        """The figures of the best draft so far, the earliest of equally good ones."""
+        return max(self.judgements.values(), key=lambda judgement: judgement.worth)
+
+    @property
+    def latest(self) -> Judgement:
+        return self.judgements[max(self.judgements)]
+
+    def consider(self, step: int) -> Judgement:
+        """Judge the snapshot of a step, and keep its draft if it is the best so far."""
+        snapshot = self.workspace.snapshot(step)
+        if step not in self.judgements:
+            started_s = time.monotonic()
+            figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
+            self.judgements[step] = build_judgement(step, figures, time.monotonic() - started_s)
+            write_lines(self.workspace.judgements, self.judgements.values())
+        if self.best.step == step:
+            with atomic_folder(self.workspace.draft) as scratch:
+                shutil.copytree(snapshot, scratch, dirs_exist_ok=True)
+        return self.judgements[step]
+
+
+def build_judgement(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
+    overall = figures.overall
+    tau, alpha = overall.acceptance_length, overall.acceptance_probability
+    speedup = overall.speedup
+    return Judgement(
+        step=step,
+        acceptance_length=1.0 if tau is None else tau.estimate,
+        acceptance_probability=None if alpha is None else alpha.estimate,
+        predicted_speedup=None if speedup is None else speedup.best_drafting,
+        duration_s=duration_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSummary:
+    """Sizes of the training and the held-out data.
+
+    Attributes:
+        num_cut_responses: of the target's and the server's, those that `max_tokens` ended.
+    """
+
+    num_training_prompts: int
+    num_held_out_prompts: int
+    num_samples: int
+    num_learned_tokens: int
+    num_rows: int
+    num_cut_responses: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPair:
+    """Figures of the first and the kept draft on the same prompts at one temperature."""
+
+    before: DraftFigures
+    after: DraftFigures
+
+    @property
+    def changes(self) -> tuple[FigureChange, ...]:
+        return changes(self.before, self.after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignReport:
+    """The report of one alignment.
+
+    Attributes:
+        judged: both drafts on all held-out prompts; as deployed first, then at the further
+            temperatures of the settings.
+        best_step: of the draft that was kept; 0 if training did not help.
+    """
+
+    draft: Path
+    objective: str
+    data: DataSummary
+    judged: tuple[JudgedPair, ...]
+    judgements: tuple[Judgement, ...]
+    best_step: int
+    seconds: Mapping[str, float]
+    provenance: Provenance
+    identity: Mapping[str, str]
+
+    @property
+    def best_k(self) -> int | None:
+        """K with the best predicted speedup as deployed; 0 if none exceeds 1, None if unknown."""
+        speedup = self.judged[0].after.overall.speedup
+        return None if speedup is None else speedup.num_speculative_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values without single prompts, and with the changes between both drafts."""
+        bare = tuple(
+            JudgedPair(
+                before=replace(pair.before, prompts=()), after=replace(pair.after, prompts=())
+            )
+            for pair in self.judged
+        )
+        values: dict[str, Any] = to_json(replace(self, judged=bare))
+        for pair, judged in zip(values["judged"], self.judged, strict=True):
+            del pair["before"]["prompts"], pair["after"]["prompts"]
+            pair["changes"] = [change.to_dict() for change in judged.changes]
+        return values
+
+    @classmethod
+    def read(cls, path: Path) -> AlignReport | None:
+        """Read a report that `write` wrote; None if there is none or its version differs."""
+        try:
+            values = read_json(path)
+            for pair in values["judged"]:
+                del pair["changes"]  # they follow from the figures
+            return from_json(cls, values)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+    def write(self, path: Path) -> None:
+        write_json(path, self.to_dict())
+
+
+def find_finished(
+    workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
+) -> AlignReport | None:
+    """Return the report of an alignment that is already complete; None if phases remain to run."""
+    report = AlignReport.read(workspace.report)
+    if report is None or not workspace.draft.is_dir():
+        return None
+    damaged = report.provenance.models.get("draft") != content_hash(str(workspace.draft))
+    if damaged:
+        raise InvalidModel(
+            f"the weights in {workspace.draft} are not those that {workspace.report} describes; "
+            "delete both, and the same command restores the draft and judges it again"
+        )
+    lacks_speedup = predicted and report.judged[0].after.overall.speedup is None
+    if lacks_speedup or differences(report.identity, identity):
+        return None
+    return report
+
+
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def card_of(
+    report: AlignReport, *, target: ModelFiles, settings: Mapping[str, Any], data: str
+) -> DraftCard:
+    """Return the card of the kept draft; `data` is the hash of its training texts."""
+    return DraftCard(
+        target=target.name,
+        target_hash=report.identity["target"],
+        made_for=identify(target),
+        data_hash=data,
+        objective=report.objective,
+        temperature=report.judged[0].after.temperature,
+        before=tuple(_card_figures(pair.before) for pair in report.judged),
+        after=tuple(_card_figures(pair.after) for pair in report.judged),
+        versions={"forerun": forerun.__version__, **{name: version_of(name) for name in PACKAGES}},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings,
+    )
+
+
+def _card_figures(judged: DraftFigures) -> CardFigures:
+    overall = judged.overall
+    return CardFigures(
+        temperature=judged.temperature,
+        num_speculative_tokens=judged.num_speculative_tokens,
+        acceptance_length=overall.acceptance_length,
+        acceptance_probability=overall.acceptance_probability,
+        speedup=None if overall.speedup is None else overall.speedup.best,
+    )
+
 
 SERVING_FOLDER = "serving"
 RAW_FOLDER = "sglang"
@@ -244,7 +464,9 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
         target = os.path.relpath(target, folder)
     shown = replace(serving, target=target, draft=Path(".."))
     chosen = engines_of((*engines, *earlier), shown)
-    written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
+    written = {folder / f"{one.engine}.json": dict(one.settings) for one in chosen}
+    for path, settings in written.items():
+        write_json(path, settings)
     write_forms([one.engine for one in chosen], serving)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
@@ -288,9 +510,3 @@ def section(title: str, command: str, notes: Sequence[str], source: str) -> Iter
     for note in notes:
         yield f"- {note}"
     yield f"- See {source}."
-
-
-def write_json(path: Path, content: dict[str, Any]) -> Path:
-    with atomic_write(path) as scratch:
-        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
