@@ -102,7 +102,7 @@ def overlap(log_draft: Probs, target_probs: Probs) -> PerRow:
 
 
 def forward_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
-    return _mean_log(target_probs) - (target_probs * log_draft).sum(-1)
+    return _compute_mean_log(target_probs) - (target_probs * log_draft).sum(-1)
 
 
 def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
@@ -110,7 +110,7 @@ def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
     return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
 
 
-def _mean_log(probs: Probs) -> PerRow:
+def _compute_mean_log(probs: Probs) -> PerRow:
     return (probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(-1)
 
 
@@ -250,7 +250,7 @@ class _ChunkedLoss(torch.autograd.Function):
         """Return loss and acceptance; `job` is the rows, the objective and the temperature."""
         parts = [hidden, weight, bias]
         wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
-        dtype = _product_dtype(hidden)
+        dtype = _choose_product_dtype(hidden)
         sums = []
         with torch.autocast(hidden.device.type, enabled=False):
             converted = None if bias is None else bias.to(dtype)
@@ -323,7 +323,7 @@ class _Layer:
             self.of_weight += of_logits.T @ self.hidden[chunk]
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
+def _choose_product_dtype(hidden: Tensor) -> torch.dtype:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

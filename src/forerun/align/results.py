@@ -8,20 +8,19 @@ of decoding without a draft.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-import forerun
 from forerun.align.config import Export, Method
 from forerun.align.target import read_head
 from forerun.align.workspace import (
@@ -37,11 +36,10 @@ from forerun.atomic_write import atomic_folder, atomic_write
 from forerun.bounded_read import expand_home, read_json
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
-from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
+from forerun.errors import IncompatibleDraft, InvalidModel, Range
 from forerun.measure.judge import DraftFigures, FigureChange, Judge, changes
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.draft_card import CardFigures, DraftCard, identify
-from forerun.provenance import Provenance, content_hash, version_of
+from forerun.provenance import Provenance, content_hash
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
 
@@ -53,6 +51,7 @@ class Judgement:
     Attributes:
         acceptance_probability: alpha; None for drafters without a model.
         predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
+        draft_hash: of the files of the snapshot that was judged; None in older files.
     """
 
     step: int
@@ -60,6 +59,7 @@ class Judgement:
     acceptance_probability: float | None
     predicted_speedup: float | None
     duration_s: float
+    draft_hash: str | None = None
 
     @property
     def worth(self) -> tuple[float, float]:
@@ -93,12 +93,28 @@ class DraftSelector:
         if step not in self.judgements:
             started_s = time.monotonic()
             figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
-            self.judgements[step] = build_judgement(step, figures, time.monotonic() - started_s)
+            judgement = build_judgement(step, figures, time.monotonic() - started_s)
+            self.judgements[step] = replace(judgement, draft_hash=_hash_files(snapshot))
             write_lines(self.workspace.judgements, self.judgements.values())
         if self.best.step == step:
+            if self.best.draft_hash not in (None, _hash_files(snapshot)):
+                raise InvalidModel(
+                    f"the files in {snapshot} are not those that were judged; remove the line of "
+                    f"step {step} in {self.workspace.judgements}, and the same command judges them"
+                )
             with atomic_folder(self.workspace.draft) as scratch:
                 shutil.copytree(snapshot, scratch, dirs_exist_ok=True)
         return self.judgements[step]
+
+
+def _hash_files(folder: Path) -> str:
+    """Hash the names and the content of the files in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def build_judgement(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
@@ -216,39 +232,6 @@ def find_finished(
     return report
 
 
-PACKAGES = ("torch", "transformers", "accelerate")
-
-
-def card_of(
-    report: AlignReport, *, target: ModelFiles, settings: Mapping[str, Any], data: str
-) -> DraftCard:
-    """Return the card of the kept draft; `data` is the hash of its training texts."""
-    return DraftCard(
-        target=target.name,
-        target_hash=report.identity["target"],
-        made_for=identify(target),
-        data_hash=data,
-        objective=report.objective,
-        temperature=report.judged[0].after.temperature,
-        before=tuple(_card_figures(pair.before) for pair in report.judged),
-        after=tuple(_card_figures(pair.after) for pair in report.judged),
-        versions={"forerun": forerun.__version__, **{name: version_of(name) for name in PACKAGES}},
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=settings,
-    )
-
-
-def _card_figures(judged: DraftFigures) -> CardFigures:
-    overall = judged.overall
-    return CardFigures(
-        temperature=judged.temperature,
-        num_speculative_tokens=judged.num_speculative_tokens,
-        acceptance_length=overall.acceptance_length,
-        acceptance_probability=overall.acceptance_probability,
-        speedup=None if overall.speedup is None else overall.speedup.best,
-    )
-
-
 SERVING_FOLDER = "serving"
 RAW_FOLDER = "sglang"
 """Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
@@ -269,10 +252,8 @@ class Serving:
     method: Method = "draft_model"
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 0:
-            raise InvalidRequest(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0"
-            )
+        """Refuse a negative number of tokens."""
+        Range("num_speculative_tokens", 0, integer=True).check(self.num_speculative_tokens)
 
     @property
     def speculates(self) -> bool:
@@ -290,7 +271,7 @@ class EngineSettings:
     source: str
 
 
-def _for_vllm(serving: Serving) -> EngineSettings:
+def _describe_vllm(serving: Serving) -> EngineSettings:
     """Return vLLM's settings, in which speculation is one JSON option."""
     folder, options, notes = serving.draft, dict[str, Any](), tuple[str, ...]()
     page = {"draft_model": "draft_model/", "eagle3": "eagle/"}.get(serving.method, "")
@@ -309,7 +290,7 @@ def _for_vllm(serving: Serving) -> EngineSettings:
             "of it."
         )
         options = {"draft_sample_method": "greedy" if greedy else "probabilistic"}
-        notes = (rule, *_cpu_note(serving), *_context_note(serving))
+        notes = (rule, *_describe_cpu(serving), *_describe_context(serving))
     settings: dict[str, Any] = {"model": serving.target}
     pattern, speculative = "vllm serve {target}", ""
     if serving.speculates:
@@ -330,14 +311,14 @@ def _for_vllm(serving: Serving) -> EngineSettings:
     )
 
 
-def _for_sglang(serving: Serving) -> EngineSettings:
+def _describe_sglang(serving: Serving) -> EngineSettings:
     """Return SGLang's settings; a chain is a tree with one branch there."""
     k, folder, algorithm = serving.num_speculative_tokens, serving.draft, "STANDALONE"
     notes: tuple[str, ...] = (
         "The draft proposes its most likely token at every temperature. It is accepted with "
         "the target's probability of it, less often than a sampled draft at temperature 1.",
         "SGLang does not combine this with --enable-dp-attention.",
-        *_context_note(serving),
+        *_describe_context(serving),
     )
     if serving.method == "eagle3":
         folder, algorithm = folder / SERVING_FOLDER / RAW_FOLDER, "EAGLE3"
@@ -362,7 +343,7 @@ def _for_sglang(serving: Serving) -> EngineSettings:
 
 
 ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType(
-    {"vllm": _for_vllm, "sglang": _for_sglang}
+    {"vllm": _describe_vllm, "sglang": _describe_sglang}
 )
 SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
     {"draft_model": ("vllm", "sglang"), "eagle3": ("vllm", "sglang"), "medusa": ("vllm",)}
@@ -376,7 +357,7 @@ def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettin
     return [ENGINES[engine](serving) for engine in known]
 
 
-def _cpu_note(serving: Serving) -> tuple[str, ...]:
+def _describe_cpu(serving: Serving) -> tuple[str, ...]:
     """Return a note on a defect of vLLM on CPUs (benchmarks/align/vllm_worker.py)."""
     if serving.sampling.greedy:
         return ()
@@ -387,7 +368,7 @@ def _cpu_note(serving: Serving) -> tuple[str, ...]:
     )
 
 
-def _context_note(serving: Serving) -> tuple[str, ...]:
+def _describe_context(serving: Serving) -> tuple[str, ...]:
     """Return a warning where the draft's context is shorter than the target's."""
     if serving.draft_context >= serving.target_context:
         return ()
@@ -397,9 +378,8 @@ def _context_note(serving: Serving) -> tuple[str, ...]:
     )
 
 
-def write_forms(engines: Sequence[str], serving: Serving) -> None:
+def _write_forms(engines: Sequence[str], serving: Serving, folder: Path) -> None:
     """Save the head also in the formats of the engines that cannot read its folder."""
-    folder = serving.draft / "serving"
     if serving.method == "eagle3" and "sglang" in engines:
         head = read_eagle3_head(serving.draft).bfloat16()
         write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)
@@ -467,7 +447,7 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
     written = {folder / f"{one.engine}.json": dict(one.settings) for one in chosen}
     for path, settings in written.items():
         write_json(path, settings)
-    write_forms([one.engine for one in chosen], serving)
+    _write_forms([one.engine for one in chosen], serving, folder)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
         scratch.write_text(

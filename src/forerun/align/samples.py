@@ -133,7 +133,7 @@ def read_prompts(
 def build_record(
     entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int, *, raw: bool = False
 ) -> PromptRecord:
-    messages = _with_response(entry)
+    messages = _append_response(entry)
     if messages:
         has_answer = messages[-1]["role"] == "assistant"
         asked = messages[:-1] if has_answer else messages
@@ -146,10 +146,10 @@ def build_record(
     text = None
     if entry.prompt_ids:
         prompt_ids = list(entry.prompt_ids)
-        text = _text_of_ids(entry, messages, tokenizer)
+        text = _join_ids(entry, messages, tokenizer)
     elif messages:
         prompt_ids = tokenizer.encode(tokenizer.render_chat(asked), add_special_tokens=False)
-        text = _learned_text(messages, tokenizer) if has_answer else None
+        text = _render_learned(messages, tokenizer) if has_answer else None
     else:
         prompt_ids = tokenizer.encode(entry.text or "")
         text = continued(prompt_ids, entry.response, tokenizer)
@@ -166,9 +166,7 @@ def build_record(
     )
 
 
-def _text_of_ids(
-    entry: PromptEntry, messages: Sequence[Message], tokenizer: Tokenizer
-) -> Text | None:
+def _join_ids(entry: PromptEntry, messages: Sequence[Message], tokenizer: Tokenizer) -> Text | None:
     """Return the tokens that a record has, after comparing them with its text."""
     ids, answer = [*entry.prompt_ids, *entry.token_ids], entry.response
     if messages and messages[-1]["role"] == "assistant":
@@ -194,7 +192,7 @@ def remove_spaces(text: str) -> str:
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
-def _with_response(entry: PromptEntry) -> tuple[Message, ...]:
+def _append_response(entry: PromptEntry) -> tuple[Message, ...]:
     """Return an entry's conversation with its response appended; empty for plain text."""
     if not entry.messages or entry.response is None:
         return entry.messages
@@ -234,7 +232,7 @@ def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int,
     return (*kept, *ids[len(ids) - (most - len(kept)) :])
 
 
-def _learned_text(
+def _render_learned(
     messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Render a conversation as token ids and find the ranges of the assistant's messages.
@@ -319,11 +317,11 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
     return [
         sample
         for source, share in shares.items()
-        for sample in _selection(groups[source], share * num_all, seed)
+        for sample in _select(groups[source], share * num_all, seed)
     ]
 
 
-def _selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
+def _select(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
     """Yield shuffled samples until they contain at least the given number of learned tokens."""
     num_taken = 0
     for index in range(len(samples)):
@@ -347,12 +345,12 @@ def permuted(index: int, size: int, key: int) -> int:
     """
     half_bits = max((size - 1).bit_length() + 1, 2) // 2
     while True:
-        index = _shuffled_bits(index, half_bits, key)
+        index = _shuffle_bits(index, half_bits, key)
         if index < size:
             return index
 
 
-def _shuffled_bits(number: int, half_bits: int, key: int) -> int:
+def _shuffle_bits(number: int, half_bits: int, key: int) -> int:
     """Apply the Feistel network once to a number of twice `half_bits` bits."""
     mask = (1 << half_bits) - 1
     left, right = number >> half_bits, number & mask
@@ -400,7 +398,7 @@ class Packing:
         predicts = torch.zeros(shape, dtype=torch.bool)
         for row in range(num_rows):
             start = 0
-            for index in self._samples_in(first_row + row):
+            for index in self._list_samples(first_row + row):
                 sample = self.samples[index]
                 end = start + len(sample.token_ids)
                 ids[row, start:end] = torch.tensor(sample.token_ids)
@@ -412,7 +410,7 @@ class Packing:
             positions[row, start:] = torch.arange(self.window - start)
         return PackedBatch(ids=ids, positions=positions, samples=samples, predicts=predicts)
 
-    def _samples_in(self, stream_row: int) -> list[int]:
+    def _list_samples(self, stream_row: int) -> list[int]:
         epoch, row = divmod(stream_row, self.rows_per_epoch)
         key = finalise(self.seed) + epoch * INCREMENT
         return self._rows[permuted(row, self.rows_per_epoch, key)]

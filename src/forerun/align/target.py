@@ -156,13 +156,13 @@ class EngineTarget:
         states = torch.zeros(shape, dtype=model.dtype)
         for row, start, end in list_texts(batch):
             ids = batch.ids[row, start:end].tolist()
-            states[row, start:end] = torch.cat([*self._features(ids, wanted)])[:, columns]
+            states[row, start:end] = torch.cat([*self._compute_features(ids, wanted)])[:, columns]
         states[:, :, -1] = model.final_norm(states[:, :, -1].flatten(0, 1)).view_as(
             states[:, :, -1]
         )
         return states
 
-    def _features(self, ids: list[int], layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def _compute_features(self, ids: list[int], layers: tuple[int, ...]) -> Iterator[Tensor]:
         context = Context(self.model.store, ids)
         try:
             while size := min(PASS_ROWS, context.num_pending):

@@ -151,7 +151,7 @@ class TargetCache:
         Raises:
             CacheTooLarge: it would not fit, and nothing is written; or the disk filled up.
         """
-        missing = self._missing(samples)
+        missing = self._list_missing(samples)
         if missing:
             self._check_room(sum(sample.num_learned for sample in missing))
         self.source.wait()  # no process writes before all have listed what is missing
@@ -168,7 +168,7 @@ class TargetCache:
         files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
         self._files = {path.stem.split("-")[1]: path for path in files}
 
-    def _missing(self, samples: Sequence[Sample]) -> list[Sample]:
+    def _list_missing(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples without an undamaged file, each once, after reading all files."""
         self._list_files()
         missing = []
@@ -413,14 +413,14 @@ class CachedStates:
         """Run the target over the samples whose hidden states are not cached."""
         if self.cache.layers is not None:
             samples = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
-        source, target = self.cache.source, self.cache.fill(samples, self._columns)
+        source, target = self.cache.source, self.cache.fill(samples, self._make_columns)
         if target is None:
             self._head = source.read_head()
         else:
             self._head = target.head.to(source.probs_device, source.computed)
         self._samples = samples
 
-    def _columns(
+    def _make_columns(
         self, target: Target, states: Float[Tensor, "rows states hidden"]
     ) -> dict[str, Tensor]:
         source = self.cache.source
@@ -438,7 +438,7 @@ class CachedStates:
     def rows(self, batch: PackedBatch) -> StateRows:
         head, source, layers = self._head, self.cache.source, self.cache.layers
         assert head is not None, "prepare comes first"
-        cached = batch if layers is None else _with_all_learned(batch)
+        cached = batch if layers is None else _mark_all_learned(batch)
         places, learned = cached.predicts.cpu(), batch.predicts.cpu()
         shape = (*batch.ids.shape, len(layers or ()) + 1, head.width)
         states = torch.zeros(shape, dtype=head.weight.dtype)
@@ -457,7 +457,7 @@ class CachedStates:
         )
 
 
-def _with_all_learned(batch: PackedBatch) -> PackedBatch:
+def _mark_all_learned(batch: PackedBatch) -> PackedBatch:
     """Return a batch in which every token of a sample but its first is learned."""
     following = torch.zeros_like(batch.predicts)
     following[:, :-1] = batch.positions[:, 1:] == batch.positions[:, :-1] + 1
@@ -484,7 +484,7 @@ class CachedChoices:
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose choices are not cached."""
-        self.cache.fill(samples, self._columns)
+        self.cache.fill(samples, self._make_columns)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> ChosenRows:
@@ -492,7 +492,9 @@ class CachedChoices:
         found = [torch.zeros(0, dtype=torch.int64), *(part[CHOICES].long() for part in parts)]
         return ChosenRows(torch.cat(found)[:, None].to(self.cache.source.probs_device))
 
-    def _columns(self, target: Target, states: Float[Tensor, "rows 1 hidden"]) -> dict[str, Tensor]:
+    def _make_columns(
+        self, target: Target, states: Float[Tensor, "rows 1 hidden"]
+    ) -> dict[str, Tensor]:
         parts = [
             largest(target.head.logits(states[rows, -1]))[1]
             for rows in row_chunks(len(states), target.head.vocab_size)

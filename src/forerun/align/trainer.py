@@ -134,7 +134,7 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that activation checkpointing and compilation add to the names of parameters."""
 
 
-def _named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def _find_trained(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {}
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
@@ -155,7 +155,7 @@ def save_checkpoint(
 ) -> None:
     """Write the state after `step` steps; an earlier file is replaced atomically."""
     tensors = {}
-    for name, tensor in _state_tensors(module, optimiser):
+    for name, tensor in _list_tensors(module, optimiser):
         gathered = gather_shards(tensor.detach())
         if is_writer:
             tensors[name] = gathered.cpu().clone()
@@ -181,8 +181,8 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in _named_trained(module).items():
+def _list_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in _find_trained(module).items():
         yield f"weights/{name}", parameter
         for key, value in optimiser.state[parameter].items():
             yield f"optimiser/{name}/{key}", value
@@ -205,7 +205,7 @@ def load_checkpoint(
             tensors = {name: file.get_tensor(name) for name in names}
             if metadata["sha256"] != _hash_tensors(tensors):
                 raise ValueError("its content is damaged: the hash does not match")
-            for name, parameter in _named_trained(module).items():
+            for name, parameter in _find_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(shard_like(tensors[f"weights/{name}"], parameter))
                 prefix = f"optimiser/{name}/"
@@ -376,7 +376,7 @@ class Trainer:
             while self.step < until_step:
                 started_s = time.monotonic()
                 late = started_s - self._saved_s > self.config.checkpoint_every_s
-                batches = [rows.batch(first, number) for first, number in self._passes()]
+                batches = [rows.batch(first, number) for first, number in self._list_passes()]
                 mine = sum(int(batch.predicts.sum()) for batch in batches)
                 # All processes stop or save if one of them has to.
                 learned, requested, due = self._sum(mine, interruption.requested, late)
@@ -405,13 +405,13 @@ class Trainer:
         Every process must call.
         """
         gathered = {}
-        for name, parameter in _named_trained(self.module).items():
+        for name, parameter in _find_trained(self.module).items():
             tensor = gather_shards(parameter.detach())
             if self.accelerator.is_main_process:
                 gathered[name] = tensor.cpu().clone()
         return gathered
 
-    def _passes(self) -> Sequence[tuple[int, int]]:
+    def _list_passes(self) -> Sequence[tuple[int, int]]:
         share = self.rows_per_step // self.accelerator.num_processes
         first = self.step * self.rows_per_step + self.accelerator.process_index * share
         most = self.config.rows_per_pass

@@ -329,7 +329,7 @@ def _as_text(value: Any) -> str:
     return str(None if value in ([], {}) else value)
 
 
-def _of_folder(identity: Mapping[str, str]) -> dict[str, str]:
+def _select_for_folder(identity: Mapping[str, str]) -> dict[str, str]:
     """Return the part of the identity that an output folder must match, without the teacher.
 
     Not the teacher: where its cache turned out too large, responses are there, and another may go
@@ -352,7 +352,7 @@ def check_folder(workspace: Workspace, identity: Mapping[str, str]) -> None:
             f"{workspace.root} holds an alignment of an earlier version of forerun, which cannot "
             "be continued; give another --out (--refresh begins with its draft)"
         )
-    if found := differences(kept, _of_folder(identity)):
+    if found := differences(kept, _select_for_folder(identity)):
         raise InvalidRequest(
             f"{workspace.root} holds an alignment with other settings ({'; '.join(found)}); "
             "give another --out, or those settings to go on"
@@ -365,7 +365,7 @@ def claim_folder(
     identity: Mapping[str, str],
     dtypes: Mapping[str, str],
 ) -> None:
-    known = {IDENTITY: _of_folder(identity), DTYPES: dict(dtypes)}
+    known = {IDENTITY: _select_for_folder(identity), DTYPES: dict(dtypes)}
     try:
         write_json(workspace.manifest, {**settings, **known})
     except OSError as error:

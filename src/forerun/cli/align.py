@@ -236,22 +236,22 @@ class Preparation:
         config = options.config
         self.options = options
         self.target = ModelFiles.open(config.target)
-        self.sizes = read_sizes(config)
+        self.sizes = read_sizes(config, self.target)
         chosen = defaults_for(self.sizes, config.method)
         if config.sampling.max_tokens is None and options.refresh is None:
             sampling = replace(config.sampling, max_tokens=chosen.max_tokens)
             config = replace(config, sampling=sampling)
-        self.tokenizer = ModelFiles.open(config.target).tokenizer
+        self.tokenizer = self.target.tokenizer
         self.num_written = 0
         if options.data.prompts == SELF:
             self.num_written = options.data.num_self_prompts or chosen.num_prompts
         self.is_chat = self.tokenizer.has_chat_template and not config.data.raw
         window = options.training.window or chosen.window
-        self.texts = self._sizes_of_texts(config, window)
+        self.texts = self._measure_texts(config, window)
         given = values_of(options.training, TrainingConfig)
         self.config = fill_in(config, chosen, self.texts, given)
 
-    def _sizes_of_texts(self, config: AlignConfig, window: int) -> TextSizes:
+    def _measure_texts(self, config: AlignConfig, window: int) -> TextSizes:
         from forerun.align.plan import TEXTS_PER_PROMPT, TURN_TOKENS, TextSizes, measure_prompts
         from forerun.align.samples import read_prompts
         from forerun.align.self_prompts import find_opening
@@ -311,9 +311,8 @@ class Preparation:
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             self._check_number()
             return
-        METHODS[self.config.method](
-            configure_method(self.config, self.target)
-        ).load()  # refuses a wrong draft
+        method = METHODS[self.config.method](configure_method(self.config, self.target))
+        method.load()  # refuses a wrong draft
         with self._engine() as engine:
             self._print_plan(engine)
             if self.num_written and not self.options.plan_only:
@@ -342,7 +341,7 @@ class Preparation:
         own = replace(sized, num_speculative_tokens=0, max_context=room)
         try:
             yield Engine.load(
-                config.target, draft="none", dtype=config.dtype, device=config.device, config=own
+                self.target, draft="none", dtype=config.dtype, device=config.device, config=own
             )
         finally:
             torch.set_num_threads(num_threads)  # a native target takes the cores for itself
@@ -362,15 +361,13 @@ class Preparation:
         from forerun.align.self_prompts import PromptWriter, find_opening
         from forerun.align.workspace import Phases
         from forerun.atomic_write import atomic_write
-        from forerun.models.checkpoint import ModelFiles
-        from forerun.provenance import content_hash
 
         config, phases = self.config, Phases(SafeConsole(stderr=True))
         writer = PromptWriter(
             engine=engine,
             opening=find_opening(self.tokenizer, raw=config.data.raw),
-            target_hash=content_hash(config.target),
-            tokenizer_hash=ModelFiles.find(config.target).tokenizer_hash,
+            target_hash=self.target.content_hash,
+            tokenizer_hash=self.target.tokenizer_hash,
             folder=config.out / TEXTS,
         )
         with phases.bar("prompts", "texts of the target") as on_progress:
@@ -549,12 +546,12 @@ def print_changes(changes: Sequence[FigureChange]) -> None:
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
         console.print(
-            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {_in_line(change.before)} -> "
-            f"{_in_line(change.after)}: {change.finding}"
+            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {_join_ends(change.before)} -> "
+            f"{_join_ends(change.after)}: {change.finding}"
         )
 
 
-def _in_line(interval: Interval) -> str:
+def _join_ends(interval: Interval) -> str:
     return with_ends(interval, ".2f").replace("\n", " ")
 
 

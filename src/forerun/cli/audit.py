@@ -82,7 +82,7 @@ def run(options: AuditOptions) -> int:
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)
     with ExitStack() as stack:
-        audit = _prepared(options, config, stack)
+        audit = _prepare_audit(options, config, stack)
         with progress_bar("asking", config.max_tokens) as report:
             audit.run(report)
     from forerun.doctor.audit.verdict import judge, page_of, report_of
@@ -98,7 +98,7 @@ def run(options: AuditOptions) -> int:
     return _CODES[verdict.status]
 
 
-def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
+def _prepare_audit(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
     from forerun.client.connection import ClientConfig
     from forerun.doctor.audit.config import AuditConfig
     from forerun.doctor.audit.endpoint import HttpEndpoint
@@ -131,11 +131,11 @@ def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
         "reference": shown_source(name or ""),
         "draft": options.draft or "",
     }
-    prompts = _prompts(options.prompts, tokenizer)
+    prompts = _read_prompts(options.prompts, tokenizer)
     return Audit(config, endpoint, reference, prompts, StateFile(options.state, header))
 
 
-def _prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+def _read_prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
     from forerun.measure.prompt_files import read_entries
     from forerun.models.catalog import held_out_prompts
 

@@ -36,7 +36,7 @@ class Exit(IntEnum):
     """The reader of the output ended early."""
 
 
-def _no_defaults(arguments: Sequence[str]) -> None:
+def _skip_defaults(arguments: Sequence[str]) -> None:
     """Return None, which means that the defaults of the options' class apply."""
 
 
@@ -63,14 +63,14 @@ class Command(Generic[OptionsT]):
     lists: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     has_positional: bool = False
     usual: str = ""
-    defaults: Callable[[Sequence[str]], Any] = _no_defaults
+    defaults: Callable[[Sequence[str]], Any] = _skip_defaults
     rewrite: Callable[[Sequence[str]], Sequence[str]] = list
 
     def parse(self, name: str, arguments: Sequence[str]) -> OptionsT:
         import tyro
 
-        given = list(self.one_value_each(self.rewrite(arguments)))
-        flags = _flags_of(given)
+        given = list(self.split_lists(self.rewrite(arguments)))
+        flags = _find_flags(given)
         for one, other in SAME_FLAGS:
             if one in flags and other in flags:
                 raise InvalidRequest(f"{one} and {other} are the same flag; give one of them")
@@ -102,7 +102,7 @@ class Command(Generic[OptionsT]):
             parse()  # which says what is unknown, and what is like it
         return parsed
 
-    def one_value_each(self, arguments: Sequence[str]) -> Iterator[str]:
+    def split_lists(self, arguments: Sequence[str]) -> Iterator[str]:
         """Rewrite the arguments so that every list consists of repeated flags of one value."""
         rest = list(arguments)
         one_each = self.has_positional and (not rest or is_flag(rest[0]))
@@ -116,11 +116,11 @@ class Command(Generic[OptionsT]):
             if separator is None:
                 yield word
                 continue
-            values = [value] if equals else taken(rest, 1 if one_each else len(rest))
+            values = [value] if equals else take_words(rest, 1 if one_each else len(rest))
             if not values:
                 yield flag  # the parser says that a value is missing
             for found in values:
-                yield from (f"{flag}={part}" for part in parts(found, separator))
+                yield from (f"{flag}={part}" for part in split_list(found, separator))
 
 
 def hide_flags(options: type[Any], usual: Sequence[str], hidden: list[str]) -> type[Any]:
@@ -146,12 +146,12 @@ SAME_FLAGS = (("--model", "--target"), ("--num-speculative-tokens", "--k"))
 """Names of one flag, of which the parser would take the last without a word."""
 
 
-def _flags_of(arguments: Sequence[str]) -> set[str]:
+def _find_flags(arguments: Sequence[str]) -> set[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return {word.partition("=")[0] for word in arguments[:end] if is_flag(word)}
 
 
-def taken(rest: list[str], most: int) -> list[str]:
+def take_words(rest: list[str], most: int) -> list[str]:
     """Remove the words of `rest` before the next flag and return them."""
     values: list[str] = []
     while rest and len(values) < most and not is_flag(rest[0]):
@@ -163,7 +163,7 @@ def is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
 
 
-def parts(value: str, separator: str) -> list[str]:
+def split_list(value: str, separator: str) -> list[str]:
     """Split the value of a list flag; the name of an existing file is not split."""
     if not separator or separator not in value or Path(value).exists():
         return [value]

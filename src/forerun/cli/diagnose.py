@@ -136,7 +136,7 @@ def run(options: DiagnoseOptions) -> int:
     further: dict[str, object] = {}
     likeliest: tuple[ScoredCause, ...] = ()
     if options.ask:
-        answers = _answers_of(options.answers)
+        answers = _read_answers(options.answers)
         question = _ask(evidence, answers, is_interactive=not options.json)
         further["num_asked"] = len(answers)
         if question and options.json:
@@ -233,7 +233,7 @@ def _ask(
     return ()
 
 
-def _answers_of(path: Path | None) -> dict[str, bool | None]:
+def _read_answers(path: Path | None) -> dict[str, bool | None]:
     from forerun.bounded_read import read_json
     from forerun.doctor.asking import read_answer
 

@@ -233,7 +233,7 @@ class TreeView:
             rank = record.num_accepted, record.num_drafted
             if record.num_drafted and rank > self._rank:
                 self._rank = rank
-                self.kept = _drafted_tree(entry, record.step)
+                self.kept = _make_tree(entry, record.step)
 
     def rendered(self, tokenizer: Tokenizer) -> RichTree | Text:
         """Return the kept draft as a tree for the terminal, or a sentence if no draft was kept."""
@@ -266,7 +266,7 @@ class TreeView:
         return branches[-1]
 
 
-def _drafted_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
+def _make_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
     """Return the draft of a sequence and its outcome; the step must have kept its logits."""
     from forerun.engine.verification import drafted_probs
 

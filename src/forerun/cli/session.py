@@ -312,7 +312,7 @@ class StepTrace:
     def observe(self, step: ObservedStep) -> None:
         """Write one record per sequence that emitted tokens."""
         for record, entry in zip(step.records, step.emitting, strict=True):
-            changes = dict(_probabilities_of(entry)) if self.wants_logits else {}
+            changes = dict(_find_probabilities(entry)) if self.wants_logits else {}
             if record.num_drafted:
                 changes["drafter_hash"] = self.drafter_hashes.get(record.method)
             if self.with_tokens and entry.verdict is not None:
@@ -320,7 +320,7 @@ class StepTrace:
             self.trace.add(record, changes)
 
 
-def _probabilities_of(entry: ScheduledSequence) -> Mapping[str, Json]:
+def _find_probabilities(entry: ScheduledSequence) -> Mapping[str, Json]:
     if not entry.num_drafted:
         return NOTHING
     targets, drafts = drafted_probs(entry)

@@ -10,7 +10,8 @@ from tests.unit.align.test_json_files import report
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.results import JudgedPair, card_of
+from forerun.align.results import JudgedPair
+from forerun.align.run import card_of
 from forerun.align.samples import Sample, data_hash
 from forerun.align.workspace import settings_of
 from forerun.models.checkpoint import ModelFiles

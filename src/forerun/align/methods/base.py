@@ -190,7 +190,7 @@ class PassLoss(nn.Module):
         ids = batch.ids.flatten()
         return LearnedRows(
             hidden=torch.cat(list(found.hidden))[order],
-            labels=self._labels(ids, all_places, found.target_ids),
+            labels=self._read_labels(ids, all_places, found.target_ids),
             teacher=TeacherRowsByPosition(
                 # What cannot be drafted is left out, so that a row counts as much as its
                 # distribution can be learned, and alpha is the one that the vocabulary allows.
@@ -200,7 +200,7 @@ class PassLoss(nn.Module):
             weights=weights[order],
         )
 
-    def _labels(
+    def _read_labels(
         self, ids: Tensor, places: Tensor, target_ids: Tensor | None
     ) -> Int64[Tensor, " rows"]:
         """Return the draft-vocabulary id of the token after each position."""

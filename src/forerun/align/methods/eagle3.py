@@ -57,7 +57,7 @@ class Eagle3Method(HeadMethod):
         if head is None:
             head = _create_head(attached, target, samples, self.config.seed)
         elif attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
-            head = _with_vocabulary(head, target, samples, attached.draft_vocab_size)
+            head = _replace_vocabulary(head, target, samples, attached.draft_vocab_size)
         self.layers = head.config.feature_layers
         self.model = UnrolledEagle3(head, target.embedding)
 
@@ -166,7 +166,7 @@ def _read_known(folder: Path, sizes: Architecture) -> Eagle3Head:
     return head
 
 
-def _with_vocabulary(
+def _replace_vocabulary(
     head: Eagle3Head, target: TargetParts, samples: Sequence[Sample], size: int | None
 ) -> Eagle3Head:
     """Return a head with a new vocabulary; tokens new to it begin with the target's row."""
@@ -260,9 +260,9 @@ class ColumnAttention:
                 attn_mask=self.mask,
             ).transpose(1, 2)
         self.columns.append((self._spread(keys, queries), self._spread(values, queries)))
-        return self._later(queries)
+        return self._attend_later(queries)
 
-    def _later(
+    def _attend_later(
         self, queries: Float[Tensor, "active heads dim"]
     ) -> Float[Tensor, "active heads dim"]:
         assert self.context is not None
@@ -316,31 +316,31 @@ def drafted_tokens(
     halves: tuple[list[Sample], list[Sample]] = ([], [])
     for sample in samples:
         halves[is_held_out(sample.prompt_hash, 0.5)].append(sample)
-    counts = [_token_counts(half, vocab_size) for half in halves]
+    counts = [_count_tokens(half, vocab_size) for half in halves]
     learned, read = (one + other for one, other in zip(*counts, strict=True))
     if size is None:
-        enough = _enough_tokens(counts[0][0], counts[1][0])
+        enough = _count_enough(counts[0][0], counts[1][0])
         size = min(-(-enough // MULTIPLE) * MULTIPLE, MOST, vocab_size)
-    return _ranked_tokens(learned, read)[:size].sort().values
+    return _rank_tokens(learned, read)[:size].sort().values
 
 
-def _ranked_tokens(learned: Tensor, read: Tensor) -> Int64[Tensor, " vocab"]:
+def _rank_tokens(learned: Tensor, read: Tensor) -> Int64[Tensor, " vocab"]:
     """Return all tokens, those learned most often first, then those read most often."""
     by_read = read.argsort(descending=True, stable=True)
     return by_read[learned[by_read].argsort(descending=True, stable=True)]
 
 
-def _enough_tokens(one: Int64[Tensor, " vocab"], other: Int64[Tensor, " vocab"]) -> int:
+def _count_enough(one: Int64[Tensor, " vocab"], other: Int64[Tensor, " vocab"]) -> int:
     """Return how many tokens of each half cover `COVERED` of the other; all seen ones at most."""
     pairs = ((one, other), (other, one))
-    covered = sum(tested[_ranked_tokens(own, own)].cumsum(0) for own, tested in pairs)
+    covered = sum(tested[_rank_tokens(own, own)].cumsum(0) for own, tested in pairs)
     assert isinstance(covered, Tensor)
     enough = int((covered < COVERED * covered[-1]).sum()) + 1
     known = int(torch.minimum((one > 0).sum(), (other > 0).sum()))
     return enough if enough <= known else int((one + other > 0).sum())
 
 
-def _token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[Tensor, Tensor]:
+def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return how often every token is learned, and how often it occurs in total."""
     learned = torch.zeros(vocab_size, dtype=torch.int64)
     read = torch.zeros(vocab_size, dtype=torch.int64)
