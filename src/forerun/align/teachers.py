@@ -244,8 +244,6 @@ def hash_sample(sample: Sample) -> str:
     return hash_of(content.encode())
 
 
-preparation = logging.getLogger("forerun.preparation")
-
 STATES, LOG_SUMS, CHOICES = "states", "log_sums", "choices"
 """Columns of a cache: hidden states, log sums of the exponentials of their logits over T, and the
 most likely tokens."""
