@@ -25,7 +25,8 @@ MAIN = ("main", "origin/main")
 REMOVED = """
 align/chunked align/data align/draft align/loss align/manifest align/methods/passes align/objectives
 align/optimiser align/report align/responses align/selection align/serving align/target_cache
-align/teachers align/training audit bounded_documents cli/bench_endpoints cli/plan_inputs control/exploration control/safety
+align/teachers align/training audit bounded_documents cli/bench_endpoints cli/plan_inputs
+control/exploration control/safety
 diagnose drafters/eagle3/formats drafters/eagle3/gate drafters/medusa_head
 drafters/suffix_automaton engine/core engine/endpoint measure/judge measure/judged measure/profile
 models/tabular models/token_text native/compiler plan/simulation probe sampling/tree_residuals
